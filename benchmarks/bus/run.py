@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks import program
 from benchmarks.bus import checks, floor, ours, report, work
-from benchmarks.launch.run import fill, machine
 
 HERE = Path(__file__).parents[1]
 ROOT = HERE.parent
-README = HERE / "README.md"
-MARK = "<!-- filled from benchmarks/bus/run.py -->"
 ENVIRONMENTS = ROOT / "out" / "peers"
 """One virtual environment a peer; `make peers` makes them."""
 PROGRAM_S = 180.0
@@ -31,58 +28,31 @@ Measure = Callable[[list[str]], ours.Figures]
 
 
 def main() -> int:
-    args = parse()
-    if args.check_only:
-        return check(checks.verdicts(json.loads((args.out / "bus.json").read_text())["medians"]))
-    contenders, missing = chosen(args.contenders)
-    touch(WARM_MIB)
-    figures, problems = interleaved(contenders, args.rows, args.rounds)
-    result = {
-        "machine": machine(),
-        "rounds": args.rounds,
-        "contenders": list(contenders),
-        "missing": missing,
-        "versions": {name: version(name) for name in contenders if name in PACKAGES},
-        "medians": checks.medians(figures),
-        "figures": figures,
-        "problems": problems,
-    }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "bus.json").write_text(json.dumps(result, indent=1))
-    report.plot(result, args.out / "bus.svg")
-    report.show(result)
-    if args.readme:
-        fill(README, report.markdown(result), MARK)
-    code = check(checks.verdicts(checks.medians(figures))) if args.check else 0
-    return 1 if problems else code
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="how often each contender is measured (default: 5)")
-    parser.add_argument("--rows", type=names_of(work.NAMES), default=[], help="comma-separated; default: all")
+    parser = program.parser(__doc__, work.NAMES)
     parser.add_argument(
         "--contenders",
         "--peers",
-        type=names_of(list(report.TITLES)),
+        type=program.names_of(list(report.TITLES)),
         default=[],
         help=f"comma-separated, of {', '.join(report.TITLES)}; default: all that are installed",
     )
-    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="where bus.json and bus.svg go")
-    parser.add_argument("--readme", action="store_true", help="put the table into benchmarks/README.md")
-    parser.add_argument("--check", action="store_true", help="hold the medians against the floors; 1 if one is missed")
-    parser.add_argument("--check-only", action="store_true", help="the same for the bus.json of an earlier run")
-    return parser.parse_args()
+    args = parser.parse_args()
+    contenders, missing = chosen(args.contenders)
 
+    def measure() -> tuple[program.Figures, list[str]]:
+        touch(WARM_MIB)
+        return interleaved(contenders, args.rows, args.rounds)
 
-def names_of(known: Sequence[str]) -> Callable[[str], list[str]]:
-    def names(text: str) -> list[str]:
-        given = text.split(",")
-        if unknown := [name for name in given if name not in known]:
-            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not among {', '.join(known)}")
-        return given
-
-    return names
+    return program.run(
+        "bus",
+        args,
+        measure,
+        report,
+        checks.verdicts,
+        contenders=list(contenders),
+        missing=missing,
+        versions={name: version(name) for name in contenders if name in PACKAGES},
+    )
 
 
 def chosen(asked: list[str]) -> tuple[dict[str, Measure], list[str]]:
@@ -101,11 +71,9 @@ def chosen(asked: list[str]) -> tuple[dict[str, Measure], list[str]]:
     return {name: way for name, way in wanted.items() if name not in missing}, missing
 
 
-def interleaved(
-    contenders: dict[str, Measure], rows: list[str], rounds: int
-) -> tuple[dict[str, dict[str, list[float]]], list[str]]:
+def interleaved(contenders: dict[str, Measure], rows: list[str], rounds: int) -> tuple[program.Figures, list[str]]:
     """Each contender once a round, in an order that rotates: the figures by contender and row, and what went wrong."""
-    figures: dict[str, dict[str, list[float]]] = {name: {} for name in contenders}
+    figures: program.Figures = {name: {} for name in contenders}
     problems: list[str] = []
     for number in range(rounds):
         order = list(contenders)
@@ -166,16 +134,6 @@ def version(name: str) -> str:
 def touch(mib: int) -> None:
     """Use memory once, so that no contender pays for what a virtual machine gets from its host at first use."""
     np.ones(mib * work.MIB, np.uint8)
-
-
-def check(verdicts: Iterable[checks.Verdict]) -> int:
-    """Print each floor; 1 if one was missed."""
-    found = list(verdicts)
-    for verdict in found:
-        print(verdict)
-    counts = {word: sum(verdict.word == word for verdict in found) for word in ("pass", "FAIL", "not measured")}
-    print(", ".join(f"{count} {word}" for word, count in counts.items()))
-    return int(counts["FAIL"] > 0)
 
 
 if __name__ == "__main__":

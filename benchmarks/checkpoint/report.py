@@ -48,14 +48,14 @@ def footnote(result: dict[str, Any]) -> str:
     )
 
 
-def plot(found: Medians, file: Path) -> None:
+def plot(result: dict[str, Any], file: Path) -> None:
     """How far each floor is exceeded: to the right of 1 it is held."""
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    there = [(verdict, ratio) for verdict in judged(found) if (ratio := verdict.ratio) is not None]
+    there = [(verdict, ratio) for verdict in judged(result["medians"]) if (ratio := verdict.ratio) is not None]
     if not there:
         return
     figure, axes = pyplot.subplots(figsize=(8, 1.2 + 0.5 * len(there)), layout="constrained")

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import time
 import tracemalloc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from benchmarks import report_table
+from benchmarks.bus.checks import Medians, times_better
 from benchmarks.bus.report import short
 from benchmarks.bus.work import Row
 from unified.core.shards.ledger import Ledger
 from unified.core.shards.plan import ShardPlan
-
-Medians = Mapping[str, Mapping[str, float]]
-"""By contender, then by row."""
 
 
 class Target(NamedTuple):
@@ -30,12 +28,7 @@ class Target(NamedTuple):
     """Ours, on two cores: a rate at least so high, anything else at most so high."""
 
     def times_better(self, ours: float, theirs: float) -> float:
-        better, worse = (ours, theirs) if self.row.is_rate else (theirs, ours)
-        return better / worse if worse else float("inf")
-
-    def is_passed(self, ours: float) -> bool | None:
-        """None: nothing was promised."""
-        return None if self.limit is None else self.times_better(ours, self.limit) >= 1
+        return times_better(self.row.name, ours, theirs, [self.row])
 
 
 TARGETS = [
@@ -73,16 +66,25 @@ def lines(found: Medians) -> Iterator[list[str]]:
             ]
 
 
-def verdicts(found: Medians) -> Iterator[tuple[bool | None, str]]:
-    """Of each floor whether it is held, and a line that says so. None: not measured."""
+class Judged(NamedTuple):
+    """A floor, and whether it is held."""
+
+    word: str
+    line: str
+
+    def __str__(self) -> str:
+        return f"{self.line}: {self.word}"
+
+
+def verdicts(found: Medians) -> Iterator[Judged]:
     for target in TARGETS:
         ours = found.get("unified", {}).get(target.row.name)
         if target.limit is not None:
-            is_passed = None if ours is None else target.is_passed(ours)
+            is_passed = None if ours is None else target.times_better(ours, target.limit) >= 1
             word = {True: "pass", False: "FAIL", None: "not measured"}[is_passed]
             sign = "at least" if target.row.is_rate else "at most"
             value = f" {short(ours)}" if ours is not None else ""
-            yield is_passed, f"{target.row.title}, {target.row.unit}:{value} ({sign} {target.limit:g}): {word}"
+            yield Judged(word, f"{target.row.title}, {target.row.unit}:{value} ({sign} {target.limit:g})")
 
 
 def show(result: dict[str, Any]) -> None:

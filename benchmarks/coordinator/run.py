@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
 import time
@@ -14,16 +12,13 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.bus.checks import medians
-from benchmarks.bus.run import README, names_of
+from benchmarks import program
 from benchmarks.bus.work import percentiles_us, read, wanted
 from benchmarks.coordinator import load, report
 from benchmarks.coordinator.master import Populace, master
-from benchmarks.launch.run import fill, machine
 from unified.data.coordinator_client import RemoteCoordinator
 from unified.protocol.coordinator import HeartbeatResponse, worker_to_coordinator
 
-MARK = "<!-- filled from benchmarks/coordinator/run.py -->"
 STORM = 200
 """Questions of each worker in one reading of a rate."""
 BARRIERS = 300
@@ -41,46 +36,23 @@ Figures = Iterator[tuple[str, str, float]]
 
 
 def main() -> int:
-    args = parse()
-    if args.check_only:
-        return check(json.loads((args.out / "coordinator.json").read_text())["medians"])
-    began_on = machine()
-    figures: dict[str, dict[str, list[float]]] = {"unified": {}, "zmq": {}}
-    problems: list[str] = []
-    for number in range(args.rounds):
-        began = time.perf_counter()
-        try:
-            for contender, row, value in measure(number, args.rows):
-                if wanted(row, rows=args.rows):
-                    figures[contender].setdefault(row, []).append(value)
-        except load.BROKEN as error:
-            problems.append(f"round {number + 1}: {type(error).__name__}: {error}")
-        print(f"round {number + 1}/{args.rounds}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-    result = {
-        "machine": began_on,
-        "rounds": args.rounds,
-        "medians": medians(figures),
-        "figures": figures,
-        "problems": problems,
-    }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "coordinator.json").write_text(json.dumps(result, indent=1))
-    report.show(result)
-    if args.readme:
-        fill(README, report.markdown(result), MARK)
-    code = check(medians(figures)) if args.check else 0
-    return 1 if problems else code
+    args = program.parser(__doc__, report.NAMES).parse_args()
 
+    def rounds() -> tuple[program.Figures, list[str]]:
+        figures: program.Figures = {"unified": {}, "zmq": {}}
+        problems: list[str] = []
+        for number in range(args.rounds):
+            began = time.perf_counter()
+            try:
+                for contender, row, value in measure(number, args.rows):
+                    if wanted(row, rows=args.rows):
+                        figures[contender].setdefault(row, []).append(value)
+            except load.BROKEN as error:
+                problems.append(f"round {number + 1}: {type(error).__name__}: {error}")
+            print(f"round {number + 1}/{args.rounds}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+        return figures, problems
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="how often each row is measured (default: 5)")
-    parser.add_argument("--rows", type=names_of(report.NAMES), default=[], help="comma-separated; default: all")
-    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="where coordinator.json goes")
-    parser.add_argument("--readme", action="store_true", help="put the table into benchmarks/README.md")
-    parser.add_argument("--check", action="store_true", help="hold the medians against the floors; 1 if one is missed")
-    parser.add_argument("--check-only", action="store_true", help="the same for the coordinator.json of an earlier run")
-    return parser.parse_args()
+    return program.run("coordinator", args, rounds, report, report.verdicts)
 
 
 def measure(number: int, rows: list[str]) -> Figures:
@@ -144,14 +116,6 @@ def client_us(populace: Populace, address: str) -> float:
             coordinator.ask(heartbeat, HeartbeatResponse)
             taken.append(time.perf_counter() - began)
     return percentiles_us(taken)[0]
-
-
-def check(found: report.Medians) -> int:
-    """Print each floor; 1 if one was missed."""
-    verdicts = list(report.verdicts(found))
-    for _, line in verdicts:
-        print(line)
-    return int(any(is_passed is False for is_passed, _ in verdicts))
 
 
 if __name__ == "__main__":
