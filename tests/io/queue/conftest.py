@@ -40,8 +40,8 @@ def consumer(world: QueueWorld) -> Member:
     return world.worker("c")
 
 
-first = other = producer
-second = consumer
+first = producer
+second = other = consumer
 
 
 @pytest.fixture

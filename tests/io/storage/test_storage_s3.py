@@ -260,7 +260,7 @@ def test_credentials_of_a_file_are_those_of_its_profile(
         signed.add((found, asked.headers.get("x-amz-security-token")))
         return None
 
-    with behind(s3_environment, note) as store:
+    with faulty(s3_environment, note) as url, S3Backend(s3_environment.make_bucket(), endpoint_url=url) as store:
         store.write("a", b"x")
         assert store.read("a") == b"x"
         assert [each.key for each in store.list()] == ["a"]
