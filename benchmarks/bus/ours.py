@@ -6,7 +6,7 @@ import json
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.bus import work
 from unified.api.builder import DLJob, DLJobBuilder
@@ -86,14 +86,14 @@ def start(master: str, route: str, folder: Path) -> float:
     return readings.median
 
 
+def on_one_node(route: str, **config: Any) -> DLJobBuilder:
+    builder = DLJobBuilder().node_num(1).device_per_node(1).device_type("CPU")
+    return builder.config(config).global_env({"UNIFIED_BUS_ROUTE": route})
+
+
 def bench_job(out: Path, route: str, rows: list[str]) -> DLJob:
     job: DLJob = (
-        DLJobBuilder()
-        .node_num(1)
-        .device_per_node(1)
-        .device_type("CPU")
-        .config({"out": str(out), "rows": rows})
-        .global_env({"UNIFIED_BUS_ROUTE": route})
+        on_one_node(route, out=str(out), rows=rows)
         .role("bench")
         .run("benchmarks.bus.job.Bench")
         .resource(cpu=0.01)
@@ -115,12 +115,7 @@ def bench_job(out: Path, route: str, rows: list[str]) -> DLJob:
 
 def start_job(out: Path, route: str) -> DLJob:
     job: DLJob = (
-        DLJobBuilder()
-        .node_num(1)
-        .device_per_node(1)
-        .device_type("CPU")
-        .config({"out": str(out)})
-        .global_env({"UNIFIED_BUS_ROUTE": route})
+        on_one_node(route, out=str(out))
         .role("starter")
         .run("benchmarks.bus.job.Starter")
         .total(work.WORKERS)

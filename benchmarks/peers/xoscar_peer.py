@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,8 @@ import psutil
 import xoscar
 
 from benchmarks.bus import work
+
+Act = Callable[[], Awaitable[object]]
 
 
 class Echo(xoscar.Actor):
@@ -66,34 +68,40 @@ async def actor(pool: Any, kind: type, name: str, index: int) -> Any:
     return await xoscar.create_actor(kind, address=pool.external_address, uid=name, allocate_strategy=place)
 
 
+async def seconds(act: Act, times: int = 1) -> float:
+    """As `work.seconds`, which cannot await."""
+    began = time.perf_counter()
+    for _ in range(times):
+        await act()
+    return time.perf_counter() - began
+
+
+async def rate(amount: float, act: Act, times: int = 1) -> float:
+    """The median of readings: so much a second, in so many calls."""
+    readings = work.Readings()
+    for _ in readings:
+        readings.add(amount / await seconds(act, times))
+    return readings.median
+
+
 async def calls(pool: Any, workers: list[Any]) -> None:
     echo = workers[0]
-    for _ in range(work.WARM_UP_CALLS):
-        await echo.nop()
-    taken = []
-    for _ in range(work.SYNC_CALLS):
-        began = time.perf_counter()
-        await echo.nop()
-        taken.append(time.perf_counter() - began)
-    p50, p99 = work.percentiles_us(taken)
+    await seconds(echo.nop, work.WARM_UP_CALLS)
+    p50, p99 = work.percentiles_us([await seconds(echo.nop) for _ in range(work.SYNC_CALLS)])
     work.say("sync_p50", p50)
     work.say("sync_p99", p99)
-    readings = work.Readings()
-    for _ in readings:
-        began = time.perf_counter()
-        for _ in range(work.PIPELINED_CALLS // work.BURST):
-            await asyncio.gather(*[echo.nop() for _ in range(work.BURST)])
-        readings.add(work.PIPELINED_CALLS / (time.perf_counter() - began))
-    work.say("async_1_1", readings.median)
+
+    async def burst() -> None:
+        await asyncio.gather(*[echo.nop() for _ in range(work.BURST)])
+
+    work.say("async_1_1", await rate(work.PIPELINED_CALLS, burst, work.PIPELINED_CALLS // work.BURST))
     callers = [await actor(pool, Caller, f"caller-{index}", index + 2) for index in range(2)]
-    pairs = list(zip(callers, workers[:2], strict=True))
-    await asyncio.gather(*[caller.burst(target, work.BURST) for caller, target in pairs])
-    readings = work.Readings()
-    for _ in readings:
-        began = time.perf_counter()
-        await asyncio.gather(*[caller.burst(target, work.PIPELINED_CALLS // 2) for caller, target in pairs])
-        readings.add(work.PIPELINED_CALLS / (time.perf_counter() - began))
-    work.say("async_2_2", readings.median)
+
+    async def two_to_two(calls: int = work.PIPELINED_CALLS // 2) -> None:
+        await asyncio.gather(*[each.burst(target, calls) for each, target in zip(callers, workers, strict=False)])
+
+    await two_to_two(work.BURST)
+    work.say("async_2_2", await rate(work.PIPELINED_CALLS, two_to_two))
 
 
 async def arrays(workers: list[Any]) -> None:
@@ -104,36 +112,25 @@ async def arrays(workers: list[Any]) -> None:
         await say_array("ret", each, partial(echo.make, each.mib * work.MIB))
     if work.wanted("fanout"):
         array = np.ones(work.FANOUT_MIB * work.MIB, np.uint8)
-        await asyncio.gather(*[worker.nbytes_of(array) for worker in workers])
-        readings = work.Readings()
-        for _ in readings:
-            began = time.perf_counter()
-            for _ in range(work.FANOUT_TIMES):
-                await asyncio.gather(*[worker.nbytes_of(array) for worker in workers])
-            times = work.FANOUT_TIMES * len(workers)
-            readings.add(work.gib_per_s(work.FANOUT_MIB, times, time.perf_counter() - began))
-        work.say("fanout", readings.median)
+
+        async def fan_out() -> None:
+            await asyncio.gather(*[worker.nbytes_of(array) for worker in workers])
+
+        await fan_out()
+        gib = work.FANOUT_MIB * work.FANOUT_TIMES * len(workers) / 1024
+        work.say("fanout", await rate(gib, fan_out, work.FANOUT_TIMES))
 
 
-async def say_array(way: str, each: work.ArrayPass, call: Callable[[], Any]) -> None:
+async def say_array(way: str, each: work.ArrayPass, call: Act) -> None:
     """As the others do with `ArrayPass.read`, which cannot await."""
-
-    async def take() -> float:
-        began = time.perf_counter()
-        for _ in range(each.times):
-            await call()
-        return work.gib_per_s(each.mib, each.times, time.perf_counter() - began)
-
     name = f"{way}_{each.mib}MiB"
+    gib = each.mib * each.times / 1024
     if not each.is_again:
         await call()
         if each.mib in work.LARGE:
-            work.say(name, await take())
+            work.say(name, gib / await seconds(call, each.times))
             return
-    readings = work.Readings()
-    for _ in readings:
-        readings.add(await take())
-    work.say(f"{name}_warm" if each.is_again else name, readings.median)
+    work.say(f"{name}_warm" if each.is_again else name, await rate(gib, call, each.times))
 
 
 if __name__ == "__main__":

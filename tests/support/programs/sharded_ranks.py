@@ -12,6 +12,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,13 @@ Found = dict[str, Any]
 
 def main() -> None:
     place, scenario = sys.argv[1:]
-    for number, (size, work) in enumerate(SCENARIOS[scenario]):
+    for number, (size, name, work) in enumerate(SCENARIOS[scenario]):
         children = []
         store = Path(tempfile.gettempdir(), f"ranks-{os.getpid()}-{number}")
         for rank in range(size):
             child = os.fork()
             if child == 0:
-                be_rank(rank, size, store, work, place)
+                be_rank(rank, size, store, name, work, place)
             children.append(child)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         store.unlink(missing_ok=True)
@@ -46,12 +47,12 @@ def main() -> None:
             sys.exit(1)
 
 
-def be_rank(rank: int, size: int, store: Path, work: Callable[[str, int], Found], place: str) -> None:
+def be_rank(rank: int, size: int, store: Path, name: str, work: Callable[[str, int], Found], place: str) -> None:
     torch.set_num_threads(1)
     try:
-        if work is not alone:
+        if name != "alone":
             distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-        line = json.dumps({"work": work.__name__, "rank": rank, **work(place, rank)})
+        line = json.dumps({"work": name, "rank": rank, **work(place, rank)})
         os.write(1, f"{line}\n".encode())  # in one piece, as the others write too
     except BaseException:
         traceback.print_exc()
@@ -193,7 +194,7 @@ class Deadly(LocalBackend):
 
 
 def failing(
-    place: str, rank: int, failing_rank: int, name: str, what: str = "kill", rank_timeout: float = 1.0
+    place: str, rank: int, *, failing_rank: int, name: str, what: str = "kill", rank_timeout: float = 1.0
 ) -> Found:
     """Save step 3, then step 4, of which one rank does not write something."""
     state = {"same": torch.arange(3.0), f"own-{rank}": torch.ones(2)}
@@ -208,26 +209,6 @@ def failing(
     except CheckpointError as error:
         return {"error": str(error), "steps": manager.steps()}
     return {"error": None}
-
-
-def kill_before_part(place: str, rank: int) -> Found:
-    return failing(place, rank, 2, "rank-00002.bin")
-
-
-def kill_before_note(place: str, rank: int) -> Found:
-    return failing(place, rank, 1, "rank-00001.note")
-
-
-def kill_before_index(place: str, rank: int) -> Found:
-    return failing(place, rank, 0, "index")
-
-
-def kill_before_manifest(place: str, rank: int) -> Found:
-    return failing(place, rank, 0, ".json")
-
-
-def refuse_part(place: str, rank: int) -> Found:
-    return failing(place, rank, 1, "rank-00001.bin", "refuse", 300.0)
 
 
 def disagree(place: str, rank: int) -> Found:
@@ -250,16 +231,16 @@ def disagree(place: str, rank: int) -> Found:
         return {**found, "steps_saved": manager.steps(), "sizes": sizes, "is_equal": is_equal}
 
 
-SCENARIOS: dict[str, list[tuple[int, Callable[[str, int], Found]]]] = {
-    "reshard": [(4, save), (2, load), (1, alone), (2, load_damaged)],
-    "bucket": [(2, save_plain), (2, go_back)],
+SCENARIOS: dict[str, list[tuple[int, str, Callable[[str, int], Found]]]] = {
+    "reshard": [(4, "save", save), (2, "load", load), (1, "alone", alone), (2, "load_damaged", load_damaged)],
+    "bucket": [(2, "save_plain", save_plain), (2, "go_back", go_back)],
     "faults": [
-        (3, kill_before_part),
-        (2, kill_before_note),
-        (2, kill_before_index),
-        (2, kill_before_manifest),
-        (2, refuse_part),
-        (2, disagree),
+        (3, "kill_before_part", partial(failing, failing_rank=2, name="rank-00002.bin")),
+        (2, "kill_before_note", partial(failing, failing_rank=1, name="rank-00001.note")),
+        (2, "kill_before_index", partial(failing, failing_rank=0, name="index")),
+        (2, "kill_before_manifest", partial(failing, failing_rank=0, name=".json")),
+        (2, "refuse_part", partial(failing, failing_rank=1, name="rank-00001.bin", what="refuse", rank_timeout=300.0)),
+        (2, "disagree", disagree),
     ],
 }
 
