@@ -16,19 +16,11 @@ def check(core: AgentCore) -> list[str]:
     for life, worker in core.workers.items():
         if worker.life != life:
             broken.append(f"{worker.life} is kept under {life}.")
-        if (
-            worker.state is WorkerState.STARTING
-            and AgentTimer("start", life) not in core.timers
-            and not worker.is_killed
-        ):
-            broken.append(f"{life} is STARTING without a deadline.")
-        if (
-            worker.state is WorkerState.STOPPING
-            and AgentTimer("kill", life) not in core.timers
-            and not worker.is_killed
-        ):
-            broken.append(f"{life} is STOPPING without a deadline.")
-        if worker.is_ended and (AgentTimer("start", life) in core.timers or AgentTimer("kill", life) in core.timers):
+        starts, kills = AgentTimer("start", life) in core.timers, AgentTimer("kill", life) in core.timers
+        for state, is_armed in ((WorkerState.STARTING, starts), (WorkerState.STOPPING, kills)):
+            if worker.state is state and not is_armed and not worker.is_killed:
+                broken.append(f"{life} is {state} without a deadline.")
+        if worker.is_ended and (starts or kills):
             broken.append(f"{life} has EXITED and a deadline is armed for it.")
     if core.shutdown.has_begun and any(worker.state is WorkerState.STARTING for worker in live):
         broken.append("a worker is STARTING while the agent stops.")

@@ -114,25 +114,25 @@ class SimAgent:
         return [self._observed()]
 
     def finish(self, job_id: str, worker: str) -> list[Said]:
-        for life, sim in self.lives.items():
-            if life[:2] == (job_id, worker) and sim.state is WorkerState.RUNNING:
-                sim.state = WorkerState.FINISHED
+        for sim in self._running(job_id, worker):
+            sim.state = WorkerState.FINISHED
         return [self._observed()]
 
     def report_progress(self, job_id: str, worker: str, step: int) -> list[Said]:
-        for life, sim in self.lives.items():
-            if life[:2] == (job_id, worker) and sim.state is WorkerState.RUNNING:
-                sim.progress = Progress(step=step)
+        for sim in self._running(job_id, worker):
+            sim.progress = Progress(step=step)
         return [self._observed()]
 
     def claim(self, job_id: str, worker: str, names: Iterable[str]) -> list[Said]:
-        for life, sim in self.lives.items():
-            if life[:2] == (job_id, worker) and sim.state is WorkerState.RUNNING:
-                sim.claims = next_claims(sim.claims, names)
+        for sim in self._running(job_id, worker):
+            sim.claims = next_claims(sim.claims, names)
         return [self._observed()]
 
     def leave(self) -> list[Said]:
         return [(3, AgentLeaving(node=self.node, incarnation=self.incarnation, reason="SIGTERM"))]
+
+    def _running(self, *worker: str) -> list[SimLife]:
+        return [sim for life, sim in self.lives.items() if life[:2] == worker and sim.state is WorkerState.RUNNING]
 
     def _registration(self) -> RegisterAgent:
         return RegisterAgent(
