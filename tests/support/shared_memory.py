@@ -16,11 +16,6 @@ from unified.bus.shm.pool import SharedPool
 from unified.bus.shm.reader import SharedReader
 
 
-def names(directory: str) -> list[str]:
-    """Names of the segments that are there."""
-    return sorted(os.listdir(directory))
-
-
 class Side:
     """One process on the bus, as far as shared memory goes."""
 
