@@ -94,22 +94,11 @@ class _LastingStream:
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def write(self, text: str | bytes) -> int:
-        if self._stream is not None:
-            try:
-                if isinstance(text, str):
-                    self._stream.write(text)
-                else:
-                    self._stream.buffer.write(text)
-            except OSError as error:
-                self._give_up(error)
+        self._try(lambda stream: stream.write(text) if isinstance(text, str) else stream.buffer.write(text))
         return len(text)
 
     def flush(self) -> None:
-        if self._stream is not None:
-            try:
-                self._stream.flush()
-            except OSError as error:
-                self._give_up(error)
+        self._try(lambda stream: stream.flush())
 
     def isatty(self) -> bool:
         return self._stream is not None and self._stream.isatty()
@@ -119,12 +108,16 @@ class _LastingStream:
             raise OSError("there is no such stream.")
         return self._stream.fileno()
 
-    def _give_up(self, error: OSError) -> None:
-        """`| head` has seen enough, or the terminal is gone: nothing may be flushed at exit either."""
-        if error.errno not in _GONE:
-            raise error
-        stream, self._stream = self._stream, None
-        if stream is not None:
+    def _try(self, use: Callable[[TextIO], object]) -> None:
+        if (stream := self._stream) is None:
+            return
+        try:
+            use(stream)
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            self._stream = None
+            # `| head` has seen enough, or the terminal is gone: nothing may be flushed at exit either.
             try:
                 number = stream.fileno()
             except OSError:  # not a file

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -32,43 +31,40 @@ class Intervals(msgspec.Struct, frozen=True, kw_only=True):
     """Time that a worker's process may take to start, from a place to a hello."""
 
 
-def intervals(env: Mapping[str, str] | None = None) -> Intervals:
+def intervals() -> Intervals:
     """Return the intervals, each overridden by ``UNIFIED_HEARTBEAT_S``, ``UNIFIED_LEASE_S`` and so on.
 
     Raises:
         UsageError: a variable that is not a positive number.
     """
-    env = os.environ if env is None else env
     given: dict[str, float] = {}
     for field in Intervals.__struct_fields__:
         name = f"UNIFIED_{field.upper()}"
-        if name in env:
+        if (text := os.environ.get(name)) is not None:
             try:
-                given[field] = float(env[name])
+                given[field] = float(text)
             except ValueError:
-                raise UsageError(f"{name}={env[name]!r} is not a number of seconds.") from None
+                raise UsageError(f"{name}={text!r} is not a number of seconds.") from None
             if given[field] <= 0:
-                raise UsageError(f"{name}={env[name]!r} must be above 0 seconds.")
+                raise UsageError(f"{name}={text!r} must be above 0 seconds.")
     return Intervals(**given)
 
 
-def home(env: Mapping[str, str] | None = None) -> Path:
+def home() -> Path:
     """Folder of state and logs: ``$UNIFIED_HOME``, ``$XDG_STATE_HOME/unified`` or ``~/.local/state/unified``."""
-    env = os.environ if env is None else env
-    if env.get("UNIFIED_HOME"):
-        return Path(env["UNIFIED_HOME"])
-    return Path(env.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "unified"
+    if given := os.environ.get("UNIFIED_HOME"):
+        return Path(given)
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "unified"
 
 
-def run_root(env: Mapping[str, str] | None = None) -> Path:
+def run_root() -> Path:
     """Return the folder of sockets, short as a Unix socket path has at most 107 characters: ``$UNIFIED_RUN_DIR``,
     else ``$XDG_RUNTIME_DIR/unified``, else ``/tmp/unified-UID``. `make_private` makes it, with mode 0700.
     """
-    env = os.environ if env is None else env
-    if env.get("UNIFIED_RUN_DIR"):
-        return Path(env["UNIFIED_RUN_DIR"])
-    if env.get("XDG_RUNTIME_DIR"):
-        return Path(env["XDG_RUNTIME_DIR"]) / "unified"
+    if given := os.environ.get("UNIFIED_RUN_DIR"):
+        return Path(given)
+    if given := os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(given) / "unified"
     return Path(tempfile.gettempdir()) / f"unified-{os.getuid()}"
 
 
