@@ -89,6 +89,8 @@ class RemoteError(RpcError):
     of both that class and this one, so that `except KeyError` works across processes.
     """
 
+    retryable = False  # also where the far class, which comes behind this one, may be tried again
+
     def __init__(
         self, message: str, *, type_name: str = "", traceback: str = "", worker: str = "", node: str = ""
     ) -> None:
