@@ -7,17 +7,26 @@ import os
 from typing import TYPE_CHECKING
 
 from unified import lazy
+from unified.api import runtime as _runtime
 
 if TYPE_CHECKING:
-    from unified.api.builder import DLJob as DLJob
-    from unified.api.builder import DLJobBuilder as DLJobBuilder
-    from unified.api.builder import RLJob as RLJob
-    from unified.api.builder import RLJobBuilder as RLJobBuilder
+    from unified.api.builder import DLJob, DLJobBuilder, RLJob, RLJobBuilder
     from unified.api.runtime import *  # noqa: F403  # all of its names
-    from unified.client.handle import JobHandle as JobHandle
-    from unified.errors import UnifiedError as UnifiedError
+    from unified.client.handle import JobHandle
+    from unified.errors import UnifiedError
 
-__getattr__, __dir__ = lazy.exports(__name__)
+__all__ = ["DLJob", "DLJobBuilder", "JobHandle", "RLJob", "RLJobBuilder", "UnifiedError"]
+__all__ += _runtime.__all__
+
+__getattr__, __dir__ = lazy.exports(
+    __name__,
+    {
+        "unified.api.builder": ["DLJob", "DLJobBuilder", "RLJob", "RLJobBuilder"],
+        "unified.api.runtime": _runtime.__all__,
+        "unified.client.handle": ["JobHandle"],
+        "unified.errors": ["UnifiedError"],
+    },
+)
 
 if os.environ.get("UNIFIED_COMPAT"):  # most processes do without, and need not load it
     from unified import compat

@@ -2,14 +2,27 @@
 
 from typing import TYPE_CHECKING
 
-from unified import lazy
+from unified.lazy import exports
 
 if TYPE_CHECKING:
-    from unified.checkpoint.checkpoint_manager import CheckpointManager as CheckpointManager
-    from unified.checkpoint.load import CheckpointFallbackWarning as CheckpointFallbackWarning
-    from unified.checkpoint.load import LoadReport as LoadReport
-    from unified.checkpoint.manifest import CheckpointUnverifiedWarning as CheckpointUnverifiedWarning
-    from unified.checkpoint.manifest import Manifest as Manifest
-    from unified.checkpoint.manifest import Part as Part
+    from unified.checkpoint.checkpoint_manager import CheckpointManager
+    from unified.checkpoint.load import CheckpointFallbackWarning, LoadReport
+    from unified.checkpoint.manifest import CheckpointUnverifiedWarning, Manifest, Part
 
-__getattr__, __dir__ = lazy.exports(__name__)
+__all__ = [
+    "CheckpointFallbackWarning",
+    "CheckpointManager",
+    "CheckpointUnverifiedWarning",
+    "LoadReport",
+    "Manifest",
+    "Part",
+]
+
+__getattr__, __dir__ = exports(
+    __name__,
+    {
+        "unified.checkpoint.load": ["CheckpointFallbackWarning", "LoadReport"],
+        "unified.checkpoint.checkpoint_manager": ["CheckpointManager"],
+        "unified.checkpoint.manifest": ["CheckpointUnverifiedWarning", "Manifest", "Part"],
+    },
+)

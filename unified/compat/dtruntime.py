@@ -1,16 +1,29 @@
 """The module ``dtruntime``. Names are imported at first use: to save checkpoints needs no pyarrow."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
 from unified import lazy
 
+_HOMES = {
+    "unified.data": ["DatasetRegistry", "TrainingOrchestrator"],
+    "unified.checkpoint": ["CheckpointManager"],
+}
+_RECORDS = {
+    "ShardInfo": "unified.protocol.coordinator:ShardAssignment",
+    "CheckpointInfo": "unified.checkpoint:Manifest",
+    "WorkerConfig": "unified.protocol.coordinator:WorkerRegistration",
+}
+"""Records: results of `get_assignment` and `latest_checkpoint()`, and the coordinator's answer to a registration."""
 __path__: list[str] = []  # a package: modules of a real one, where the aliases are forced, are found by their own path
-__getattr__, __dir__ = lazy.exports(
-    __name__,
-    {
-        "CheckpointInfo": "unified.checkpoint:Manifest",  # results of `latest_checkpoint()`
-        "CheckpointManager": "unified.checkpoint:CheckpointManager",
-        "DatasetRegistry": "unified.data:DatasetRegistry",
-        "ShardInfo": "unified.protocol.coordinator:ShardAssignment",  # results of `get_assignment`
-        "TrainingOrchestrator": "unified.data:TrainingOrchestrator",
-        "WorkerConfig": "unified.protocol.coordinator:WorkerRegistration",  # the coordinator's answer to a registration
-    },
-)
+__all__ = [*(name for names in _HOMES.values() for name in names), *_RECORDS]
+_find, __dir__ = lazy.exports(__name__, {**_HOMES, __name__: _RECORDS})
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _RECORDS:
+        return _find(name)
+    module, _, ours = _RECORDS[name].partition(":")
+    return getattr(import_module(module), ours)

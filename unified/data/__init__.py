@@ -5,18 +5,41 @@ from typing import TYPE_CHECKING
 from unified import lazy
 
 if TYPE_CHECKING:
-    from unified.data.coordinator_client import Coordinator as Coordinator
-    from unified.data.coordinator_client import RemoteCoordinator as RemoteCoordinator
-    from unified.data.hashing import ConsistentHash as ConsistentHash
-    from unified.data.hashing import ShardManager as ShardManager
-    from unified.data.local_coordinator import EmbeddedCoordinator as EmbeddedCoordinator
-    from unified.data.orchestrator import TrainingOrchestrator as TrainingOrchestrator
-    from unified.data.position import merge_positions as merge_positions
-    from unified.data.reading import ShardReader as ShardReader
-    from unified.data.reading import find_runs as find_runs
-    from unified.data.reading import iter_samples as iter_samples
-    from unified.data.registry import DatasetRegistry as DatasetRegistry
-    from unified.data.sharded_dataset import ShardedDataset as ShardedDataset
-    from unified.data.sharded_dataset import ShardSource as ShardSource
+    from unified.data.coordinator_client import Coordinator, RemoteCoordinator
+    from unified.data.hashing import ConsistentHash, ShardManager
+    from unified.data.local_coordinator import EmbeddedCoordinator
+    from unified.data.orchestrator import TrainingOrchestrator
+    from unified.data.position import merge_positions
+    from unified.data.reading import ShardReader, find_runs, iter_samples
+    from unified.data.registry import DatasetRegistry
+    from unified.data.sharded_dataset import ShardedDataset, ShardSource
 
-__getattr__, __dir__ = lazy.exports(__name__)
+__all__ = [
+    "ConsistentHash",
+    "Coordinator",
+    "DatasetRegistry",
+    "EmbeddedCoordinator",
+    "RemoteCoordinator",
+    "ShardManager",
+    "ShardReader",
+    "ShardSource",
+    "ShardedDataset",
+    "TrainingOrchestrator",
+    "find_runs",
+    "iter_samples",
+    "merge_positions",
+]
+
+__getattr__, __dir__ = lazy.exports(
+    __name__,
+    {
+        "unified.data.coordinator_client": ["Coordinator", "RemoteCoordinator"],
+        "unified.data.hashing": ["ConsistentHash", "ShardManager"],
+        "unified.data.local_coordinator": ["EmbeddedCoordinator"],
+        "unified.data.orchestrator": ["TrainingOrchestrator"],
+        "unified.data.registry": ["DatasetRegistry"],
+        "unified.data.reading": ["ShardReader", "find_runs", "iter_samples"],
+        "unified.data.position": ["merge_positions"],
+        "unified.data.sharded_dataset": ["ShardSource", "ShardedDataset"],
+    },
+)

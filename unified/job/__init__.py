@@ -5,29 +5,86 @@ from typing import TYPE_CHECKING
 from unified import lazy
 
 if TYPE_CHECKING:
-    from unified.job.config import DLConfig as DLConfig
-    from unified.job.config import JobConfig as JobConfig
-    from unified.job.config import WorkloadGroup as WorkloadGroup
-    from unified.job.entrypoint import get_entrypoint_type as get_entrypoint_type
-    from unified.job.enums import ACCELERATOR_TYPE as ACCELERATOR_TYPE
-    from unified.job.enums import AcceleratorType as AcceleratorType
-    from unified.job.enums import DLStreamType as DLStreamType
-    from unified.job.enums import DLType as DLType
-    from unified.job.enums import ExecutionResultType as ExecutionResultType
-    from unified.job.enums import FailoverExec as FailoverExec
-    from unified.job.enums import FailoverTrigger as FailoverTrigger
-    from unified.job.enums import MasterStage as MasterStage
-    from unified.job.enums import MasterStateBackendType as MasterStateBackendType
-    from unified.job.enums import RLRoleType as RLRoleType
-    from unified.job.enums import WorkloadEntrypointType as WorkloadEntrypointType
-    from unified.job.spec import JobSpec as JobSpec
-    from unified.job.spec import RoleSpec as RoleSpec
-    from unified.job.workloads import BaseWorkloadDesc as BaseWorkloadDesc
-    from unified.job.workloads import CustomWorkloadDesc as CustomWorkloadDesc
-    from unified.job.workloads import ElasticWorkloadDesc as ElasticWorkloadDesc
-    from unified.job.workloads import NodeGroupFailoverDesc as NodeGroupFailoverDesc
-    from unified.job.workloads import ResourceDesc as ResourceDesc
-    from unified.job.workloads import SimpleWorkloadDesc as SimpleWorkloadDesc
-    from unified.job.workloads import WorkloadDesc as WorkloadDesc
+    from unified.job.config import DLConfig, JobConfig, WorkloadGroup
+    from unified.job.entrypoint import get_entrypoint_type
+    from unified.job.enums import (
+        ACCELERATOR_TYPE,
+        AcceleratorType,
+        DLStreamType,
+        DLType,
+        ExecutionResultType,
+        FailoverExec,
+        FailoverTrigger,
+        MasterStage,
+        MasterStateBackendType,
+        RLRoleType,
+        WorkloadEntrypointType,
+    )
+    from unified.job.spec import JobSpec, RoleSpec
+    from unified.job.workloads import (
+        BaseWorkloadDesc,
+        CustomWorkloadDesc,
+        ElasticWorkloadDesc,
+        NodeGroupFailoverDesc,
+        ResourceDesc,
+        SimpleWorkloadDesc,
+        WorkloadDesc,
+    )
 
-__getattr__, __dir__ = lazy.exports(__name__)
+__all__ = [
+    "ACCELERATOR_TYPE",
+    "AcceleratorType",
+    "BaseWorkloadDesc",
+    "CustomWorkloadDesc",
+    "DLConfig",
+    "DLStreamType",
+    "DLType",
+    "ElasticWorkloadDesc",
+    "ExecutionResultType",
+    "FailoverExec",
+    "FailoverTrigger",
+    "JobConfig",
+    "JobSpec",
+    "MasterStage",
+    "MasterStateBackendType",
+    "NodeGroupFailoverDesc",
+    "RLRoleType",
+    "ResourceDesc",
+    "RoleSpec",
+    "SimpleWorkloadDesc",
+    "WorkloadDesc",
+    "WorkloadEntrypointType",
+    "WorkloadGroup",
+    "get_entrypoint_type",
+]
+
+__getattr__, __dir__ = lazy.exports(
+    __name__,
+    {
+        "unified.job.config": ["DLConfig", "JobConfig", "WorkloadGroup"],
+        "unified.job.entrypoint": ["get_entrypoint_type"],
+        "unified.job.enums": [
+            "ACCELERATOR_TYPE",
+            "AcceleratorType",
+            "DLStreamType",
+            "DLType",
+            "ExecutionResultType",
+            "FailoverExec",
+            "FailoverTrigger",
+            "MasterStage",
+            "MasterStateBackendType",
+            "RLRoleType",
+            "WorkloadEntrypointType",
+        ],
+        "unified.job.spec": ["JobSpec", "RoleSpec"],
+        "unified.job.workloads": [
+            "BaseWorkloadDesc",
+            "CustomWorkloadDesc",
+            "ElasticWorkloadDesc",
+            "NodeGroupFailoverDesc",
+            "ResourceDesc",
+            "SimpleWorkloadDesc",
+            "WorkloadDesc",
+        ],
+    },
+)

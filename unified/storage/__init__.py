@@ -1,16 +1,25 @@
 """Named objects on a local file system or an S3 store, written whole or not at all."""
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
-from unified import lazy
+from unified.lazy import exports
 
 if TYPE_CHECKING:
-    from unified.storage.backend import Buffer as Buffer
-    from unified.storage.backend import Source as Source
-    from unified.storage.backend import Stat as Stat
-    from unified.storage.backend import StorageBackend as StorageBackend
-    from unified.storage.local import LocalBackend as LocalBackend
-    from unified.storage.location import open_storage as open_storage
-    from unified.storage.s3 import S3Backend as S3Backend
+    from unified.storage.backend import Buffer, Source, Stat, StorageBackend
+    from unified.storage.local import LocalBackend
+    from unified.storage.location import open_storage
+    from unified.storage.s3 import S3Backend
 
-__getattr__, __dir__ = lazy.exports(__name__)
+__all__ = ["Buffer", "LocalBackend", "S3Backend", "Source", "Stat", "StorageBackend", "open_storage"]
+
+__getattr__, __dir__ = exports(
+    __name__,
+    {
+        "unified.storage.backend": ["Buffer", "Source", "Stat", "StorageBackend"],
+        "unified.storage.local": ["LocalBackend"],
+        "unified.storage.location": ["open_storage"],
+        "unified.storage.s3": ["S3Backend"],
+    },
+)
