@@ -220,12 +220,13 @@ class CheckpointManager(ClosedOnExit):
 
     def close(self, timeout: float | None = None) -> None:
         """Wait as `wait` does, and save nothing from now on. Can be called twice."""
+        was_closed = self._saver.is_closed
         try:
             self._saver.close(timeout)
         finally:
-            if self._pool is not None:
+            if not was_closed and self._pool is not None:
                 self._pool.trim()
-            if self._owns_storage and self._saver.is_idle:
+            if not was_closed and self._owns_storage and self._saver.is_idle:
                 self.store.backend.close()
 
     # --- loading

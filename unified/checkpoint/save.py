@@ -29,8 +29,10 @@ logger = logging.getLogger(__name__)
 
 class CheckpointSaver:
     """Saves by one rank and by several together, and carries retention out. Safe for threads.
+
     Attributes:
         keep_last_n, interval_steps: see `CheckpointManager`.
+        is_closed: no save is accepted any more.
     """
 
     def __init__(self, store: CheckpointStore, options: CheckpointOptions, notifier: CoordinatorNotifier) -> None:
@@ -54,7 +56,7 @@ class CheckpointSaver:
         self._alone = BackgroundSaver(queue, self, notifier, store.place)
         self._together: ShardedSaver | None = None
         self._asking = threading.Lock()
-        self._has_passed_over = self._is_closed = False
+        self._has_passed_over = self.is_closed = False
         close_at_exit(self)
 
     @property
@@ -172,7 +174,7 @@ class CheckpointSaver:
     def close(self, timeout: float | None = None) -> None:
         """Accept no save from now on, wait as `wait` does, and give memory and threads back."""
         with self._asking:
-            was_closed, self._is_closed = self._is_closed, True
+            was_closed, self.is_closed = self.is_closed, True
         try:
             self.wait(timeout)
         finally:
@@ -202,6 +204,6 @@ class CheckpointSaver:
         return True
 
     def _check_open(self, step: int) -> None:
-        if self._is_closed:
+        if self.is_closed:
             manager = f"CheckpointManager({self._store.place!r}, keep_last_n={self.keep_last_n})"
             raise UsageError(f"{manager} is closed; the checkpoint of step {step} was not saved.")

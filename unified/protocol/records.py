@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Generic, NamedTuple, TypeVar
 
@@ -16,15 +15,15 @@ from unified.values import Value
 S = TypeVar("S", bound=StrEnum)
 
 
-@dataclass(frozen=True)
 class TransitionTable(Generic[S]):
     """Legal moves of one kind of thing: ``{state: (states it may become, …)}``.
 
     The documentation's pictures are drawn from these tables, so a table is the whole truth.
     """
 
-    what: str
-    moves: Mapping[S, tuple[S, ...]]
+    def __init__(self, what: str, moves: Mapping[S, tuple[S, ...]]) -> None:
+        self.what = what
+        self.moves = moves
 
     def check(self, who: str, old: S, new: S) -> S:
         """Return `new`, or raise `InvariantError` naming who tried to move where."""

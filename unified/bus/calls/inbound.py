@@ -1,5 +1,4 @@
-"""Incoming calls, from their arrival until they are answered: their limits and their order, and what a handler may know
-of its call."""
+"""Incoming calls, from their arrival until they are answered, and what a handler may know of its call."""
 
 from __future__ import annotations
 
@@ -17,6 +16,7 @@ from unified.errors import RouteLostError, RpcError
 if TYPE_CHECKING:
     import asyncio
 
+    from unified.bus.calls.concurrency import ConcurrencyLimit
     from unified.bus.calls.future import RpcFuture
     from unified.bus.streams.generator import StreamSource
     from unified.bus.streams.stream import Awaited
@@ -55,7 +55,7 @@ class InboundCall(msgspec.Struct, eq=False):
     """True once the handler has returned, or will never begin."""
     waits: tuple[Awaited, ...] = ()
     """Calls and streams that threads and tasks of the handler wait for now."""
-    limit: ConcurrencyLimit | None = None
+    limit: ConcurrencyLimit[InboundCall] | None = None
     task: asyncio.Task[None] | None = None
     deferred: RpcFuture[Any] | None = None
     """The call that the handler returned: both end together, and are given up together."""
@@ -70,85 +70,6 @@ class InboundCall(msgspec.Struct, eq=False):
     def token(self) -> int:
         """Names this call in the chains of those that its handler makes."""
         return hash((self.sender, self.call_id)) & 0xFFFFFFFF
-
-
-class ConcurrencyLimit:
-    """Limit on the calls of a method or group that run at once; the others wait in its queue. The call server calls its
-    methods, and those of `SenderOrder`, under a lock."""
-
-    def __init__(self, name: str, size: int) -> None:
-        self.name = name
-        self.size = size
-        self.running: list[InboundCall] = []
-        self.waiting: deque[InboundCall] = deque()
-
-    def enter(self, call: InboundCall) -> bool:
-        """Return True if the call may run now; otherwise the call is queued."""
-        call.limit = self
-        if len(self.running) < self.size and not self.waiting:
-            self.running.append(call)
-            return True
-        self.waiting.append(call)
-        return False
-
-    def leave(self, call: InboundCall) -> list[InboundCall]:
-        """Note that a call has ended, or was given up; return the calls that may run now."""
-        if call in self.running:
-            self.running.remove(call)
-        elif call in self.waiting:
-            self.waiting.remove(call)
-        admitted = []
-        while self.waiting and len(self.running) < self.size:
-            call = self.waiting.popleft()
-            self.running.append(call)
-            admitted.append(call)
-        return admitted
-
-    @property
-    def has_streams(self) -> bool:
-        """True while streams run under this limit: they may wait for their readers."""
-        return any(call.stream is not None for call in self.running)
-
-    def deadlocked(self) -> list[InboundCall]:
-        """Return the queued calls that can never run: each call that runs waits, through the calls that its handler
-        made, for the queued one."""
-        if any(not call.waits for call in self.running):
-            return []
-        holders = {call.token for call in self.running}
-        return [call for call in self.waiting if holders.issubset(call.chain)]
-
-
-class SenderOrder:
-    """Per-sender order: the calls of one sender to one method start in the order in which they came, although different
-    threads run them."""
-
-    def __init__(self) -> None:
-        self._lines: dict[tuple[str, str], deque[InboundCall]] = {}
-
-    def is_free(self, call: InboundCall) -> bool:
-        """Return True if no earlier call of the sender has yet to start."""
-        return (call.sender, call.method) not in self._lines
-
-    def line_up(self, call: InboundCall) -> bool:
-        """Return True if the call may be handed on now; otherwise `started` returns it later."""
-        key = (call.sender, call.method)
-        line = self._lines.get(key)
-        if line is None:
-            self._lines[key] = deque()
-            return True
-        line.append(call)
-        return False
-
-    def started(self, call: InboundCall) -> InboundCall | None:
-        """Note that a call that was handed on has started, or never will; return the next to hand on."""
-        key = (call.sender, call.method)
-        line = self._lines.get(key)
-        if line is None:
-            return None
-        if line:
-            return line.popleft()
-        del self._lines[key]
-        return None
 
 
 MAX_KEPT = 10_000

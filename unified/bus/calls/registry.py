@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
-from unified.bus.calls.inbound import ConcurrencyLimit
+from unified.bus.calls.concurrency import ConcurrencyLimit, InlinePolicy
 from unified.errors import RpcNotFoundError, UsageError, nearest
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -284,53 +284,17 @@ def _is_bound(function: Callable[..., Any], frame: FrameType) -> bool:
     return any(each is function for each in (value, *frame.f_locals.values(), *frame.f_globals.values()))
 
 
-class InlinePolicy:
-    """Policy that runs a method's handler inline, on the I/O thread, once the method has shown that it is short.
-
-    Seconds are those of the clock on the wall, so that a short call is long when its thread loses the processor in the
-    midst of it: one long call after many short ones changes nothing.
-    """
-
-    SHORT_S = 0.0002
-    LONG_S = 0.001
-    MANY = 32
-
-    def __init__(self) -> None:
-        self.is_short = False
-        self._num_short = 0
-        """Short calls since the last long one."""
-        self._needed = 4
-
-    def took(self, seconds: float) -> None:
-        if seconds < self.SHORT_S:
-            self._num_short += 1
-            if self._num_short >= self._needed:
-                self.is_short = True
-        elif not self.is_short or (seconds >= self.LONG_S and self._num_short < self.MANY):
-            self.forget()
-        elif seconds >= self.LONG_S:
-            self._num_short = 0
-            self._needed = max(self._needed // 4, 4)
-
-    def forget(self) -> None:
-        """Note that a call was long, or waited: the method has to prove itself for longer now."""
-        if self.is_short:
-            self._needed = min(self._needed * 4, 4096)
-        self.is_short = False
-        self._num_short = 0
-
-
 class Method(NamedTuple):
     """A registered function, and the way to run it."""
 
     function: Callable[..., Any]
     is_async: bool
     is_inline: bool
-    limit: ConcurrencyLimit | None
+    limit: ConcurrencyLimit[Any] | None
     inline_policy: InlinePolicy
 
 
-def describe_method(name: str, function: Callable[..., Any], limits: dict[str, ConcurrencyLimit]) -> Method:
+def describe_method(name: str, function: Callable[..., Any], limits: dict[str, ConcurrencyLimit[Any]]) -> Method:
     """Describe a function. Its concurrency limit is that of its name among the server's; a missing one is made."""
     mark = mark_of(function) or RpcMark(name, False)
     limit = None

@@ -17,9 +17,10 @@ from functools import partial
 from typing import Any
 
 from unified.bus.calls.client import CallClient
+from unified.bus.calls.concurrency import ConcurrencyLimit, SenderOrder
 from unified.bus.calls.deadlock.monitor import DeadlockMonitor
 from unified.bus.calls.future import RpcFuture
-from unified.bus.calls.inbound import CURRENT, ConcurrencyLimit, InboundCall, RecentReplies, SenderOrder
+from unified.bus.calls.inbound import CURRENT, InboundCall, RecentReplies
 from unified.bus.calls.registry import Method, MethodRegistry, describe_method
 from unified.bus.calls.remote_errors import HandlerErrors, describe_ours
 from unified.bus.calls.sender import Sender
@@ -66,8 +67,8 @@ class CallServer:
         self._known: dict[tuple[str, int], InboundCall] = {}
         self._early: list[InboundCall] | None = []
         self._methods: dict[str, Method] = {}
-        self._limits: dict[str, ConcurrencyLimit] = {}
-        self._order = SenderOrder()
+        self._limits: dict[str, ConcurrencyLimit[InboundCall]] = {}
+        self._order: SenderOrder[InboundCall] = SenderOrder()
         self._parked: dict[UnixConnection, list[Callable[[], object]]] = {}
         """Functions that begin calls whose link is full."""
         self._recent_replies = RecentReplies(identity.worker, self._reply_error)

@@ -10,7 +10,25 @@ from typing import Any
 import msgspec
 
 from unified.bus.buffers import Buffer, check_size
-from unified.bus.codec import encoder as ext
+from unified.bus.codec.encoder import (
+    ARRAY,
+    BODY,
+    BYTEARRAY,
+    BYTES,
+    COMPLEX,
+    DEVICE,
+    FROZENSET,
+    INT,
+    MAP,
+    MAX_DEPTH,
+    NUMBER,
+    OBJECT,
+    SERIALIZED,
+    SET,
+    TENSOR,
+    TEXT,
+    TUPLE,
+)
 from unified.bus.codec.numpy_arrays import build_array, build_number
 from unified.bus.codec.pickling import DEVICE_TENSOR, TENSOR_MEMORY, are_refused
 from unified.bus.codec.serialized import SerializedValue
@@ -37,8 +55,8 @@ class ValueDecoder:
         """The value in a body, or in an extension `depth` levels deep."""
         decode = self._decoders.get(depth)
         if decode is None:
-            if depth > ext.MAX_DEPTH + 1:
-                raise ProtocolError(f"extensions nested deeper than {ext.MAX_DEPTH} are refused.")
+            if depth > MAX_DEPTH + 1:
+                raise ProtocolError(f"extensions nested deeper than {MAX_DEPTH} are refused.")
             decode = msgspec.msgpack.Decoder(ext_hook=partial(self._extension, depth)).decode
             self._decoders[depth] = decode
         return decode(body)
@@ -48,41 +66,41 @@ class ValueDecoder:
         self._decoders.clear()
 
     def _extension(self, depth: int, code: int, data: memoryview) -> Any:
-        if code == ext.TUPLE:
+        if code == TUPLE:
             return tuple(self.unpack(data, depth + 1))
-        if code == ext.OBJECT:
+        if code == OBJECT:
             where, numbers, kinds = _unpack(data)
             return self._object(self._found(where), numbers, kinds)
-        if code == ext.ARRAY:
+        if code == ARRAY:
             dtype, shape, fortran, where = _unpack(data)
             return build_array(self._found(where), dtype, shape, fortran)
-        if code == ext.TENSOR:
+        if code == TENSOR:
             return self._tensor(*_unpack(data))
-        if code == ext.SET:
+        if code == SET:
             return set(self.unpack(data, depth + 1))
-        if code == ext.FROZENSET:
+        if code == FROZENSET:
             return frozenset(self.unpack(data, depth + 1))
-        if code == ext.MAP:
+        if code == MAP:
             keys, values = self.unpack(data, depth + 1)
             return dict(zip(keys, values, strict=True))
-        if code == ext.INT:
+        if code == INT:
             return int.from_bytes(data, "little", signed=True)
-        if code == ext.TEXT:
+        if code == TEXT:
             return str(data, "utf-8", "surrogatepass")
         content = _unpack(data)
-        if code == ext.BYTES:
+        if code == BYTES:
             return bytes(self._whole(*content))
-        if code == ext.BYTEARRAY:
+        if code == BYTEARRAY:
             return bytearray(self._whole(*content))
-        if code == ext.COMPLEX:
+        if code == COMPLEX:
             return complex(*content)
-        if code == ext.NUMBER:
+        if code == NUMBER:
             return build_number(*content)
-        if code == ext.SERIALIZED:
+        if code == SERIALIZED:
             return self._serialized(*content)
-        if code == ext.BODY:
+        if code == BODY:
             return self.unpack(self._taking(content), depth + 1)
-        if code == ext.DEVICE:
+        if code == DEVICE:
             number, requires_grad = content
             return self._device(number).requires_grad_(requires_grad)
         raise ProtocolError(f"extension type {code} is not known here.")

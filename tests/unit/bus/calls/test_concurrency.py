@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unified.bus.calls.concurrency import ConcurrencyLimit, InlinePolicy, SenderOrder
 from unified.bus.calls.future import RpcFuture
-from unified.bus.calls.inbound import ConcurrencyLimit, InboundCall, SenderOrder
-from unified.bus.calls.registry import InlinePolicy
+from unified.bus.calls.inbound import InboundCall
 
 
 def call(call_id: int, sender: str = "a", method: str = "m", chain: list[int] | None = None) -> InboundCall:
@@ -14,7 +14,7 @@ def call(call_id: int, sender: str = "a", method: str = "m", chain: list[int] | 
 
 @given(size=st.integers(1, 4), ends=st.lists(st.integers(0, 9), max_size=40), count=st.integers(0, 20))
 def test_gate_admits_in_order_and_never_too_many(size: int, ends: list[int], count: int) -> None:
-    limit = ConcurrencyLimit("m", size)
+    limit = ConcurrencyLimit[InboundCall]("m", size)
     calls = [call(i) for i in range(count)]
     started = [each for each in calls if limit.enter(each)]
     for pick in ends:
@@ -28,7 +28,7 @@ def test_gate_admits_in_order_and_never_too_many(size: int, ends: list[int], cou
 
 
 def test_call_given_up_in_line_lets_the_next_through() -> None:
-    limit = ConcurrencyLimit("m", 1)
+    limit = ConcurrencyLimit[InboundCall]("m", 1)
     first, second, third = call(1), call(2), call(3)
     assert [limit.enter(each) for each in (first, second, third)] == [True, False, False]
     assert limit.leave(second) == []
@@ -36,7 +36,7 @@ def test_call_given_up_in_line_lets_the_next_through() -> None:
 
 
 def test_circle_is_seen_only_while_somebody_waits_in_it() -> None:
-    limit = ConcurrencyLimit("m", 1)
+    limit = ConcurrencyLimit[InboundCall]("m", 1)
     holder = call(1)
     assert limit.enter(holder)
     own, other = call(2, "b", chain=[holder.token]), call(3, "c", chain=[77])
@@ -48,7 +48,7 @@ def test_circle_is_seen_only_while_somebody_waits_in_it() -> None:
 
 
 def test_gate_for_two_is_hopeless_only_when_both_wait_for_the_call() -> None:
-    limit = ConcurrencyLimit("m", 2)
+    limit = ConcurrencyLimit[InboundCall]("m", 2)
     one, two = call(1), call(2)
     limit.enter(one)
     limit.enter(two)
@@ -60,7 +60,7 @@ def test_gate_for_two_is_hopeless_only_when_both_wait_for_the_call() -> None:
 
 @given(st.lists(st.sampled_from(["start", "come"]), max_size=30))
 def test_one_after_the_other(moves: list[str]) -> None:
-    order = SenderOrder()
+    order = SenderOrder[InboundCall]()
     came = handed = 0
     out: list[InboundCall] = []
     for move in [*moves, *["start"] * len(moves)]:  # in the end all have started

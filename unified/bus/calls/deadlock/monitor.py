@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from unified.bus.buffers import Buffer
 from unified.bus.calls.client import CallClient
+from unified.bus.calls.concurrency import ConcurrencyLimit
 from unified.bus.calls.deadlock.graph import (
     BlockedCall,
     WaitsForGraph,
@@ -18,7 +19,7 @@ from unified.bus.calls.deadlock.graph import (
     name_of,
     reader_of,
 )
-from unified.bus.calls.inbound import ConcurrencyLimit, InboundCall
+from unified.bus.calls.inbound import InboundCall
 from unified.bus.calls.retry import LATER
 from unified.bus.calls.sender import OutboundCall, Sender
 from unified.bus.codec.codec import SerializedValue
@@ -49,7 +50,7 @@ class DeadlockMonitor:
         identity: BusIdentity,
         *,
         known: Mapping[tuple[str, int], InboundCall],
-        limits: Mapping[str, ConcurrencyLimit],
+        limits: Mapping[str, ConcurrencyLimit[InboundCall]],
         lock: threading.Lock,
         sender: Sender,
         refuse: Callable[[InboundCall, str], object],
