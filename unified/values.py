@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import Self
 
 import msgspec
@@ -12,12 +11,12 @@ class Value(msgspec.Struct, frozen=True, kw_only=True):
     """A frozen record: keyword-only, immutable, compared by content."""
 
 
-class ClosedOnExit(ABC):
+class ClosedOnExit:
     """Object that a ``with`` block closes at its end."""
 
-    @abstractmethod
     def close(self) -> None:
         """Let go of what is open."""
+        raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self

@@ -9,7 +9,7 @@ it says how much of its time is left.
 from __future__ import annotations
 
 import threading
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -43,7 +43,7 @@ BARRIER_GRACE_S = 10.0
 A = TypeVar("A")
 
 
-class Coordinator(ClosedOnExit):
+class Coordinator(ABC, ClosedOnExit):
     """The receiver of the requests of `unified.protocol.coordinator`. Any thread may use it."""
 
     @abstractmethod

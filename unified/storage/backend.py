@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -27,7 +27,7 @@ class Stat(NamedTuple):
     """Entity tag, a new one after each write. Its form is the store's own affair."""
 
 
-class StorageBackend(ClosedOnExit):
+class StorageBackend(ABC, ClosedOnExit):
     """Objects by key. Every method may be called from any thread, and by processes forked from the one that made it.
 
     A key is made of parts joined by `/`; no part is empty, `.` or `..`. Only whole objects are ever seen: a write that
@@ -50,12 +50,9 @@ class StorageBackend(ClosedOnExit):
             if_absent: never replace: of several that write at the same time one succeeds, and the others raise.
         """
 
+    @abstractmethod
     def read_range(self, key: str, start: int, length: int) -> bytes:
         """Read at most `length` bytes from `start`; fewer, or none, where the object ends before."""
-        check_range(start, length)
-        # Not more than there is: `length` may be a "to the end" of many terabytes, and that much would be reserved.
-        buffer = bytearray(max(0, min(length, self.stat(key).nbytes - start)))
-        return bytes(memoryview(buffer)[: self.read_into(key, buffer, start)])
 
     @abstractmethod
     def read_into(self, key: str, buffer: bytearray | memoryview, start: int = 0) -> int:

@@ -102,6 +102,14 @@ class LocalBackend(StorageBackend):
         with self._open(key) as file:
             return file.read()
 
+    def read_range(self, key: str, start: int, length: int) -> bytes:
+        check_range(start, length)
+        with self._open(key) as file:
+            # Not more than there is: `length` may be a "to the end" of many terabytes, and that much would be reserved.
+            length = min(length, max(0, os.fstat(file.fileno()).st_size - start))
+            file.seek(start)
+            return file.read(length)
+
     def read_into(self, key: str, buffer: bytearray | memoryview, start: int = 0) -> int:
         view = memoryview(buffer).cast("B")
         check_range(start, len(view))

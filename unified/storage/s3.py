@@ -119,6 +119,13 @@ class S3Backend(StorageBackend):
                 return bytes(buffer)
         raise self._restless(key)
 
+    def read_range(self, key: str, start: int, length: int) -> bytes:
+        check_range(start, length)
+        if length > self._part_nbytes:  # it may be a "to the end" of many terabytes, and that much would be reserved
+            length = max(0, min(length, self.stat(key).nbytes - start))
+        buffer = bytearray(length)
+        return bytes(memoryview(buffer)[: self.read_into(key, buffer, start)])
+
     def read_into(self, key: str, buffer: bytearray | memoryview, start: int = 0) -> int:
         view = memoryview(buffer).cast("B")
         check_range(start, len(view))

@@ -96,6 +96,8 @@ def test_ranges_end_where_the_object_does(store: StorageBackend) -> None:
         store.read_range("a", -1, 5)
     with pytest.raises(NotFoundError):
         store.read_range("b", 3, 0)
+    with pytest.raises(NotFoundError, match="cannot read"):
+        store.read_range("b", 3, 1)
 
 
 def test_reads_into_memory_that_is_there(store: StorageBackend) -> None:

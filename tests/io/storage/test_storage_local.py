@@ -55,6 +55,14 @@ def kill_before_call(number: int) -> None:
         setattr(os, name, guard(name))
 
 
+def test_a_range_is_of_the_file_that_was_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is replaced between two looks at its path would be read half by the size of the other."""
+    store = LocalBackend(tmp_path)
+    store.write("a", b"0123456789")
+    monkeypatch.delattr(LocalBackend, "stat")
+    assert store.read_range("a", 8, 1 << 50) == b"89"
+
+
 @pytest.mark.parametrize("if_absent", [False, True])
 @pytest.mark.parametrize("key", ["a", "new/folders/a"])
 def test_a_writer_killed_at_any_stage_leaves_the_old_or_the_new(

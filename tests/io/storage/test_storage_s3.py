@@ -121,6 +121,15 @@ def test_a_read_goes_on_where_it_broke_off(s3_environment: S3Server, fault: str,
         assert asked == ["bytes=0-99", "bytes=50-99", "bytes=75-99", "bytes=1-50"]
 
 
+def test_a_range_of_one_part_is_one_request(s3_environment: S3Server) -> None:
+    asked: list[str] = []
+    with behind(s3_environment, lambda request: asked.append(request.method)) as store:
+        store.write("a", b"0123456789")
+        asked.clear()
+        assert store.read_range("a", 8, PARTS) == b"89"
+        assert asked == ["GET"]
+
+
 def test_a_read_is_of_one_write_whatever_is_written_meanwhile(s3_environment: S3Server) -> None:
     old, new = b"o" * 11 * MIB, b"n" * 12 * MIB
     bucket = s3_environment.make_bucket()
