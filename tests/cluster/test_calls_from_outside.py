@@ -111,6 +111,8 @@ def test_calls_from_the_driver_and_from_the_command_line(handle: JobHandle, unif
 def from_the_driver(handle: JobHandle) -> None:
     assert handle.call("service-1", "rank").result(30) == 1  # the first waits until the job is up
     group = handle.group("service")
+    assert repr(group[0]) == f"OutsideWorker({group[0].name!r})"
+    assert group[0] != handle.group("service")[0], "each is itself alone"
     assert group.call("rank").result(30) == [0, 1]
     assert group.call_rank0("rank").result(30) == 0
     assert [worker.call("rank").result(30) for worker in group] == [0, 1]

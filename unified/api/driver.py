@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, overload
 
 from unified.errors import UsageError
 from unified.job.config import JobConfig
@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from unified.client.handle import JobHandle
 
 
+@overload
+def submit(config: JobConfig, blocking: Literal[True] = True) -> int: ...
+@overload
+def submit(config: JobConfig, blocking: Literal[False]) -> JobHandle: ...
+@overload
+def submit(config: JobConfig, blocking: bool = True) -> int | JobHandle: ...
 def submit(config: JobConfig, blocking: bool = True) -> int | JobHandle:
     """Run a job that is described together with its options; see `unified.api.builder.DLJob.submit`."""
     from unified.client.submission import run_job, submit_job

@@ -289,9 +289,11 @@ class Watch:
             with handled(lambda number: self._follower.news.put(Interrupted(number))):
                 while True:
                     try:
-                        self._take(self._follower.news.get(timeout=REFRESH_S))
+                        news = self._follower.news.get(timeout=REFRESH_S)
                     except Empty:
                         self._check()
+                    else:
+                        self._take(news)
                     self._display.refresh()
                     if self._ended and (self._is_drained or self._is_drained_too_long()):
                         return self._ended

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, overload
 
 from msgspec.structs import replace
@@ -38,15 +38,18 @@ RELAY_WITHIN_S = 10.0
 _PING = "unified.ping"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class OutsideWorker:
     """One worker of a job, to be called from outside."""
 
-    _caller: OutsideCaller = field(repr=False)
+    _caller: OutsideCaller
     name: str
     """Full name."""
     role: str
     rank: int
+
+    def __repr__(self) -> str:
+        return f"OutsideWorker({self.name!r})"
 
     def call(self, method: str, /, *args: Any, _timeout: float | None = None, **kwargs: Any) -> RpcFuture[Any]:
         """Call one of its `@rpc` methods and return at once, as `RoleActor.call` does in a worker.

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from queue import Empty
 from unittest.mock import Mock
 
 import pytest
@@ -98,6 +99,15 @@ def test_a_watch_ends_when_its_cluster_is_of_no_use(job: Job, fake_master: FakeM
         watch = Watch(connection, "gpt-1", display, check=check)
         fake_master.close()
         with pytest.raises(ClusterError, match="the embedded master was killed by SIGKILL"):
+            watch.run()
+    watch.join()
+
+
+def test_an_error_of_the_display_ends_a_watch(job: Job, fake_master: FakeMaster) -> None:
+    """Also one of the class by which the queue of news says that there are none."""
+    with MasterConnection(fake_master.address) as connection:
+        watch = Watch(connection, "gpt-1", Mock(wants_all=True, update=Mock(side_effect=Empty)))
+        with pytest.raises(Empty):
             watch.run()
     watch.join()
 

@@ -2,7 +2,7 @@
 
 import os
 from functools import partial
-from typing import Any
+from typing import Any, assert_type
 
 import pytest
 from pydantic import ValidationError
@@ -10,6 +10,7 @@ from pydantic import ValidationError
 import unified.client.submission
 from unified.api import driver
 from unified.api.builder import DLJobBuilder
+from unified.client.handle import JobHandle
 from unified.errors import JobNameError, OptionError, UsageError
 from unified.job import JobConfig
 from unified.job.driver import Driver
@@ -45,6 +46,12 @@ def test_a_name_and_nothing_else(sent: Submission) -> None:
     assert JOB.submit("x") == 7
     assert (sent.spec.name, sent.spec.node_num, sent.spec.device_per_node) == ("x", 2, 4)
     assert sent.options == {"master": None, "blocking": True, "wait": True}
+
+
+def test_a_type_checker_knows_what_a_submit_gives(sent: Submission) -> None:
+    config = JobConfig(job_name="x", dl_config=JOB)
+    assert_type(driver.submit(config), int)
+    assert_type(driver.submit(config, blocking=False), JobHandle)
 
 
 def test_the_name_as_a_keyword_and_other_options(sent: Submission) -> None:
