@@ -37,12 +37,13 @@ def visible(devices: Sequence[tuple[str, str]], setting: str | None) -> dict[int
     return kept
 
 
-def cuda_devices(env: Mapping[str, str] = os.environ) -> list[str]:
+def cuda_devices(env: Mapping[str, str] | None = None) -> list[str]:
     """Return the UUIDs of the CUDA devices that this process may use, without waking CUDA; none without a driver."""
     if not has_accelerator():
         return []
     import pynvml  # slow to load, and of no use elsewhere
 
+    env = os.environ if env is None else env
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:

@@ -1,4 +1,4 @@
-"""Every error a user or a daemon can meet, in one tree, which docs/reference.md shows.
+"""Every error a user or a daemon can meet, in one tree below `UnifiedError`.
 
 Each message says what happened, to whom (job, worker, node), and what to do next.
 """

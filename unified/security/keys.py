@@ -56,17 +56,22 @@ class ClusterKey(msgspec.Struct, frozen=True):
         raise TypeError("a cluster key is not to be pickled or copied: give others the path of its file.")
 
 
-def default_key_file(env: Mapping[str, str] = os.environ) -> Path:
+def default_key_file(env: Mapping[str, str] | None = None) -> Path:
     """Return ``$XDG_CONFIG_HOME/unified/cluster.key``, else ``~/.config/unified/cluster.key``."""
+    env = os.environ if env is None else env
     return Path(env.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "unified" / "cluster.key"
 
 
-def find_key(address: str, env: Mapping[str, str] = os.environ) -> ClusterKey | None:
+def find_key(address: str, env: Mapping[str, str] | None = None) -> ClusterKey | None:
     """Return the key to use with the master at, or listening on, `address`; None to do without.
 
     ``UNIFIED_KEY_FILE`` names its file, and empty means none. Where it is not set, the default file is used beyond
     loopback, if it is there: so the clusters that live on one host need no key, whether or not their user has one.
+
+    Raises:
+        KeyFileError: the file is missing though it was named, is open to others, or holds no key.
     """
+    env = os.environ if env is None else env
     if KEY_VARIABLE in env:
         return load_key(Path(env[KEY_VARIABLE])) if env[KEY_VARIABLE] else None
     default = default_key_file(env)
@@ -128,8 +133,9 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def may_go_without(env: Mapping[str, str] = os.environ) -> bool:
-    """Return the value of ``UNIFIED_INSECURE``: 1 or true, 0 or false."""
+def may_go_without(env: Mapping[str, str] | None = None) -> bool:
+    """Return the value of ``UNIFIED_INSECURE``: 1 or true, 0 or false; UsageError if it is neither."""
+    env = os.environ if env is None else env
     text = env.get(INSECURE_VARIABLE, "").strip().lower()
     if text in ("1", "true", "yes", "on"):
         return True

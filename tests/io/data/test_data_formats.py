@@ -57,6 +57,8 @@ def test_an_empty_file_is_named(kind: str, tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(b"") if suffix.endswith(".gz") else b"")
     with pytest.raises(DatasetError, match=f"{path} is empty: write it again"):
         open_format(format_).count(data_file(path))
+    with pytest.raises(DatasetError, match=f"{path} is empty: write it again"):
+        list(open_format(format_).rows(data_file(path), 0, 0))
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "csv.gz", "arrow", "arrow stream", "tfrecord"])

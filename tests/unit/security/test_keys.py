@@ -1,9 +1,12 @@
 """The cluster key's file, who may read it, where it is needed, and that it shows itself to nobody."""
 
+import inspect
 import os
 import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,6 +14,7 @@ from rich.pretty import pretty_repr
 
 from tests.support.runtime import ENTRY, launch_of
 from unified.cli.main import main
+from unified.devices import cuda_devices
 from unified.errors import KeyFileError, UsageError
 from unified.job.spec import JobSpec, RoleSpec
 from unified.protocol.worker_agent import Launch
@@ -100,6 +104,11 @@ def test_which_key_is_used(tmp_path: Path) -> None:
     assert find_key(FAR, {**env, "UNIFIED_KEY_FILE": ""}) is None
     with pytest.raises(KeyFileError):
         find_key(NEAR, {"UNIFIED_KEY_FILE": str(tmp_path / "gone")})
+
+
+@pytest.mark.parametrize("function", [default_key_file, find_key, may_go_without, cuda_devices])
+def test_help_shows_nothing_of_the_environment(function: Callable[..., Any]) -> None:
+    assert inspect.signature(function).parameters["env"].default is None
 
 
 ONLY_HERE = "127.0.0.1 tcp://127.0.0.2:7077 tcp://localhost:0 LOCALHOST ::1 [::1] tcp://[::1]:7077"
