@@ -282,6 +282,17 @@ def test_queue_is_called_as_document_3_sketches_it(execute: Execute, prefix: str
                 assert parameter.default in (parameter.empty, own.default)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("rpc", "RoleGroup", "RoleActor", "UserRpcProxy", "create_rpc_proxy"),
+        *("export_rpc_method", "export_rpc_instance", "FutureSequence"),
+    ],
+)
+def test_exports_that_document_3_lists(prefix: str, name: str) -> None:
+    assert callable(getattr(importlib.import_module(f"{prefix}.api.runtime"), name))
+
+
 def test_class_that_document_2_names_for_all_options(prefix: str) -> None:
     """`dlrover.python.unified.common.config.JobConfig`."""
     home = "unified.job" if prefix == "unified" else f"{prefix}.common.config"
@@ -296,6 +307,28 @@ def test_config_said_after_a_role_is_warned_of_where_upstream_gives_it_to_the_jo
     caplog.clear()
     DLJobBuilder().config({"lr": 1}).workload("a", "m.f").config({"k": 1}).build()
     assert not caplog.text
+
+
+# Document 2, the table of environment variables: the suffix, and a value to set.
+VARIABLES = {
+    "JOB_NAME": ("job_name", "mine"),
+    "MASTER_CPU": ("master_cpu", 3.0),
+    "MASTER_MEM": ("master_mem", 128),
+    "MASTER_CREATE_TIMEOUT": ("master_create_timeout", 60.0),
+    "NODE_MAX_RESTART": ("node_max_restart", 1),
+    "JOB_MAX_RESTART": ("job_max_restart", 2),
+    "MASTER_MAX_RESTART": ("master_max_restart", 3),
+    "MASTER_ISOLATION_SCHEDULE_RESOURCE": ("master_isolation_schedule_resource", "MASTER_RESOURCE"),
+    "WORKER_ISOLATION_SCHEDULE_RESOURCE": ("worker_isolation_schedule_resource", "WORKER_RESOURCE"),
+}
+
+
+@pytest.mark.parametrize("suffix", VARIABLES)
+@pytest.mark.parametrize("of_variable", ["DLROVER_UNIFIED_", "UNIFIED_"])
+def test_every_environment_variable_of_the_table_sets_its_option(of_variable: str, suffix: str) -> None:
+    field, value = VARIABLES[suffix]
+    job = DLJobBuilder().trainer("m", "c").build()
+    assert getattr(submit_options(job, {}, {f"{of_variable}{suffix}": str(value)}), field) == value
 
 
 # Document 5, "gRPC Protocol": the calls of its service, and the messages that it shows, which are records here.

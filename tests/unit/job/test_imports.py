@@ -53,6 +53,15 @@ def test_time_of_import_is_told() -> None:
     print(f"import unified: {printed(code)} ms")
 
 
+@pytest.mark.parametrize("package", [unified.job, unified.api.builder])
+def test_every_public_name_can_be_had(package: object) -> None:
+    names: list[str] = getattr(package, "__all__")  # noqa: B009 - a module typed as object
+    assert names == sorted(names)
+    assert set(names) <= set(dir(package))
+    for name in names:
+        assert getattr(package, name) is not None
+
+
 def test_short_names_are_the_same_objects() -> None:
     from unified.api.builder import rl
 
