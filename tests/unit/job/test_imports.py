@@ -48,11 +48,6 @@ def test_what_is_slow_to_load_is_not_loaded(code: str, modules: tuple[str, ...])
     assert printed(f"{code}\nimport sys\nprint([m for m in {modules!r} if m in sys.modules])") == "[]"
 
 
-def test_time_of_import_is_told() -> None:
-    code = "import time; t = time.perf_counter(); import unified; print(f'{1e3 * (time.perf_counter() - t):.1f}')"
-    print(f"import unified: {printed(code)} ms")
-
-
 @pytest.mark.parametrize("package", [unified.job, unified.api.builder])
 def test_every_public_name_can_be_had(package: object) -> None:
     names: list[str] = getattr(package, "__all__")  # noqa: B009 - a module typed as object
