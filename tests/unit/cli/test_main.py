@@ -236,16 +236,20 @@ def test_without_a_word_the_commands_are_listed(capsys: pytest.CaptureFixture[st
     assert main(["key"]) == 2
 
 
-@pytest.mark.parametrize(("line", "meant"), [("runn x.py", "run"), ("key shw", "show"), ("logs x --folow", "--follow")])
-def test_a_wrong_word_is_told_the_nearest(line: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(line.split()) == 2
-    assert f"Did you mean {meant!r}?" in capsys.readouterr().err
+NUMBERS = ["logs x --tail=-1", "logs x --rank a", "explain x --limit 0", "stop x --timeout -1"]
+WORDS = {"runn x.py": "run", "key shw": "show", "logs x --folow": "--follow"}
 
 
-@pytest.mark.parametrize("line", ["logs x --tail=-1", "logs x --rank a", "explain x --limit 0", "stop x --timeout -1"])
-def test_a_number_that_makes_no_sense_is_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        *((line, f"Did you mean {meant!r}?") for line, meant in WORDS.items()),
+        *((line, f"unified {line.split()[0]}: argument --") for line in NUMBERS),
+    ],
+)
+def test_a_wrong_word_or_number_is_refused(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(line.split()) == 2
-    assert f"unified {line.split()[0]}: argument --" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

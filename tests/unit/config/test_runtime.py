@@ -107,15 +107,10 @@ def test_every_key_is_tried_here() -> None:
 
 
 @pytest.mark.parametrize(("section", "key"), OTHER)
-def test_each_key_is_read_from_the_file(section: str, key: str) -> None:
-    value = OTHER[section, key]
+def test_each_key_is_read_from_the_file_and_has_a_variable_above_it(section: str, key: str) -> None:
+    variable, value = variable_of(section, key), OTHER[section, key]
     assert getattr(getattr(parse(), section), key) != value
     assert getattr(getattr(parse(toml(section, key, value)), section), key) == value
-
-
-@pytest.mark.parametrize(("section", "key"), OTHER)
-def test_each_key_has_a_variable_above_the_file(section: str, key: str) -> None:
-    variable, value = variable_of(section, key), OTHER[section, key]
     assert variable == f"UNIFIED_{section.upper()}_{key.upper()}"
     settings = parse(DOCUMENT, **{variable: str(value)})
     assert getattr(getattr(settings, section), key) == value
@@ -149,6 +144,7 @@ def test_no_compression_has_a_word() -> None:
 
 
 def test_worker_is_called_after_its_rank() -> None:
+    assert parse(RANK="3").rank == 3, "it may be said without its world"
     assert parse(RANK="3", WORLD_SIZE="4").worker_id == "worker-3"
     assert parse(RANK="3", WORLD_SIZE="4", WORKER_ID="me").worker_id == "me"
 
@@ -188,13 +184,10 @@ def test_what_is_not_known_is_told_its_neighbour(text: str, told: str) -> None:
     assert told in error_of(text)
 
 
-def test_variable_that_is_not_known_is_told_its_neighbour() -> None:
+def test_variable_that_is_not_known_is_told_its_neighbour_and_others_are_nobodys_business() -> None:
     assert error_of(UNIFIED_DATASET_PREFETCH="3") == (
         "environment variable UNIFIED_DATASET_PREFETCH is no setting. Did you mean 'UNIFIED_DATASET_PREFETCH_SHARDS'?"
     )
-
-
-def test_other_variables_are_nobodys_business() -> None:
     assert parse(UNIFIED_HOME="/x", STORAGE_BACKEND="nfs", CHECKPOINT="3") == parse()
 
 
@@ -218,12 +211,8 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("section", "key", "value", "told"), WRONG)
-def test_wrong_value_in_the_file(section: str, key: str, value: object, told: str) -> None:
+def test_wrong_value_in_the_file_or_in_a_variable(section: str, key: str, value: object, told: str) -> None:
     assert error_of(toml(section, key, value)) == f"run.toml: [{section}] {key} = {value!r}: {told}"
-
-
-@pytest.mark.parametrize(("section", "key", "value", "told"), WRONG)
-def test_wrong_value_in_a_variable(section: str, key: str, value: object, told: str) -> None:
     variable = variable_of(section, key)
     assert error_of(DOCUMENT, **{variable: str(value)}) == f"{variable}={str(value)!r}: {told}"
 
@@ -272,10 +261,6 @@ def test_timeout_is_above_the_interval(timeout: str) -> None:
 )
 def test_wrong_place_of_a_worker(env: dict[str, str], told: str) -> None:
     assert error_of(**env).startswith(told)
-
-
-def test_a_rank_may_be_said_without_its_world() -> None:
-    assert parse(RANK="3").rank == 3
 
 
 # Log level

@@ -11,20 +11,14 @@ from pydantic import ValidationError
 
 from unified.api.builder import DLJob, DLJobBuilder
 from unified.errors import UsageError
-from unified.job import DLConfig, ElasticWorkloadDesc, SimpleWorkloadDesc
+from unified.job import DLConfig, SimpleWorkloadDesc
 from unified.job.workloads import WorkloadDesc
 
 
-def role(builder: Any, name: str = "ELASTIC") -> WorkloadDesc:
+def role(builder: Any, name: str) -> WorkloadDesc:
     job = builder.build()
     assert isinstance(job, DLJob)
     return job.get_workload(name)
-
-
-def elastic(builder: Any, name: str = "ELASTIC") -> ElasticWorkloadDesc:
-    workload = role(builder, name)
-    assert isinstance(workload, ElasticWorkloadDesc)
-    return workload
 
 
 def refusal(builder: Any) -> str:
@@ -212,10 +206,6 @@ def test_refusals_name_the_role_and_the_field(builder: Any, said: list[str]) -> 
         assert part in text
 
 
-def test_arguments_of_a_script_stay_in_its_entry_point() -> None:
-    assert role(DLJobBuilder().train("train.py --x 'a b'")).entry_point == "train.py --x 'a b'"
-
-
 def train() -> Any:
     return DLJobBuilder().node_num(8).train("m.f")
 
@@ -238,23 +228,16 @@ def train() -> Any:
         (r().total(0), {"total": 0}),
         (train().communication("gloo", timedelta(seconds=30)), {"comm_backend": "gloo", "comm_timeout_s": 30}),
         (train().disable_ray_auto_visible_device(), {"auto_visible_devices": False}),  # upstream's name
+        (train(), {"comm_auto_setup_process_group": True, "comm_pre_check": True}),
+        (train().no_setup_process_group(), {"comm_auto_setup_process_group": False, "comm_pre_check": True}),
+        (DLJobBuilder().no_setup_process_group().skip_node_check().train("m.f").role("s").run("m.g"),
+         {"comm_auto_setup_process_group": False, "comm_pre_check": False}),
+        (DLJobBuilder().train("train.py --x 'a b'"), {"entry_point": "train.py --x 'a b'"}),
     ],
-)
+)  # fmt: skip
 def test_what_calls_set(builder: Any, expected: dict[str, object]) -> None:
-    (workload,) = builder.build().workloads.values()
+    workload = next(iter(builder.build().workloads.values()))
     assert {name: getattr(workload, name) for name in expected} == expected
-
-
-def test_process_groups_and_node_checks() -> None:
-    assert elastic(DLJobBuilder().train("m.f")).comm_auto_setup_process_group
-    assert elastic(DLJobBuilder().train("m.f")).comm_pre_check
-    both = DLJobBuilder().no_setup_process_group().skip_node_check().train("m.f").role("s").run("m.g")
-    workload = elastic(both)
-    assert not workload.comm_auto_setup_process_group
-    assert not workload.comm_pre_check
-    later = DLJobBuilder().train("m.f").no_setup_process_group()
-    assert not elastic(later).comm_auto_setup_process_group
-    assert elastic(later).comm_pre_check
 
 
 def test_chains_go_on_without_end() -> None:

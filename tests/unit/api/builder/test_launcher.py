@@ -95,7 +95,12 @@ def test_defaults_come_from_the_environment_as_with_torchrun(monkeypatch: pytest
         (
             "torchrun --nnodes=2 --nproc-per-node=4 train.py",
             {"device_type": "GPU", "config": {}, "env": {}, "node_num": 2, "device_per_node": 8},
-            {"envs": {}, "total": 8},
+            {"envs": {}, "total": 8, "comm_auto_setup_process_group": False},
+        ),
+        (
+            "torchrun --nproc-per-node=cpu train.py",
+            {"device_type": "CPU"},
+            {"total": len(os.sched_getaffinity(0))},
         ),
         (
             "dlrover-run --nnodes=1:4 --nproc_per_node=2 train.py",
@@ -285,12 +290,6 @@ def test_with_a_master_the_cluster_is_counted() -> None:
         num_workers("auto", cluster[3:])
 
 
-def test_cpu_workers_make_a_cpu_job() -> None:
-    job = by_table("torchrun --nproc-per-node=cpu train.py")
-    assert job.device_type == "CPU"
-    assert only_role(job).total == len(os.sched_getaffinity(0))
-
-
 class NoDriverError(Exception):
     pass
 
@@ -325,9 +324,3 @@ def test_parsers_are_argparse() -> None:
     parser: Any = table_parser("torchrun", {})
     assert isinstance(parser, ArgumentParser)
     assert parser._actions[-1].nargs == REMAINDER
-
-
-def test_a_launchers_script_sets_up_its_own_process_group() -> None:
-    workload = by_table("torchrun --nproc-per-node=2 train.py").workloads["ELASTIC"]
-    assert isinstance(workload, ElasticWorkloadDesc)
-    assert workload.comm_auto_setup_process_group is False

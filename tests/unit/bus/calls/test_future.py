@@ -83,16 +83,6 @@ def test_of_many_who_end_it_one_does() -> None:
         assert called == [future.result(0)]
 
 
-def test_the_same_error_is_raised_each_time_it_is_asked_for(future: RpcFuture[int]) -> None:
-    error = WorkerDiedError("died")
-    future.fail(error)
-    for _ in range(2):
-        with pytest.raises(WorkerDiedError) as caught:
-            future.result()
-        assert caught.value is error
-    assert future.exception() is error
-
-
 def test_error_keeps_no_future_alive() -> None:
     future: RpcFuture[int] = RpcFuture()
     future.fail(WorkerDiedError("died"))
@@ -163,6 +153,8 @@ def test_wait_counts_a_cancelled_call_as_done() -> None:
     future, other = pending(2)
     soon(future.cancel)
     assert concurrent.futures.wait([future, other], PATIENCE_S, FIRST_COMPLETED).done == {future}
+    assert concurrent.futures.wait([future, other], timeout=0) == ({future}, {other})
+    assert concurrent.futures.wait([future]).done == {future}
 
 
 def test_a_cancelled_call_is_not_the_first_error_that_is_waited_for() -> None:
@@ -244,6 +236,8 @@ async def test_await_what_is_there_already(future: RpcFuture[int]) -> None:
     future.succeed(5)
     assert await future == 5
     assert await future == 5
+    assert await asyncio.wrap_future(ended(6)) == 6
+    assert list(await asyncio.gather(ended(1), ended(2))) == [1, 2]
 
 
 async def test_many_tasks_await_one_call(future: RpcFuture[int]) -> None:
@@ -380,30 +374,17 @@ def test_cancel_ends_in_rpc_cancelled_and_tells() -> None:
         future.result()
 
 
-def test_wait_of_concurrent_futures() -> None:
-    slow: RpcFuture[int] = RpcFuture()
-    done, pending = concurrent.futures.wait([ended(1), slow], timeout=0)
-    assert len(done) == len(pending) == 1
-    slow.cancel()
-    assert concurrent.futures.wait([slow]).done == {slow}
-
-
-async def test_await(future: RpcFuture[int]) -> None:
-    threading.Timer(0.01, future.succeed, [5]).start()
-    assert await future == 5
-    assert await asyncio.wrap_future(ended(6)) == 6
-    assert list(await asyncio.gather(ended(1), ended(2))) == [1, 2]
-
-
-@pytest.mark.parametrize("error", [KeyError("k"), TimeoutError("raised by the handler")])
+@pytest.mark.parametrize("error", [KeyError("k"), TimeoutError("raised by the handler"), WorkerDiedError("died")])
 async def test_what_the_call_ended_in_is_raised_as_it_is(future: RpcFuture[int], error: Exception) -> None:
     future.fail(error)
     with pytest.raises(type(error)) as caught:
         await future
     assert caught.value is error
-    with pytest.raises(type(error)) as caught:
-        future.result()
-    assert caught.value is error
+    for _ in range(2):
+        with pytest.raises(type(error)) as caught:
+            future.result()
+        assert caught.value is error
+    assert future.exception() is error
 
 
 @pytest.mark.parametrize(("cancelled", "error"), [("call", RpcCancelledError), ("task", asyncio.CancelledError)])

@@ -83,13 +83,6 @@ def test_silence_at_a_barrier_is_a_loss_and_waiting_alone_keeps_nobody_alive() -
     assert "nothing was heard from it for 10.0 s" in story.told(token).reason
 
 
-def test_worker_that_is_lost_while_it_waits_is_told_so(story: Story) -> None:
-    mine, others = story.send(wait("w3")), story.send(wait("w0"))
-    story.tell(killed("w3"))
-    assert (story.told(mine).released_by, story.told(mine).lost) == ("lost", ["w3"])
-    assert (story.told(others).released_by, story.told(others).arrived) == ("lost", ["w0"])
-
-
 def test_barrier_shrinks_by_choice(story: Story) -> None:
     tokens = [story.send(wait(name, on_loss="shrink")) for name in ("w0", "w1", "w2")]
     story.tell(killed("w3"))
@@ -157,12 +150,21 @@ def test_losses_of_another_world_do_not_count(story: Story) -> None:
     assert story.release(token) is None
 
 
-def test_leaving_in_order_releases_those_who_would_wait_in_vain(story: Story) -> None:
-    mine, others = story.send(wait("w3")), story.send(wait("w0"))
-    story.send(DeregisterWorker(worker_id="w3", session="w3/0"))
-    assert (story.told(mine).released_by, story.told(mine).lost) == ("closed", [])
-    assert (story.told(others).released_by, story.told(others).lost) == ("lost", ["w3"])
-    assert "it deregistered" in story.told(others).reason
+@pytest.mark.parametrize(
+    ("in_order", "mine", "reason"), [(False, ("lost", ["w3"]), "killed by"), (True, ("closed", []), "it deregistered")]
+)
+def test_who_is_lost_or_leaves_while_it_waits_is_told_so_and_releases_the_others(
+    story: Story, in_order: bool, mine: tuple[str, list[str]], reason: str
+) -> None:
+    waiting, others = story.send(wait("w3")), story.send(wait("w0"))
+    if in_order:
+        story.send(DeregisterWorker(worker_id="w3", session="w3/0"))
+    else:
+        story.tell(killed("w3"))
+    assert (story.told(waiting).released_by, story.told(waiting).lost) == mine
+    answer = story.told(others)
+    assert (answer.released_by, answer.arrived, answer.lost) == ("lost", ["w0"], ["w3"])
+    assert reason in answer.reason
 
 
 @pytest.mark.parametrize(
