@@ -58,9 +58,9 @@ class Desk:
         assert answer.request_id == 5
         return answer.slice
 
-    def everything(self) -> bytes:
+    def everything(self, keep: bool = False) -> bytes:
         seen = b""
-        while found := self.read(len(seen)).data:
+        while found := self.read(len(seen), keep=keep).data:
             seen += found
         return seen
 
@@ -211,10 +211,7 @@ def test_what_is_in_the_pipe_at_the_end_is_kept_for_that_reader_too(desk: Desk) 
     os.write(out, everything)
     desk.reader.finish(LIFE, -9)
     desk.next()
-    seen = b""
-    while found := desk.read(len(seen), keep=True).data:
-        seen += found
-    assert seen == everything
+    assert desk.everything(keep=True) == everything
     os.close(out)
     os.close(err)
 

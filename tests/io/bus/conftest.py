@@ -1,5 +1,6 @@
 """A world for each test, and for each route; shared memory for a test."""
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ import pytest
 
 from tests.support.bus import pool, world  # noqa: F401 - fixtures
 from tests.support.shared_memory import Side
+from unified.bus.shm.files import Sweeper
 
 
 @pytest.fixture
@@ -26,3 +28,15 @@ def owner(directory: str) -> Iterator[Side]:
     side = Side(directory, "owner")
     yield side
     side.pool.close()
+
+
+@pytest.fixture
+def no_segment_left(directory: str, owner: Side) -> Iterator[None]:
+    yield
+    for inbox_id in ("owner", "reader", "consumer", "another"):
+        owner.pool.forget(inbox_id)  # what a test left on its way
+    owner.pool.close()
+    if os.listdir(directory):
+        gc.collect()  # an error that was expected still knows what it was about
+    Sweeper(directory).sweep(0.0, 0.0, is_last=True)  # what processes left that a test killed
+    assert not os.listdir(directory), "a segment was left"

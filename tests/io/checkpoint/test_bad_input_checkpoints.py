@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.io.checkpoint.test_checkpoint_manager import save_now
+from tests.io.checkpoint.test_checkpoint_manager import names, save_now
 from tests.support.s3 import S3Server
 from unified.checkpoint import CheckpointFallbackWarning, CheckpointManager
 from unified.core.backoff import Backoff
@@ -230,6 +230,7 @@ def test_two_writers_of_one_step(good: Path) -> None:
         assert "saved meanwhile by another writer" in str(cause)
         assert "Give each run a storage_path of its own; nothing of the other's was changed" in str(cause)
         assert ours.load_bytes() == b"ours"
+    assert len(names(good)) == 4
 
 
 async def test_payload_of_zero_bytes(good: Path) -> None:

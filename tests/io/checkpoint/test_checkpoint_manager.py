@@ -24,7 +24,6 @@ from unified.core.backoff import Backoff
 from unified.errors import (
     CheckpointCorruptError,
     CheckpointError,
-    CheckpointExistsError,
     CheckpointNotFoundError,
     CheckpointSaveError,
     CheckpointTimeoutError,
@@ -81,6 +80,12 @@ def checksum_of(data: bytes) -> str:
 def save_now(manager: CheckpointManager, data: bytes, step: int) -> None:
     manager.save_bytes(data, step)
     manager.wait()
+
+
+def begin_held_up(gated: Gated, manager: CheckpointManager) -> None:
+    gated.may_go.clear()
+    manager.save_bytes(b"1", 1)
+    assert gated.begun.wait(10)
 
 
 def flip(path: Path) -> None:
@@ -253,9 +258,7 @@ def test_bad_arguments_are_refused_at_once(tmp_path: Path) -> None:
 
 def test_of_saves_that_wait_the_newest_win(gated: Gated, caplog: pytest.LogCaptureFixture) -> None:
     with CheckpointManager("", gated, max_waiting=1) as manager:
-        gated.may_go.clear()
-        manager.save_bytes(b"1", 1)
-        assert gated.begun.wait(10)
+        begin_held_up(gated, manager)
         for step in (2, 3, 4):
             manager.save_bytes(b"%d" % step, step)
         with pytest.raises(CheckpointTimeoutError, match="steps 1, 4"):
@@ -267,9 +270,7 @@ def test_of_saves_that_wait_the_newest_win(gated: Gated, caplog: pytest.LogCaptu
 
 def test_with_wait_every_save_is_written(gated: Gated) -> None:
     with CheckpointManager("", gated, max_waiting=1, when_full="wait", keep_last_n=None) as manager:
-        gated.may_go.clear()
-        manager.save_bytes(b"1", 1)
-        assert gated.begun.wait(10)
+        begin_held_up(gated, manager)
         manager.save_bytes(b"2", 2)
         third = threading.Thread(target=manager.save_bytes, args=(b"3", 3))
         third.start()
@@ -306,9 +307,7 @@ def test_a_save_that_fails_for_good_is_reported_once_by_the_next_call(
 def test_a_call_that_is_wrong_swallows_no_failure_and_drops_no_save(gated: Gated) -> None:
     with CheckpointManager("", gated, max_waiting=1, max_tries=1) as manager:
         gated.errors = [OSError("full")]
-        gated.may_go.clear()
-        manager.save_bytes(b"1", 1)
-        assert gated.begun.wait(10)
+        begin_held_up(gated, manager)
         manager.save_bytes(b"2", 2)
         for data, step in ((b"", 2), (b"x", -1)):
             with pytest.raises(UsageError):
@@ -346,17 +345,6 @@ def test_a_run_that_went_back_saves_its_steps_again(tmp_path: Path) -> None:
         assert second.load_bytes(10) == b"second life"
         assert second.load_bytes() == b"first life"
     assert len(names(tmp_path)) == 4
-
-
-def test_another_run_in_the_same_place_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path) as ours, CheckpointManager(tmp_path) as theirs:
-        save_now(ours, b"ours", 1)
-        theirs.save_bytes(b"theirs", 1)
-        with pytest.raises(CheckpointSaveError, match="saved meanwhile by another writer") as caught:
-            theirs.wait()
-        assert isinstance(caught.value.__cause__, CheckpointExistsError)
-        assert ours.load_bytes(1) == b"ours"
-    assert len(names(tmp_path)) == 2
 
 
 def test_ranks_that_all_save_a_step_leave_one_checkpoint(tmp_path: Path) -> None:

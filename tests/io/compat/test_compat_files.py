@@ -42,21 +42,20 @@ def script(tmp_path: Path) -> Path:
 @pytest.fixture
 def real(tmp_path: Path) -> Path:
     folder = tmp_path / "site"
-    for package in ("dlrover", "dlrover/python", "dlrover/python/unified", "dlrover/python/unified/api"):
-        (folder / package).mkdir(parents=True)
-        (folder / package / "__init__.py").touch()
-    (folder / "dlrover/python/unified/api/builder.py").write_text("DLJobBuilder = 'the real one'")
-    (folder / "dlrover/python/unified/api/extra.py").write_text("Extra = 'the real one'")
-    (folder / "dlrover/python/unified/common").mkdir()
-    (folder / "dlrover/python/unified/common/__init__.py").touch()
-    (folder / "dlrover/python/unified/common/constant.py").write_text("RAY_HANG_CHECK_INTERVAL = 'the real one'")
-    (folder / "dlrover/python/common").mkdir()
-    (folder / "dlrover/python/common/__init__.py").touch()
-    (folder / "dlrover/python/common/log.py").write_text("default_logger = 'the real one'")
-    (folder / "dlrover/python/unified/controller.py").write_text("Controller = 'the real one'")
+    for package in ("", "python", "python/common", "python/unified", "python/unified/api", "python/unified/common"):
+        (folder / f"dlrover/{package}").mkdir(parents=True)
+        (folder / f"dlrover/{package}/__init__.py").touch()
     (folder / "dtruntime").mkdir()
-    (folder / "dtruntime/__init__.py").write_text("DatasetRegistry = 'the real one'")
-    (folder / "dtruntime/_core.py").write_text("Core = 'the real one'")
+    for file, name in {
+        "dlrover/python/unified/api/builder": "DLJobBuilder",
+        "dlrover/python/unified/api/extra": "Extra",
+        "dlrover/python/unified/common/constant": "RAY_HANG_CHECK_INTERVAL",
+        "dlrover/python/common/log": "default_logger",
+        "dlrover/python/unified/controller": "Controller",
+        "dtruntime/__init__": "DatasetRegistry",
+        "dtruntime/_core": "Core",
+    }.items():
+        (folder / f"{file}.py").write_text(f"{name} = 'the real one'")
     return folder
 
 

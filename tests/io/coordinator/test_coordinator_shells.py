@@ -180,12 +180,14 @@ async def test_the_latest_checkpoint_is_known_to_all(join: Join) -> None:
 
 
 async def test_two_of_one_rank_are_refused(join: Join, coordinator: Coordinator) -> None:
-    join(0, 2)
-    other = TrainingOrchestrator("somebody", coordinator, 2, 0)
-    await join(0, 2).register_worker()
-    with pytest.raises(CoordinatorError, match="rank 0 of 2 is held by worker worker-0") as caught:
+    """The second is refused, and the first goes on."""
+    first, other = join(0, 1), TrainingOrchestrator("somebody", coordinator, 1, 0)
+    await first.register_worker()
+    with pytest.raises(CoordinatorError, match="rank 0 of 1 is held by worker worker-0") as caught:
         await other.register_worker()
     assert caught.value.code == "name-taken"
+    other.close()
+    assert (await first.wait_barrier("b")).arrived == ["worker-0"]
 
 
 def test_every_sample_is_somebodys(coordinator: Coordinator, tmp_path: Path) -> None:

@@ -234,15 +234,3 @@ def test_ranks_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     refused(OptionError, DatasetRegistry, "rank 4 is not in a world of 4")
     refused(OptionError, lambda: TrainingOrchestrator("w", "local"), "rank 4 is not in a world of 4")
-
-
-async def test_two_workers_of_one_rank() -> None:
-    """The second is refused, and the first goes on."""
-    with EmbeddedCoordinator() as coordinator:
-        async with TrainingOrchestrator("first", coordinator, 1, 0) as first:
-            await first.register_worker()
-            second = TrainingOrchestrator("second", coordinator, 1, 0)
-            with pytest.raises(CoordinatorError, match=r"rank 0.*first"):
-                await second.register_worker()
-            second.close()
-            assert (await first.wait_barrier("b")).arrived == ["first"]

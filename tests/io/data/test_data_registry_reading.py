@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from unified.data import DatasetRegistry, EmbeddedCoordinator, ShardedDataset, i
 from unified.data.shard_cache import DatasetShards
 from unified.errors import CoordinatorError, UsageError
 
+Register = Callable[[int], list[DatasetRegistry]]
 TOTAL = 230
 
 
@@ -32,25 +33,25 @@ def dataset(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, str]:
     return str(tmp_path), format_
 
 
-def registries(
-    coordinator: EmbeddedCoordinator, dataset: tuple[str, str], num: int, name: str = "numbers"
-) -> list[DatasetRegistry]:
-    made = [DatasetRegistry(coordinator, rank=rank, world_size=num) for rank in range(num)]
-    for each in made:
-        each.register(name, *dataset, shard_size=12, shuffle=True, seed=3)
-    return made
+@pytest.fixture
+def register(coordinator: EmbeddedCoordinator, dataset: tuple[str, str]) -> Register:
+    def registries(num: int) -> list[DatasetRegistry]:
+        made = [DatasetRegistry(coordinator, rank=rank, world_size=num) for rank in range(num)]
+        for each in made:
+            each.register("numbers", *dataset, shard_size=12, shuffle=True, seed=3)
+        return made
+
+    return registries
 
 
 def number(format_: str, sample: Any) -> int:
     return int(plain(format_, sample)["number"])
 
 
-def test_the_assignments_of_all_workers_are_every_sample_once(
-    coordinator: EmbeddedCoordinator, dataset: tuple[str, str]
-) -> None:
+def test_the_assignments_of_all_workers_are_every_sample_once(register: Register, dataset: tuple[str, str]) -> None:
     read = [
         number(dataset[1], sample)
-        for registry in registries(coordinator, dataset, 3)
+        for registry in register(3)
         for sample in iter_samples(registry.get_assignment("numbers", epoch=0))
     ]
     assert sorted(read) == list(range(TOTAL))
@@ -86,11 +87,18 @@ class Together:
         return Counter(itertools.chain.from_iterable(self.seen.values()))
 
 
+def read_together(registries: list[DatasetRegistry], position: dict[str, Any] | None = None) -> Together:
+    datasets = {rank: ShardedDataset(each, "numbers") for rank, each in enumerate(registries)}
+    for each in datasets.values():
+        if position is not None:
+            each.load_state_dict(position)
+    return Together(registries[0].datasets()[0].format, datasets)
+
+
 def test_a_worker_that_comes_in_mid_epoch_reads_what_nobody_else_does(
-    coordinator: EmbeddedCoordinator, dataset: tuple[str, str]
+    coordinator: EmbeddedCoordinator, register: Register
 ) -> None:
-    made = registries(coordinator, dataset, 3)
-    together = Together(dataset[1], {rank: ShardedDataset(each, "numbers") for rank, each in enumerate(made)})
+    together = read_together(register(3))
     together.read(70)
     newcomer = DatasetRegistry(coordinator, rank=3)
     newcomer.register_worker("numbers")
@@ -100,17 +108,15 @@ def test_a_worker_that_comes_in_mid_epoch_reads_what_nobody_else_does(
     assert together.all_seen == Counter(range(TOTAL))
     assert together.seen[3]
 
-    together = Together(dataset[1], together.datasets)  # the next epoch
+    together = Together(together.format, together.datasets)  # the next epoch
     together.read()
     assert together.all_seen == Counter(range(TOTAL))
     assert {each.epoch for each in together.datasets.values()} == {2}
 
 
-def test_of_a_worker_that_is_lost_only_the_shard_that_it_was_reading_is_read_again(
-    coordinator: EmbeddedCoordinator, dataset: tuple[str, str]
-) -> None:
-    made = registries(coordinator, dataset, 3)
-    together = Together(dataset[1], {rank: ShardedDataset(each, "numbers") for rank, each in enumerate(made)})
+def test_of_a_worker_that_is_lost_only_the_shard_that_it_was_reading_is_read_again(register: Register) -> None:
+    made = register(3)
+    together = read_together(made)
     for _ in range(12 + 5):
         together.step(1)
     made[0].remove_worker("numbers", 1)
@@ -122,35 +128,26 @@ def test_of_a_worker_that_is_lost_only_the_shard_that_it_was_reading_is_read_aga
     assert {sample for sample, times in seen.items() if times > 1} == set(together.seen[1][12:])
 
 
-def test_a_smaller_world_goes_on_where_a_checkpoint_was_taken(
-    coordinator: EmbeddedCoordinator, dataset: tuple[str, str]
-) -> None:
+def test_a_smaller_world_goes_on_where_a_checkpoint_was_taken(register: Register) -> None:
     """What was read after the checkpoint comes again, and nothing that was read before it."""
-    made = registries(coordinator, dataset, 3)
-    together = Together(dataset[1], {rank: ShardedDataset(each, "numbers") for rank, each in enumerate(made)})
+    together = read_together(register(3))
     together.read(100)
     position = merge_positions([each.state_dict() for each in together.datasets.values()])
     before = together.all_seen
     together.read(60)  # is lost
 
-    made = registries(coordinator, dataset, 2)
-    again = {rank: ShardedDataset(each, "numbers") for rank, each in enumerate(made)}
-    for each in again.values():
-        each.load_state_dict(position)
-    together = Together(dataset[1], again)
+    made = register(2)
+    together = read_together(made, position)
     together.read()
     assert before + together.all_seen == Counter(range(TOTAL))
     assert all(together.seen.values())
     assert made[0].active_workers("numbers") == ["worker-0", "worker-1"]
 
 
-def test_who_loads_late_undoes_nothing_and_who_loads_another_position_is_refused(
-    coordinator: EmbeddedCoordinator, dataset: tuple[str, str]
-) -> None:
-    made = registries(coordinator, dataset, 3)
-    together = Together(dataset[1], {rank: ShardedDataset(each, "numbers") for rank, each in enumerate(made)})
+def test_who_loads_late_undoes_nothing_and_who_loads_another_position_is_refused(register: Register) -> None:
+    together = read_together(register(3))
     together.read(TOTAL + 60)  # beyond the epoch
-    together = Together(dataset[1], together.datasets)
+    together = Together(together.format, together.datasets)
     together.read(40)
     start = {"epoch": 0, "done": [], "begun": []}
     together.datasets[0].load_state_dict(start)
@@ -168,9 +165,9 @@ def test_who_loads_late_undoes_nothing_and_who_loads_another_position_is_refused
 
 
 def test_a_reader_that_gets_nothing_says_so_and_can_begin_anew(
-    coordinator: EmbeddedCoordinator, dataset: tuple[str, str], caplog: pytest.LogCaptureFixture
+    register: Register, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (registry,) = registries(coordinator, dataset, 1)
+    (registry,) = register(1)
     assert len(list(ShardedDataset(registry, "numbers"))) == TOTAL
     assert not caplog.records
     assert list(ShardedDataset(registry, "numbers", restart="resume")) == []
@@ -185,13 +182,13 @@ def test_a_reader_that_gets_nothing_says_so_and_can_begin_anew(
 
 @pytest.mark.parametrize("is_elastic", [False, True])
 def test_a_new_life_goes_on_and_says_so_or_begins_anew_where_all_ranks_do(
-    coordinator: EmbeddedCoordinator, dataset: tuple[str, str], caplog: pytest.LogCaptureFixture, is_elastic: bool
+    register: Register, caplog: pytest.LogCaptureFixture, is_elastic: bool
 ) -> None:
-    (registry,) = registries(coordinator, dataset, 1)
-    old = Together(dataset[1], {0: ShardedDataset(registry, "numbers")})
+    (registry,) = register(1)
+    old = read_together([registry])
     old.read(30)
-    source = DatasetShards(registry, "numbers", "worker-0", dataset[1], life=1, is_elastic=is_elastic)
-    new = Together(dataset[1], {0: ShardedDataset(source)})
+    source = DatasetShards(registry, "numbers", "worker-0", old.format, life=1, is_elastic=is_elastic)
+    new = Together(old.format, {0: ShardedDataset(source)})
     new.read()
     assert new.all_seen == (Counter(range(TOTAL)) if is_elastic else Counter(range(TOTAL)) - Counter(old.seen[0][:24]))
     assert ("2 of 20 shards of epoch 0 were read before" in caplog.text) == (not is_elastic)

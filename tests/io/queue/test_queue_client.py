@@ -258,15 +258,13 @@ def test_producers_and_consumers_in_many_threads(owner: Member, producer: Member
         for batch in queues[which % 3].batches(1 + which):
             taken.extend(batch)
 
-    producers = [threading.Thread(target=produce, args=(which,)) for which in range(6)]
-    consumers = [threading.Thread(target=consume, args=(which,)) for which in range(6)]
-    for thread in [*producers, *consumers]:
-        thread.start()
-    for thread in producers:
-        thread.join()
+    producers = [begun(produce, which) for which in range(6)]
+    consumers = [begun(consume, which) for which in range(6)]
+    for each in producers:
+        each.result(PATIENCE_S)
     mine.close()
-    for thread in consumers:
-        thread.join()
+    for each in consumers:
+        each.result(PATIENCE_S)
     assert sorted(taken) == [(which, number) for which in range(6) for number in range(120)]
 
 

@@ -208,15 +208,12 @@ def test_a_worker_that_may_start_no_thread_ends_alone(zygote: ZygoteProcess) -> 
     assert child.read(child.err) == ""
 
 
-def test_a_zygote_whose_imports_started_threads_starts_new_interpreters(start: Start) -> None:
-    zygote = start(early="import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n")
-    child = zygote.fork("exit 5")
-    assert child.read(child.out) == "fresh\n"
-    assert zygote.exited(child) == 5
-
-
-def test_a_fresh_child_is_a_new_interpreter(zygote: ZygoteProcess) -> None:
-    child = zygote.fork("exit 5", fresh=True)
+@pytest.mark.parametrize("why", ["it is asked to", "its imports started threads"])
+def test_a_child_is_a_new_interpreter(start: Start, why: str) -> None:
+    is_asked = why == "it is asked to"
+    threads = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    zygote = start(early="" if is_asked else threads)
+    child = zygote.fork("exit 5", fresh=is_asked)
     assert child.read(child.out) == "fresh\n"
     assert zygote.exited(child) == 5
     assert child.pid != zygote.process.pid

@@ -2,15 +2,17 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.bus import PATIENCE_S, World, entry
+from tests.support.bus import PATIENCE_S, World, call, entry
 from unified.bus.calls.inbound import current_call
 from unified.bus.calls.registry import rpc
 from unified.bus.calls.sender import Sender
@@ -21,10 +23,6 @@ from unified.bus.transport.unix_connection import UnixConnection
 from unified.errors import RpcCancelledError, RpcError
 from unified.protocol.envelope import Envelope, Kind
 from unified.testing import eventually
-
-
-def call(endpoint: BusEndpoint, method: str, *args: Any, target: str = "b") -> Any:
-    return endpoint.call(target, method, args, {}, timeout=PATIENCE_S).result()
 
 
 def test_inline_runs_where_the_call_is_received(world: World) -> None:
@@ -126,15 +124,16 @@ def test_calls_of_one_caller_start_in_order(world: World) -> None:
         started.append(i)
         await asyncio.sleep(0.001 * (i % 3))
 
-    a, _ = world.pair({"note": note, "note_async": note_async})
+    a, _ = world.pair({"note": note, "two_at_a_time": rpc(concurrency=2)(note), "note_async": note_async})
     call_numbered(a, "note_async")
     assert started == list(range(300))
-    started.clear()
-    call_numbered(a, "note")
-    assert sorted(started) == list(range(300))
-    # A thread reads its arguments, has the next call begun, and calls its handler: whose first line may run after the
-    # next one's, if the system takes its core away between. So what is certain is the order of the reading.
-    assert _read == list(range(300))
+    for method in ("note", "two_at_a_time"):
+        started.clear()
+        call_numbered(a, method)
+        assert sorted(started) == list(range(300))
+        # A thread reads its arguments, has the next call begun, and calls its handler: whose first line may run after
+        # the next one's, if the system takes its core away between. So what is certain is the order of the reading.
+        assert _read == list(range(300))
 
 
 def test_concurrency_and_group(world: World) -> None:
@@ -142,51 +141,35 @@ def test_concurrency_and_group(world: World) -> None:
     running = {"alone": 0, "group": 0}
     most = {"alone": 0, "group": 0}
 
-    def inside(kind: str) -> None:
+    @contextlib.contextmanager
+    def counted(kind: str) -> Iterator[None]:
         with lock:
             running[kind] += 1
             most[kind] = max(most[kind], running[kind])
-        time.sleep(0.001)
+        yield
         with lock:
             running[kind] -= 1
 
     @rpc(concurrency=2)
     def alone() -> None:
-        inside("alone")
+        with counted("alone"):
+            time.sleep(0.001)
 
     @rpc(group="g")
     def left() -> None:
-        inside("group")
+        with counted("group"):
+            time.sleep(0.001)
 
     @rpc(group="g")
     async def right() -> None:
-        with lock:
-            running["group"] += 1
-            most["group"] = max(most["group"], running["group"])
-        await asyncio.sleep(0.001)
-        with lock:
-            running["group"] -= 1
+        with counted("group"):
+            await asyncio.sleep(0.001)
 
     a, _ = world.pair({"alone": alone, "left": left, "right": right})
     futures = [a.call("b", method, (), {}) for _ in range(20) for method in ("alone", "left", "right")]
     assert not concurrent.futures.wait(futures, PATIENCE_S).not_done
     assert all(each.exception() is None for each in futures)
     assert most == {"alone": 2, "group": 1}
-
-
-def test_calls_let_in_two_at_a_time_start_in_order(world: World) -> None:
-    started: list[int] = []
-
-    @rpc(concurrency=2)
-    def note(i: int) -> None:
-        started.append(i)
-        if i % 7 == 0:
-            time.sleep(0.002)
-
-    a, _ = world.pair({"note": note})
-    call_numbered(a, "note")
-    assert sorted(started) == list(range(300))
-    assert _read == list(range(300))  # see above
 
 
 def test_cancelled_call_in_line_lets_the_next_through(world: World) -> None:

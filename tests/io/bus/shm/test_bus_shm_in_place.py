@@ -1,8 +1,6 @@
 """Arrays made in shared memory: whoever they are sent to sees that very memory, and it comes back when all are done."""
 
-import gc
 import json
-import os
 import subprocess
 import sys
 import time
@@ -25,17 +23,8 @@ from unified.bus.shm.slots import IDLE_S
 from unified.worker import context
 from unified.worker.shared_arrays import shared_empty
 
+pytestmark = pytest.mark.usefixtures("no_segment_left")
 NBYTES = 300_000
-
-
-@pytest.fixture
-def owner(owner: Side, directory: str) -> Iterator[Side]:
-    yield owner
-    owner.pool.forget("owner")
-    owner.pool.close()
-    gc.collect()
-    Sweeper(directory).sweep(0.0, 0.0, is_last=True)
-    assert not os.listdir(directory), "a segment was left"
 
 
 def born(side: Side, item: int = 1, nbytes: int = NBYTES) -> np.ndarray:

@@ -3,7 +3,6 @@
 import gc
 import os
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,25 +13,14 @@ import torch
 
 from tests.support.shared_memory import Side, names, peers
 from unified.bus.codec.codec import SerializedValue, decode, deserialize, encode
-from unified.bus.shm.files import Sweeper, identity
+from unified.bus.shm.files import identity
 from unified.bus.shm.reader import IDLE_S as READER_IDLE_S
 from unified.bus.shm.reader import SharedReader, borrowed_behind
 from unified.bus.shm.slots import IDLE_S
 from unified.errors import ProtocolError
 
+pytestmark = pytest.mark.usefixtures("no_segment_left")
 NBYTES = 300_000
-
-
-@pytest.fixture
-def owner(owner: Side, directory: str) -> Iterator[Side]:
-    yield owner
-    for inbox_id in ("owner", "reader", "consumer", "another"):
-        owner.pool.forget(inbox_id)  # what a test left on its way
-    owner.pool.close()
-    if os.listdir(directory):
-        gc.collect()  # an error that was expected still knows what it was about
-    Sweeper(directory).sweep(0.0, 0.0, is_last=True)  # what processes left that a test killed
-    assert not os.listdir(directory), "a segment was left"
 
 
 def test_another_process_reads_it_and_lets_go_without_a_message(directory: str, owner: Side) -> None:
@@ -280,18 +268,18 @@ def test_a_descriptor_that_leads_nowhere_is_a_protocol_error(directory: str, own
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 100, bytes(100_000)])
-def test_a_file_that_is_no_segment_is_a_protocol_error(directory: str, content: bytes) -> None:
-    Path(directory, "unified-owner-0").write_bytes(content)
+def test_a_file_that_is_no_segment_is_a_protocol_error(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "unified-owner-0").write_bytes(content)
     with pytest.raises(ProtocolError):
-        SharedReader(directory).borrow("owner", [["", 0, 1, 0, 0, 1, True]], [])
+        SharedReader(str(tmp_path)).borrow("owner", [["", 0, 1, 0, 0, 1, True]], [])
 
 
-def test_a_link_is_not_followed(directory: str, tmp_path: Path) -> None:
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_bytes(bytes(100_000))
-    Path(directory, "unified-owner-0").symlink_to(target)
+    (tmp_path / "unified-owner-0").symlink_to(target)
     with pytest.raises(ProtocolError, match="cannot be opened"):
-        SharedReader(directory).borrow("owner", [["", 0, 1, 0, 0, 1, True]], [])
+        SharedReader(str(tmp_path)).borrow("owner", [["", 0, 1, 0, 0, 1, True]], [])
 
 
 def test_frames_that_are_missing_are_a_protocol_error(owner: Side) -> None:

@@ -291,10 +291,7 @@ def test_death_of_the_callee_comes_after_what_had_come(world: World) -> None:
 
 
 def test_death_of_the_caller_closes_the_generator(world: World, method: str, counter: Counter) -> None:
-    a, inbox = world.endpoint("a")
-    b, b_inbox = world.endpoint("b", counter.methods())
-    a.update_directory([entry("b", b_inbox)])
-    b.update_directory([entry("a", inbox)])
+    a, b = world.cast({"a": {}, "b": counter.methods()}).values()
     items = stream(a, method, 1000)
     assert next(items) == 0
     b.update_directory([entry("a", None, 0, Reachability.DEAD, "killed")])
