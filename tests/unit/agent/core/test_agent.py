@@ -267,15 +267,11 @@ def test_a_stop_asks_first_and_kills_after_the_grace() -> None:
     assert driver.observed()[f"{W0.worker}#0"].failure is None
 
 
-def test_the_master_may_set_another_grace() -> None:
+def test_the_master_may_set_another_grace_and_none_is_a_kill_at_once() -> None:
     driver = stopping(grace_s=2)
     driver.take()
     driver.pass_time(2.1)
-    assert driver.notable() == [SignalWorker(life=W0, how="kill")]
-
-
-def test_no_grace_is_a_kill_at_once() -> None:
-    assert stopping(grace_s=0).notable() == [SignalWorker(life=W0, how="kill")]
+    assert driver.notable() == stopping(grace_s=0).notable() == [SignalWorker(life=W0, how="kill")]
 
 
 def test_a_stop_that_has_begun_can_be_hastened_but_not_delayed() -> None:

@@ -93,6 +93,7 @@ def test_runs_put_together_are_the_batch(size: int, actors: int, cut: list[str],
     assert len(calls) == (math.ceil(size / run) if size else 0)
     assert results._lens == [min(run, size - i * run) for i in range(len(calls))]
     assert list(results) == list(range(size))
+    assert repr(results) == f"FutureSequence(lens={results._lens})"
     for i, kind in enumerate(cut):
         for whose, parts in (
             (args[i], [call.args[i] for call in calls]),

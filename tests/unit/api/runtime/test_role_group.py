@@ -1,18 +1,13 @@
 """Groups, proxies, and the sharing out of batches."""
 
 import asyncio
-import collections
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tests.support.runtime import InstantBus, in_worker, worker_of
+from tests.support.runtime import InstantBus, in_worker
 from unified.api.runtime import (
     PrimeMasterApi,
     RoleActor,
@@ -55,6 +50,7 @@ def test_group_is_a_sequence_of_actors() -> None:
         with pytest.raises(IndexError, match=rf"RoleGroup\('rollout'\)\[{index}\]: it has 3 workers"):
             group[index]
     assert (group[1].info.role, repr(group)) == ("rollout", "RoleGroup('rollout', 3 actors)")
+    assert is_cut(group)
 
 
 def test_group_of_several_roles() -> None:
@@ -98,6 +94,7 @@ def test_call_of_one_actor(bus: InstantBus) -> None:
     assert actor.call("generate", [1], _timeout=2.5).result() == [1]
     assert bus.calls[-1] == ("rollout_3-1_1-0", "generate", ([1],), {}, 2.5)
     assert bus.calls[0].kwargs == {"scale": 2}
+    assert RoleGroup("rollout").call_batch(generate, 4, [1, 2, 3, 4], scale=2).wait() == [2, 4, 6, 8]
 
 
 def test_call_of_all_and_of_rank_0(bus: InstantBus) -> None:
@@ -125,51 +122,6 @@ def test_empty_group() -> None:
     for call in (lambda: group.call_rank0("m"), lambda: group.call_batch("m", 1, [1])):
         with pytest.raises(ValueError, match=r"^No actors in the role group\.$"):
             call()
-
-
-@given(size=st.integers(0, 40), actors=st.integers(1, 7))
-def test_batch_is_cut_into_equal_runs(size: int, actors: int) -> None:
-    bus = InstantBus()
-    bus.methods = {"generate": generate}
-    set_current_worker(worker_of(bus, rollout=actors))
-    results = RoleGroup("rollout").call_batch(generate, size, list(range(size)), scale=2)
-    assert results.wait() == [2 * i for i in range(size)]
-    run = math.ceil(size / actors)
-    lens = [len(call.args[0]) for call in bus.calls]
-    assert all(length == run for length in lens[:-1])
-    assert all(lens)
-    assert repr(results) == f"FutureSequence(lens={lens})"
-    assert [call.target for call in bus.calls] == [f"rollout_{actors}-{i}_1-0" for i in range(len(lens))]
-
-
-def test_what_is_cut_and_what_goes_to_all(bus: InstantBus) -> None:
-    bus.methods = {"m": lambda *args, **kwargs: [0] * len(args[0])}
-    cut: dict[str, Any] = {
-        "list": [1, 2, 3, 4],
-        "tuple": (1, 2, 3, 4),
-        "range": range(4),
-        "array": np.arange(8).reshape(4, 2),
-        "tensor": torch.arange(4),
-        "deque": collections.deque([1, 2, 3, 4]),
-    }
-    whole: dict[str, Any] = {
-        "text": "1234567",
-        "bytes": b"1234",
-        "bytearray": bytearray(b"12"),
-        "dict": {1: 2},
-        "set": {1},
-        "number": 5,
-        "none": None,
-        "array0": np.array(1),
-        "tensor0": torch.tensor(1),
-    }
-    RoleGroup("rollout").call_batch("m", 4, [1, 2, 3, 4], **cut, **whole).wait()
-    first, second = (call.kwargs for call in bus.calls)
-    assert [len(first[key]) for key in cut] == [len(second[key]) for key in cut] == [2] * len(cut)
-    assert second["array"].tolist() == [[4, 5], [6, 7]]
-    assert list(second["deque"]) == [3, 4]
-    assert all(first[key] is whole[key] for key in whole)
-    assert is_cut(RoleGroup("rollout"))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import functools
 import subprocess
 import sys
 import threading
-import warnings
 from typing import Any
 
 import msgspec
@@ -78,38 +77,6 @@ def test_arrays_of_every_kind(dtype: Any, shape: tuple[int, ...]) -> None:
         back = over_the_wire(view)
         assert (back.dtype, back.shape) == (view.dtype, view.shape)
         assert (back == view).all()
-
-
-def test_numpy_scalars_keep_their_type() -> None:
-    back = over_the_wire([np.float32(1.5), np.int64(3), np.bool_(True)])
-    assert [type(each) for each in back] == [np.float32, np.int64, np.bool_]
-
-
-TORCH_DTYPES = ["float32", "bfloat16", "float16", "bool", "int64", "uint8", "complex64", "float8_e4m3fn"]
-
-
-@pytest.mark.parametrize("dtype", TORCH_DTYPES)
-@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (200, 300)], ids=str)
-@pytest.mark.parametrize("wrap", [lambda it: it, Box, lambda it: {"state": (it,)}], ids=["bare", "object", "nested"])
-def test_tensors_of_every_kind(dtype: str, shape: tuple[int, ...], wrap: Any) -> None:
-    tensor = torch.ones(shape).to(getattr(torch, dtype))
-    for view in (tensor, tensor.T if tensor.dim() == 2 else tensor, tensor[:1] if shape else tensor):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # torch warns of read-only memory
-            back = over_the_wire(wrap(view))
-        back = back.content if isinstance(back, Box) else back["state"][0] if isinstance(back, dict) else back
-        assert (back.dtype, back.shape) == (view.dtype, view.shape)
-        assert torch.equal(back.to(torch.complex64), view.to(torch.complex64))
-
-
-def test_tensors_that_are_no_plain_memory() -> None:
-    assert over_the_wire(torch.ones(3, requires_grad=True)).requires_grad
-    assert isinstance(over_the_wire(torch.nn.Parameter(torch.ones(300, 300))), torch.nn.Parameter)
-    assert over_the_wire(torch.eye(3).to_sparse()).layout is torch.sparse_coo
-    assert torch.equal(over_the_wire(torch.tensor([1 + 2j]).conj()), torch.tensor([1 - 2j]))
-    module = torch.nn.Linear(300, 300)
-    state = over_the_wire(module.state_dict())
-    assert all(torch.equal(state[key], value) for key, value in module.state_dict().items())
 
 
 def test_tensor_memory_is_not_copied() -> None:
@@ -207,14 +174,6 @@ def reference(code: int, content: object) -> bytes:
     ids=repr,
 )
 def test_hostile_body_is_a_protocol_error(body: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        decode(body)
-
-
-def test_deeply_nested_extension_is_a_protocol_error() -> None:
-    body = pack([])
-    for _ in range(3000):
-        body = pack(Ext(1, body))
     with pytest.raises(ProtocolError):
         decode(body)
 

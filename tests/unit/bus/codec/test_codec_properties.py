@@ -353,10 +353,11 @@ def test_sizes_that_are_claimed_and_not_there_cost_nothing(head: bytes, size: in
     check_cost(claim * times + bytes(1000), [])
 
 
+@pytest.mark.parametrize("depth", [200, 3000])
 @pytest.mark.parametrize("code", sorted({*range(1, 17)} - {INT, TEXT}))
-def test_extensions_within_extensions_end(code: int) -> None:
+def test_extensions_within_extensions_end(code: int, depth: int) -> None:
     body = pack([])
-    for _ in range(200):
+    for _ in range(depth):
         body = pack(Ext(code, body))
     assert isinstance(refusal_of(lambda: decode(body)), ProtocolError)
 

@@ -70,7 +70,10 @@ def test_every_dtype_comes_back(dtype: torch.dtype) -> None:
 
 @given(
     st.lists(st.integers(0, 5), max_size=4).map(tuple),
-    st.sampled_from([torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int64, torch.float8_e5m2]),
+    st.sampled_from(
+        [torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.complex64, torch.int64, torch.uint8]
+    )
+    | st.sampled_from([torch.float8_e5m2, torch.float8_e4m3fn]),
     st.data(),
 )
 def test_tensors_however_they_lie(shape: tuple[int, ...], dtype: torch.dtype, data: st.DataObject) -> None:
@@ -97,8 +100,9 @@ def test_tensors_however_they_lie(shape: tuple[int, ...], dtype: torch.dtype, da
         lambda: torch.randn(2, 3, 0),
         lambda: torch.tensor(3.5),
         lambda: torch.randn(LARGE * 2)[::2],
+        lambda: torch.randn(200, 300).T,
     ],
-    ids=["expanded", "flipped", "conjugate", "negative", "small view", "empty", "0-d", "strided"],
+    ids=["expanded", "flipped", "conjugate", "negative", "small view", "empty", "0-d", "strided", "transposed"],
 )
 def test_views(make: Callable[[], torch.Tensor], number: int) -> None:
     tensor = make()
@@ -143,15 +147,16 @@ def test_requires_grad_is_kept_and_history_is_not(number: int) -> None:
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 def test_tensors_that_are_no_plain_memory(make: Callable[[], torch.Tensor]) -> None:
     tensor = make()
-    encoded = encode(Holder(tensor))
-    back = decode(encoded.body, [memoryview(bytearray(buffer)) for buffer in encoded.buffers]).content
-    assert type(back) is type(tensor)
-    assert (back.layout, back.dtype, back.device, back.shape) == (
-        tensor.layout, tensor.dtype, tensor.device, tensor.shape,
-    )  # fmt: skip
-    if not tensor.is_meta:
-        assert torch.equal(back.to_dense() if tensor.layout is not torch.strided else back, tensor.to_dense()
-                           if tensor.layout is not torch.strided else tensor)  # fmt: skip
+    for wrap, unwrap in zip(WRAPS, UNWRAPS, strict=True):
+        encoded = encode(wrap(tensor))
+        back = unwrap(decode(encoded.body, [memoryview(bytearray(buffer)) for buffer in encoded.buffers]))
+        assert type(back) is type(tensor)
+        found = (back.layout, back.dtype, back.device, back.shape)
+        assert found == (tensor.layout, tensor.dtype, tensor.device, tensor.shape)
+        if tensor.layout is not torch.strided:
+            assert torch.equal(back.to_dense(), tensor.to_dense())
+        elif not tensor.is_meta:
+            assert torch.equal(back, tensor)
 
 
 def test_attributes_of_the_users_are_kept() -> None:
