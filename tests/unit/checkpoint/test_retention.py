@@ -35,11 +35,8 @@ def test_older_checkpoints_go_manifest_and_parts() -> None:
     assert plan.parts == ["step-000000.t.bin", "step-000001.t.bin"]
 
 
-def test_none_keeps_all() -> None:
+def test_none_keeps_all_and_damaged_ones_do_not_count_so_that_the_only_good_one_stays() -> None:
     assert sweep(*map(checkpoint, range(4)), keep_last_n=None) == SweepPlan()
-
-
-def test_damaged_ones_do_not_count_and_so_the_only_good_one_stays() -> None:
     assert sweep(checkpoint(1), checkpoint(2, stored=3), checkpoint(3, stored=None), keep_last_n=1) == SweepPlan()
     assert sweep(checkpoint(1), checkpoint(2), keep_last_n=1, known_bad={2}) == SweepPlan()
 
