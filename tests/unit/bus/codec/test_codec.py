@@ -6,6 +6,7 @@ import functools
 import subprocess
 import sys
 import threading
+import warnings
 from typing import Any
 
 import msgspec
@@ -77,6 +78,23 @@ def test_arrays_of_every_kind(dtype: Any, shape: tuple[int, ...]) -> None:
         back = over_the_wire(view)
         assert (back.dtype, back.shape) == (view.dtype, view.shape)
         assert (back == view).all()
+
+
+TORCH_DTYPES = ["float32", "bfloat16", "float16", "bool", "int64", "uint8", "complex64", "float8_e4m3fn"]
+
+
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (200, 300)], ids=str)
+@pytest.mark.parametrize("wrap", [lambda it: it, Box, lambda it: {"state": (it,)}], ids=["bare", "object", "nested"])
+def test_tensors_of_every_kind(dtype: str, shape: tuple[int, ...], wrap: Any) -> None:
+    tensor = torch.ones(shape).to(getattr(torch, dtype))
+    for view in (tensor, tensor.T if tensor.dim() == 2 else tensor, tensor[:1] if shape else tensor):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # torch warns of read-only memory
+            back = over_the_wire(wrap(view))
+        back = back.content if isinstance(back, Box) else back["state"][0] if isinstance(back, dict) else back
+        assert (back.dtype, back.shape) == (view.dtype, view.shape)
+        assert torch.equal(back.to(torch.complex64), view.to(torch.complex64))
 
 
 def test_tensor_memory_is_not_copied() -> None:
