@@ -166,9 +166,9 @@ class Agent:
         self.write("wp_code.py", code)
         return self.launch(attribute(name), **given)
 
-    def run(self, code: str, name: str = "run", **given: Any) -> Child:
-        """The same, with the order to run."""
-        child = self.load(code, name, **given)
+    def run(self, code: str | EntryPoint, name: str = "run", **given: Any) -> Child:
+        """The same, or one with another entry point, with the order to run."""
+        child = self.load(code, name, **given) if isinstance(code, str) else self.launch(code, **given)
         child.run()
         return child
 

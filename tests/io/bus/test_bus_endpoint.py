@@ -222,19 +222,15 @@ def test_64_mib_to_another_process_and_back(world: World) -> None:
 
 
 def test_call_to_oneself_and_from_inside_a_handler(world: World) -> None:
-    methods: dict[str, Any] = {"ping": lambda: "pong"}
-    a, inbox = world.endpoint("a", methods)
-    a.update_directory([entry("a", inbox)])
-    assert call(a, "ping", target="a") == "pong"
-    b, b_inbox = world.endpoint("b", {"back": lambda: call(b, "ping", target="a")})
-    a.update_directory([entry("b", b_inbox)])
-    b.update_directory([entry("a", inbox)])
-    assert call(a, "back") == "pong"  # a, b, a
+    def back() -> Any:
+        return call(b, "ping", target="a")
 
     async def back_async() -> Any:
         return await b.call("a", "ping", (), {})
 
-    b._server._registry["back_async"] = back_async
+    a, b = world.cast({"a": {"ping": lambda: "pong"}, "b": {"back": back, "back_async": back_async}}).values()
+    assert call(a, "ping", target="a") == "pong"
+    assert call(a, "back") == "pong"  # a, b, a
     assert call(a, "back_async") == "pong"
 
 
@@ -249,9 +245,7 @@ def test_trace_goes_through_nested_calls(world: World) -> None:
         call = CURRENT.get()
         return "" if call is None else call.trace_id
 
-    a, b = world.pair({"outer": lambda: (trace(), call(b, "inner"))})
-    b.registry["inner"] = trace
-    b.update_directory([entry("b", b._listeners.inbox)])
+    a, b = world.cast({"a": {}, "b": {"outer": lambda: (trace(), call(b, "inner")), "inner": trace}}).values()
     outer, inner = call(a, "outer")
     assert outer == inner != ""
 

@@ -94,6 +94,16 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+def do_damage(path: Path, damage: str) -> None:
+    match damage:
+        case "remove":
+            path.unlink()
+        case "cut" | "manifest":
+            os.truncate(path, 5)
+        case _:
+            flip(path)
+
+
 async def test_the_documents_calls(tmp_path: Path) -> None:
     manager = CheckpointManager(str(tmp_path), backend="local")
     with pytest.raises(FileNotFoundError):
@@ -187,16 +197,9 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path:
             manager.save_bytes(b"state %d" % step * 10, step)
         manager.wait()
         for step in (2, 3):
-            path = payload_of(tmp_path, step)
-            match damage:
-                case "flip":
-                    flip(path)
-                case "cut":
-                    os.truncate(path, 5)
-                case "remove":
-                    path.unlink()
-                case _:
-                    os.truncate(tmp_path / f"step-{step:06d}.json", 40)
+            do_damage(
+                tmp_path / f"step-{step:06d}.json" if damage == "manifest" else payload_of(tmp_path, step), damage
+            )
         with pytest.warns(CheckpointFallbackWarning, match=r"step 3 is damaged.* step 2 is damaged.*step 1 instead"):
             assert manager.load_bytes() == b"state 1" * 10
         assert manager.last_load is not None

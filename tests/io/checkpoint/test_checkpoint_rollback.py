@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from unified.errors import (
     CheckpointSaveError,
 )
 from unified.storage import LocalBackend, S3Backend, StorageBackend
+from unified.storage.backend import Stat
 
 
 def first_life(place: Path) -> None:
@@ -118,23 +120,19 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StorageB
 def test_of_several_that_replace_one_version_one_succeeds(storage: StorageBackend) -> None:
     etag = storage.write("a", b"old").etag
     start = threading.Barrier(4)
-    ends: list[object] = []
 
-    def replace(number: int) -> None:
+    def replace(number: int) -> Stat | AlreadyExistsError:
         start.wait(10)
         try:
-            ends.append(storage.replace("a", b"%d" % number, etag))
+            return storage.replace("a", b"%d" % number, etag)
         except AlreadyExistsError as error:
-            ends.append(error)
+            return error
 
-    threads = [threading.Thread(target=replace, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        ends = list(threads.map(replace, range(4)))
     assert sum(isinstance(end, AlreadyExistsError) for end in ends) == 3
     (written,) = [end for end in ends if not isinstance(end, AlreadyExistsError)]
-    assert storage.stat("a").etag == written.etag  # type: ignore[attr-defined]
+    assert storage.stat("a").etag == written.etag
     storage.delete("a")
     with pytest.raises(AlreadyExistsError):
         storage.replace("a", b"new", etag)

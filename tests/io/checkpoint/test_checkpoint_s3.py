@@ -2,8 +2,8 @@
 
 import logging
 import os
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -76,11 +76,8 @@ def test_writers_of_one_step_leave_one_checkpoint(bucket: str) -> None:
     ranks = [CheckpointManager(f"s3://{bucket}", rank=rank, world_size=3) for rank in range(3)]
     for manager in ranks:
         manager.save_bytes(b"same", 1)
-    threads = [threading.Thread(target=manager.close) for manager in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        list(threads.map(CheckpointManager.close, ranks))
     assert len(keys(bucket)) == 2
 
 

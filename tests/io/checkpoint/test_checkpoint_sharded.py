@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.io.checkpoint.test_checkpoint_manager import do_damage
 from tests.support.s3 import S3Server
 from unified.checkpoint import CheckpointFallbackWarning, CheckpointManager
 from unified.errors import CheckpointCorruptError, CheckpointError, UsageError
@@ -176,13 +177,7 @@ def test_damage_anywhere_falls_back(tmp_path: Path, damage: str) -> None:
             manager.save({"a": torch.full((8,), float(step))}, step, sharded=True)
         manager.wait()
         (path,) = tmp_path.glob(f"step-000002.*.parts/{'index' if damage == 'index' else 'rank-00000.bin'}")
-        match damage:
-            case "remove":
-                path.unlink()
-            case "cut":
-                os.truncate(path, 8)
-            case _:
-                path.write_bytes(path.read_bytes()[:-1] + b"?")
+        do_damage(path, damage)
         state = {"a": torch.zeros(8)}
         with pytest.warns(CheckpointFallbackWarning, match="step 2 is damaged.*step 1 instead"):
             assert manager.load_state_into(state) == 1

@@ -52,10 +52,7 @@ def test_many_threads_share_one_connection_and_each_gets_its_own_answer(fake_mas
 
 
 def test_answers_may_come_out_of_order(fake_master: FakeMaster) -> None:
-    def respond(message: ClientToMaster) -> MasterAnswer | None:
-        return None if isinstance(message, ListNodes) else JobList(jobs=[])
-
-    fake_master.respond = respond
+    fake_master.respond = lambda message: None if isinstance(message, ListNodes) else JobList(jobs=[])
     with MasterConnection(fake_master.address) as connection:
         first = connection.send(ListNodes(), timeout_s=0.3)
         assert connection.request(ListJobs()) == JobList(jobs=[])

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import sqlite3
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from tests.support.data_files import samples, write_jsonl
 from tests.support.master_process import StartMaster
 from unified.core.coordinator.coordinator import CoordinatorCore
 from unified.data import DatasetRegistry, TrainingOrchestrator
@@ -29,16 +29,11 @@ from unified_master.daemon import MasterDaemon, MasterOptions
 from unified_master.store import Store
 
 
-def write_jsonl(folder: Path, count: int) -> Path:
-    folder.mkdir()
-    (folder / "part.jsonl").write_text("".join(json.dumps({"x": number}) + "\n" for number in range(count)))
-    return folder
-
-
 async def test_a_killed_master_knows_all_of_it_again(start_master: StartMaster, tmp_path: Path) -> None:
     master = start_master()
     address = master.address
-    data = write_jsonl(tmp_path / "data", 40)
+    data = tmp_path / "data.jsonl"
+    write_jsonl(data, samples(0, 40))
     with RemoteCoordinator(address) as remote, DatasetRegistry(remote, rank=0, world_size=2) as registry:
         workers = [TrainingOrchestrator(f"worker-{rank}", remote, 2, rank) for rank in range(2)]
         await asyncio.gather(*[each.wait_barrier("b") for each in workers])

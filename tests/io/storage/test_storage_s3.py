@@ -62,6 +62,17 @@ def is_complete(asked: Asked) -> bool:
     return asked.method == "POST" and "uploadId=" in asked.path
 
 
+def noting(asked: list[str], decide: Callable[[Asked], Fault] = lambda asked: None) -> Callable[[Asked], Fault]:
+    """The range of each read as well."""
+
+    def note(request: Asked) -> Fault:
+        if is_get(request):
+            asked.append(request.headers["range"])
+        return decide(request)
+
+    return note
+
+
 def uploads(server: S3Server, bucket: str) -> list[str]:
     import boto3
 
@@ -106,14 +117,7 @@ def test_a_write_gets_over_faults(
 def test_a_read_goes_on_where_it_broke_off(s3_environment: S3Server, fault: str, nbytes: int) -> None:
     data = os.urandom(nbytes)
     asked: list[str] = []
-    decide = nth(2, fault, is_get)
-
-    def note(request: Asked) -> Fault:
-        if is_get(request):
-            asked.append(request.headers["range"])
-        return decide(request)
-
-    with behind(s3_environment, note) as store:
+    with behind(s3_environment, noting(asked, nth(2, fault, is_get))) as store:
         store.write("a", data)
         assert store.read("a") == data
         assert store.read_range("a", 1, 50) == data[1:51]
@@ -332,14 +336,8 @@ def test_parts_go_side_by_side_and_not_too_many(s3_environment: S3Server) -> Non
 
 def test_the_rest_of_a_file_is_read_in_one_request(s3_environment: S3Server) -> None:
     asked: list[str] = []
-
-    def note(request: Asked) -> Fault:
-        if is_get(request):
-            asked.append(request.headers["range"])
-        return None
-
     data = os.urandom(3 * MIB)
-    with behind(s3_environment, note) as store:
+    with behind(s3_environment, noting(asked)) as store:
         store.write("a", data)
         with store.open_read("a") as file:
             assert file.read(10) + file.read() == data

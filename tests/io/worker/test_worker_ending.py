@@ -58,8 +58,7 @@ def write(agent: Agent, program: str, more: str = "") -> EntryPoint:
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_end_of_the_program_is_part_of_the_run(agent: Agent, program: str) -> None:
-    child = agent.launch(write(agent, program))
-    child.run()
+    child = agent.run(write(agent, program))
     child.until_printed("last line")
     assert not child.has_said_anything()
     agent.write("go", "")
@@ -106,10 +105,7 @@ def test_a_program_that_is_called_ends_when_it_is_let_go(agent: Agent) -> None:
 
 def test_a_failed_program_loses_nothing_that_it_wrote(agent: Agent) -> None:
     agent.write("go", "")
-    child = agent.launch(
-        write(agent, "script", "def fail():\n    mine = Closing('mine')\n    raise ValueError\nfail()")
-    )
-    child.run()
+    child = agent.run(write(agent, "script", "def fail():\n    mine = Closing('mine')\n    raise ValueError\nfail()"))
     assert child.failure().summary == "ValueError"
     assert child.exit_code() == 1
     said = set(child.output.read_text().splitlines())
@@ -119,8 +115,7 @@ def test_a_failed_program_loses_nothing_that_it_wrote(agent: Agent) -> None:
 
 
 def test_a_stop_gives_the_end_its_time(agent: Agent) -> None:
-    child = agent.launch(write(agent, "script"))
-    child.run()
+    child = agent.run(write(agent, "script"))
     child.until_printed("last line")
     child.stop()
     assert child.expect(Running).is_ending

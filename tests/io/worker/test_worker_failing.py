@@ -85,8 +85,7 @@ def test_exception_becomes_a_failure_with_the_users_frames_only(agent: Agent) ->
 )
 def test_exit_with_a_code_is_a_failure(agent: Agent, argument: str, summary: str, code: int) -> None:
     agent.write("script.py", f"import sys\nsys.exit({argument})")
-    child = agent.launch(EntryPoint(kind="script", target="script.py"))
-    child.run()
+    child = agent.run(EntryPoint(kind="script", target="script.py"))
     failure = child.failure()
     assert (failure.summary, failure.category, failure.exit_code) == (summary, "user", code)
     assert child.exit_code() == code
@@ -95,8 +94,7 @@ def test_exit_with_a_code_is_a_failure(agent: Agent, argument: str, summary: str
 @pytest.mark.parametrize("argument", ["", "0", "None"])
 def test_exit_without_a_code_is_success(agent: Agent, argument: str) -> None:
     agent.write("script.py", f"import sys\nsys.exit({argument})")
-    child = agent.launch(EntryPoint(kind="script", target="script.py"))
-    child.run()
+    child = agent.run(EntryPoint(kind="script", target="script.py"))
     child.expect(Finished)
 
 

@@ -73,16 +73,14 @@ def test_script_runs_as_main_with_its_arguments(agent: Agent) -> None:
             sys.exit()
         """,
     )
-    child = agent.launch(EntryPoint(kind="script", target=path.name, argv=["--epochs", "2"]))
-    child.run()
+    child = agent.run(EntryPoint(kind="script", target=path.name, argv=["--epochs", "2"]))
     child.expect(Finished)
     assert child.output.read_text() == "['--epochs', '2']\n"
 
 
 def test_module_runs_as_with_dash_m(agent: Agent) -> None:
     agent.write("wp_module.py", "import sys; print(__name__, __spec__.name, sys.argv[1:])")
-    child = agent.launch(EntryPoint(kind="module", target="wp_module", argv=["-v"]))
-    child.run()
+    child = agent.run(EntryPoint(kind="module", target="wp_module", argv=["-v"]))
     child.expect(Finished)
     assert child.output.read_text() == "__main__ wp_module ['-v']\n"
 

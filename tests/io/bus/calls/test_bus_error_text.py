@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.bus import PATIENCE_S, World, entry
+from tests.support.bus import PATIENCE_S, World
 from unified.bus.endpoint import BusEndpoint
 from unified.errors import RemoteError
 
@@ -70,17 +70,8 @@ def chain(world: World) -> BusEndpoint:
         async for each in await b.call("c", "yield_one", (what,), {}):
             yield each
 
-    methods: dict[str, Callable[..., Any]] = {
-        "ask": ask,
-        "ask_async": ask_async,
-        "pass_on": pass_on,
-        "pass_on_async": pass_on_async,
-    }
-    a, _ = world.endpoint("a")
-    b, b_inbox = world.endpoint("b", methods)
-    _, c_inbox = world.endpoint("c", HANDLERS)
-    a.update_directory([entry("b", b_inbox)])
-    b.update_directory([entry("c", c_inbox)])
+    asking: list[Callable[..., Any]] = [ask, ask_async, pass_on, pass_on_async]
+    a, b, _ = world.cast({"a": {}, "b": {each.__name__: each for each in asking}, "c": HANDLERS}).values()
     return a
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.bus import PATIENCE_S, World, call, entry
+from tests.support.bus import PATIENCE_S, World, call
 from unified.bus.calls.inbound import current_call
 from unified.bus.calls.registry import rpc
 from unified.bus.calls.sender import Sender
@@ -243,15 +243,11 @@ def test_call_to_oneself(world: World) -> None:
 
 
 def test_serialised_method_that_calls_itself_is_told_so(world: World) -> None:
-    ends: list[BusEndpoint] = []
-
     @rpc(concurrency=1)
     def alone(n: int) -> int:
-        return 0 if n == 0 else 1 + int(ends[0].call("b", "alone", (n - 1,), {}, timeout=PATIENCE_S).result())
+        return 0 if n == 0 else 1 + int(b.call("b", "alone", (n - 1,), {}, timeout=PATIENCE_S).result())
 
-    a, b = world.pair({"alone": alone})
-    ends.append(b)
-    b.update_directory([entry("b", b._listeners.inbox)])
+    a, b = world.cast({"a": {}, "b": {"alone": alone}}).values()
     with pytest.raises(RpcError, match="wait for one another there"):
         call(a, "alone", 1)
     assert call(a, "alone", 0) == 0

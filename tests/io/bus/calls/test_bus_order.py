@@ -87,10 +87,7 @@ def test_calls_that_waited_for_their_worker_go_before_those_that_are_made_while_
 
 def test_calls_of_a_life_that_is_over_are_not_run(world: World) -> None:
     ran: list[int] = []
-    a, inbox = world.endpoint("a")
-    b, b_inbox = world.endpoint("b", {"note": ran.append})
-    a.update_directory([entry("b", b_inbox)])
-    b.update_directory([entry("a", inbox)])
+    a, b = world.cast({"a": {}, "b": {"note": ran.append}}).values()
     a.call("b", "note", (1,), {}).result(PATIENCE_S)
     b.update_directory([entry("a", None, 0, Reachability.DEAD, "killed by SIGKILL")])
     a.call("b", "note", (2,), {})

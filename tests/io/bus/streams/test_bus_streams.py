@@ -364,8 +364,6 @@ def test_cancelling_before_the_first_item(world: World, counter: Counter) -> Non
 
 
 def test_stream_from_inside_a_handler_and_to_oneself(world: World) -> None:
-    a, _ = world.endpoint("a")
-
     def double() -> Iterator[int]:
         for i in b.call("b", "count", (50,), {}).result(PATIENCE_S):
             yield 2 * i
@@ -373,9 +371,7 @@ def test_stream_from_inside_a_handler_and_to_oneself(world: World) -> None:
     def count(number: int) -> Iterator[int]:
         yield from range(number)
 
-    b, inbox = world.endpoint("b", {"double": double, "count": count})
-    for each in (a, b):
-        each.update_directory([entry("b", inbox)])
+    a, b = world.cast({"a": {}, "b": {"double": double, "count": count}}).values()
     assert list(stream(a, "double")) == [2 * i for i in range(50)]
 
 
