@@ -31,10 +31,11 @@ def owner(directory: str) -> Iterator[Side]:
 
 
 @pytest.fixture
-def no_segment_left(directory: str, owner: Side) -> Iterator[None]:
+def no_segment_left(directory: str, owner: Side, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Everything is given back after a test, but for what it left on its way to the module's `LEFT_TO`."""
     yield
-    for inbox_id in ("owner", "reader", "consumer", "another"):
-        owner.pool.forget(inbox_id)  # what a test left on its way
+    for inbox_id in ("owner", *getattr(request.module, "LEFT_TO", ())):
+        owner.pool.forget(inbox_id)
     owner.pool.close()
     if os.listdir(directory):
         gc.collect()  # an error that was expected still knows what it was about

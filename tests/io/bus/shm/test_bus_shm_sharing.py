@@ -20,6 +20,7 @@ from unified.bus.shm.slots import IDLE_S
 from unified.errors import ProtocolError
 
 pytestmark = pytest.mark.usefixtures("no_segment_left")
+LEFT_TO = ("reader", "consumer", "another")
 NBYTES = 300_000
 
 
