@@ -19,7 +19,7 @@ ENDING = """
 
     def work(name):
         until("go")
-        print(name + "\n", end="", flush=True)  # one write: two threads print at once
+        print(name + "\\n", end="", flush=True)  # one write: two threads print at once
 
     class Closing:
         def __init__(self, name):
