@@ -12,8 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"unified": ROOT / "unified", "unified_agent": ROOT / "agent", "unified_master": ROOT / "master"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-FOR_DEVELOPERS = {"test", "examples"}
-NOT_YET = {"http", "hf", "k8s", "nemo"}
+FOR_DEVELOPERS = {"test", "examples", "training"}
+NOT_YET = {"grpc", "http", "hf", "k8s", "nemo"}
 """Extras that docs/concepts.md lists as missing; see pyproject.toml."""
 OF_ITS_CALLER = {"unified/testing.py": {"pytest"}}
 """A plugin is imported by what it is a plugin of."""
