@@ -20,7 +20,7 @@ NOT_HERE := not gpu and not slurm and not browser
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo example test test-slow check lint types layers suite unit fix sim bench bench-launch bench-bus bench-coordinator bench-checkpoint bench-scale peers soak docs clean
+.PHONY: help setup demo example test test-slow test-training check lint types layers suite unit fix sim bench bench-launch bench-bus bench-coordinator bench-checkpoint bench-scale peers soak docs clean
 
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,10 +38,13 @@ test: setup lint ## linters, types, layers, and all tests that need no special m
 
 suite: setup
 	@test -d tests/__pycache__ || $(PYTEST) --collect-only > /dev/null || true # or each process rewrites all assertions
-	$(PYTEST) $(PARALLEL) -m "$(NOT_HERE) and not slow and not netns" $(if $(REPORT),--junit-xml=$(REPORT))
+	$(PYTEST) $(PARALLEL) --ignore=tests/training -m "$(NOT_HERE) and not slow and not netns" $(if $(REPORT),--junit-xml=$(REPORT))
 
 test-slow: setup ## the tests that `make test` leaves out: whole examples, and kills by the hundred
-	$(PYTEST) $(PARALLEL) -m "$(NOT_HERE) and (slow or netns)" $(if $(REPORT),--junit-xml=$(REPORT))
+	$(PYTEST) $(PARALLEL) --ignore=tests/training -m "$(NOT_HERE) and (slow or netns)" $(if $(REPORT),--junit-xml=$(REPORT))
+
+test-training: $(VENV)/.installed-training ## training with transformers and Lightning, and the HTTP service under random requests: installs 1 GB more
+	$(PYTEST) --numprocesses=2 --dist=worksteal tests/training $(if $(REPORT),--junit-xml=$(REPORT))
 
 check: setup lint types layers unit ## what to run before a commit: everything but the slow tests
 
