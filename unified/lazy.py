@@ -16,6 +16,9 @@ EXTRA_OF = {
     "pyarrow": "data",
     "google_crc32c": "data",
     "botocore": "s3",
+    "transformers": "hf",
+    "accelerate": "hf",
+    "lightning": "nemo",
     "backports": "zstd",
     "xxhash": "xxhash",
 }

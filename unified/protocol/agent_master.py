@@ -200,8 +200,7 @@ class ReadAgentLog(MasterOrder, tag="read-agent-log", frozen=True, kw_only=True)
     job_id: str
     worker: str
     worker_incarnation: int
-    stream: Literal["out", "err", "both", "metrics"]
-    """`metrics`: what it reported, a JSON object a line; empty where it has reported nothing."""
+    stream: Literal["out", "err", "both"]
     offset: int
     """Offset of the first byte; negative: that many bytes before the end."""
     max_bytes: int

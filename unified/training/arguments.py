@@ -1,0 +1,135 @@
+"""`extra_args`, checked: tables of names with types, defaults and limits, one for each framework.
+
+Names of `transformers.TrainingArguments` that mean the same are accepted everywhere (`ALIASES`). What a table does not
+have is an error that names the nearest; for ``hf`` it is left in `rest`, to be checked against transformers itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from unified.errors import OptionError, nearest
+from unified.training.layout import check_framework
+
+Count = Annotated[int, Meta(ge=1)]
+CountOrZero = Annotated[int, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=0.5)]
+
+ALIASES = {
+    "learning_rate": "lr",
+    "per_device_train_batch_size": "batch_size",
+    "num_train_epochs": "num_epochs",
+    "gradient_accumulation_steps": "gradient_accumulation",
+    "max_seq_length": "max_seq_len",
+    "max_length": "max_seq_len",
+    "dataloader_num_workers": "dataloader_workers",
+}
+"""Other names of arguments, and our own."""
+
+
+class CommonArguments(msgspec.Struct, frozen=True, kw_only=True):
+    """Arguments of every framework."""
+
+    dataset_text_field: str = "text"
+    """Field of each row that holds its text."""
+    eval_fraction: Share = 0.05
+    """Share of the rows that is held out; none of a dataset of less than 20 rows."""
+    seed: CountOrZero = 42
+    max_seq_len: Annotated[int, Meta(ge=2)] = 512
+    """Tokens; longer texts are cut."""
+    lr: NotNegative = 5e-5
+    batch_size: Count = 8
+    """Rows of one rank in one forward pass."""
+    num_epochs: Positive = 1.0
+    max_steps: int = 0
+    """Optimizer steps in all, above `num_epochs`; 0 or less: as many as the epochs have."""
+    save_steps: CountOrZero = 500
+    """Steps between checkpoints; 0: at the end alone."""
+    eval_steps: CountOrZero = 0
+    """Steps between evaluations; 0: as `save_steps`."""
+    save_total_limit: CountOrZero = 0
+    """Checkpoints that are kept, the newest ones; 0: all."""
+    logging_steps: Count = 10
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """``auto`` is bf16 on a device that has it, else fp32."""
+    tokenizer_name: str = ""
+    """Tokenizer in the place of the model's own."""
+    gradient_accumulation: Count = 1
+    """Forward passes of one optimizer step."""
+    weight_decay: NotNegative = 0.0
+    warmup_steps: CountOrZero = 0
+    max_grad_norm: NotNegative = 1.0
+    """Norm that gradients are clipped to; 0: never."""
+    given: frozenset[str] = frozenset()
+    """Names that were given, rather than being defaults."""
+
+
+class HfArguments(CommonArguments, frozen=True, kw_only=True):
+    """Arguments of the hf framework."""
+
+    rest: dict[str, Any] = {}
+    """Fields of `transformers.TrainingArguments`, by its names, yet to be checked."""
+
+
+class NemoArguments(CommonArguments, frozen=True, kw_only=True):
+    """Arguments of the nemo framework."""
+
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
+    dataloader_workers: CountOrZero = 0
+    """Processes that tokenise ahead, of each rank."""
+    strategy: str = "auto"
+    """Strategy of Lightning's `Trainer`, such as ``ddp`` or ``fsdp``."""
+
+
+class MetaArguments(CommonArguments, frozen=True, kw_only=True):
+    """Arguments of the meta framework."""
+
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "cosine"
+    """Course of the learning rate after the warm-up, down to 0."""
+
+
+TABLES: dict[str, type[CommonArguments]] = {"hf": HfArguments, "nemo": NemoArguments, "meta": MetaArguments}
+_NOT_GIVEN = {"given", "rest"}
+T = TypeVar("T", bound=CommonArguments)
+
+
+def parse_arguments(framework: str, extra_args: Mapping[str, Any]) -> CommonArguments:
+    """Check `extra_args`; return them with the defaults of what is not there, as the framework's own class.
+
+    Raises:
+        OptionError: a name that is not known, one that is given twice, or a value of the wrong type or out of range.
+    """
+    table = TABLES[check_framework(framework)]
+    fields = {each.name: each for each in msgspec.structs.fields(table) if each.name not in _NOT_GIVEN}
+    values: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for name, value in extra_args.items():
+        own = name if name in fields else ALIASES.get(name, name)
+        if own in values:
+            raise OptionError(f"extra_args has both {own!r} and another name of the same, {name!r}: give one of them.")
+        if own in fields:
+            values[own] = _convert(name, value, fields[own].type)
+        elif table is HfArguments:
+            rest[name] = value
+        else:
+            raise OptionError(
+                f"extra_args: {framework} has no argument {name!r}.{nearest(name, [*fields, *ALIASES])} It has "
+                f"{', '.join(sorted(fields))}."
+            )
+    values["given"] = frozenset(values)
+    if table is HfArguments:
+        values["rest"] = rest
+    return table(**values)
+
+
+def _convert(name: str, value: Any, wanted: Any) -> Any:
+    try:
+        return msgspec.convert(value, wanted)
+    except msgspec.ValidationError as error:
+        raise OptionError(f"extra_args: {name}={value!r} is not allowed: {str(error).replace('`', '')}.") from None

@@ -1,0 +1,163 @@
+"""Models of runs: from scratch by a configuration, or from a folder, a bucket or the hub, with their tokenizers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from shutil import copyfileobj
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from unified.data.files import absolute, is_remote
+from unified.errors import NotFoundError, UsageError
+from unified.lazy import needed_by
+from unified.storage import open_storage
+from unified.training.checkpoints import COPY_NBYTES
+from unified.training.options import parse_config, read_config_file
+from unified.training.tokenizer import ByteTokenizer, PretrainedTokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from unified.training.run import TrainingRun
+
+FROM_SCRATCH = "config:"
+BYTES = "bytes"
+"""Value of `tokenizer_name` for the tokenizer of models from scratch."""
+_CONFIG_FILES = (".json", ".yaml", ".yml")
+
+
+class ModelSource(NamedTuple):
+    """Origin of a model: a configuration, or a place that transformers can load."""
+
+    config: dict[str, Any] | None
+    """Configuration of a model from scratch, with its `model_type` if it says one."""
+    place: str = ""
+    """Local folder or hub id."""
+
+
+def find_model(run: TrainingRun) -> ModelSource:
+    """Return where the model comes from; a model in a bucket is copied to this node. A collective.
+
+    Raises:
+        UsageError: a configuration that is none, a folder that is not there.
+        StorageError: the bucket cannot be read.
+    """
+    model_id = run.options.model_id
+    if model_id.startswith(FROM_SCRATCH):
+        return ModelSource(parse_config(model_id.removeprefix(FROM_SCRATCH), "model_id"))
+    if model_id.endswith(_CONFIG_FILES):
+        return ModelSource(run.work.on_each_node(lambda: read_config_file(model_id)))
+    return ModelSource(None, _local(run, model_id, "model"))
+
+
+def load_model(run: TrainingRun) -> tuple[nn.Module, Tokenizer]:
+    """Return the model, in fp32 on the CPU, and its tokenizer. A collective.
+
+    Raises:
+        UsageError: the model or its tokenizer cannot be loaded, or they do not fit each other.
+        ModuleNotFoundError: transformers is needed, and not installed; the message names the extra.
+    """
+    import torch
+
+    source = find_model(run)
+    tokenizer = load_tokenizer(run, source)
+    torch.manual_seed(run.arguments.seed)  # the same weights on every rank
+    config = source.config
+    # transformers' Trainer wants a model of transformers.
+    is_plain = config is not None and config.get("model_type", "llama") == "llama" and run.options.framework != "hf"
+    if config is not None and is_plain:
+        from unified.training.decoder import Decoder, DecoderConfig
+
+        config = {"vocab_size": tokenizer.vocab_size, **config}
+        model: nn.Module = Decoder(DecoderConfig.parse(config, run.options.model_id.partition(":")[0]))
+    else:
+        model = run.work.on_all(lambda: load_pretrained(source, tokenizer).float())
+    has = int(model.config.vocab_size)  # type: ignore[arg-type, union-attr]
+    if has < tokenizer.vocab_size:
+        raise UsageError(f"the model has {has} tokens and its tokenizer {tokenizer.vocab_size}: raise vocab_size.")
+    return model, tokenizer
+
+
+def load_tokenizer(run: TrainingRun, source: ModelSource) -> Tokenizer:
+    """Return the tokenizer that `tokenizer_name` says, else the model's own, which is bytes for one from scratch. A
+    collective."""
+    name = run.arguments.tokenizer_name
+    if name == BYTES or (not name and source.config is not None):
+        return ByteTokenizer()
+    place = _local(run, name, "tokenizer") if name else source.place
+
+    def load() -> Tokenizer:
+        with from_transformers("tokenizer", place):
+            from transformers import AutoTokenizer
+
+            return PretrainedTokenizer(AutoTokenizer.from_pretrained(place))
+
+    return run.work.on_all(load)
+
+
+def load_pretrained(source: ModelSource, tokenizer: Tokenizer) -> Any:
+    """Return a causal language model of transformers, with new weights if its source is a configuration."""
+    with from_transformers("model", source.place or "of this configuration"):
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        if source.config is None:
+            return AutoModelForCausalLM.from_pretrained(source.place)
+        config = {"vocab_size": tokenizer.vocab_size, **source.config}
+        kind = config.pop("model_type", "llama")
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config))
+
+
+@contextmanager
+def from_transformers(what: str, name: str) -> Iterator[None]:
+    """Turn errors of transformers about something that is not there, or is none, into a UsageError of one line."""
+    try:
+        with needed_by(f"a {what} other than config:{{...}}"):
+            yield
+    except UsageError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"the {what} {name} cannot be loaded: {reason}") from error
+
+
+def sequence_length(run: TrainingRun, model: nn.Module) -> int:
+    """Return the most tokens of a row: `max_seq_len`, or less if the model has fewer positions."""
+    config: Any = model.config
+    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    if positions is not None and positions < run.arguments.max_seq_len:
+        run.log("sequences are shorter than max_seq_len: the model has no more positions", positions=positions)
+        return int(positions)
+    return run.arguments.max_seq_len
+
+
+def _local(run: TrainingRun, place: str, kind: str) -> str:
+    """Return the local folder of a place, or its hub id."""
+    if is_remote(place):
+        return run.work.on_each_node(lambda: _copy_folder(place, run.scratch / kind))
+    if place.startswith(("/", ".", "~", "file:")) or os.path.isdir(place):
+        folder = absolute(place)
+        run.work.on_each_node(lambda: _check_folder(folder, kind))
+        return folder
+    return place
+
+
+def _check_folder(folder: str, kind: str) -> None:
+    if not os.path.isdir(folder):
+        raise UsageError(f"the {kind} {folder} is not there: check the path, and that this node sees it.")
+
+
+def _copy_folder(uri: str, folder: Path) -> str:
+    """Copy what is below a prefix of a bucket."""
+    backend, prefix = open_storage(uri)
+    with backend:
+        found = backend.list(f"{prefix}/" if prefix else "")
+        if not found:
+            raise NotFoundError(f"{uri} is not there: no object below this prefix. Check the bucket and the prefix.")
+        for stat in found:
+            target = folder / stat.key.removeprefix(prefix).lstrip("/")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with backend.open_read(stat.key) as source, target.open("wb") as file:
+                copyfileobj(source, file, COPY_NBYTES)
+    return str(folder)

@@ -1,0 +1,225 @@
+"""Options of the training program: its command line, above its environment.
+
+The gateway gives both; a flag wins over its variable. The checked values are `TrainingOptions`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple, NoReturn
+
+from unified.errors import OptionError, UsageError
+from unified.training.arguments import CommonArguments, parse_arguments
+from unified.training.layout import FRAMEWORKS, RunLayout
+
+
+class _TrainOption(NamedTuple):
+    variable: str
+    help: str
+    metavar: str = "URI"
+
+
+OPTIONS = {
+    "framework": _TrainOption("FRAMEWORK", "what trains: nemo, hf or meta", "NAME"),
+    "run-id": _TrainOption("RUN_ID", "unique id of the run", "ID"),
+    "checkpoint-base-uri": _TrainOption(
+        "CHECKPOINT_BASE_URI", "where all runs are kept: s3://bucket/prefix or file:///path"
+    ),
+    "checkpoint-prefix": _TrainOption(
+        "CHECKPOINT_PREFIX", "where this run is kept; default: BASE/RUN_ID/framework=FRAMEWORK"
+    ),
+    "dataset-uri": _TrainOption("DATASET_URI", "JSON lines: a file, a folder or a glob; s3://, file:// or a path"),
+    "logs-uri": _TrainOption("LOGS_URI", "where logs go; default: PREFIX/logs"),
+    "config-uri": _TrainOption("CONFIG_URI", "where the final configuration goes; default: PREFIX/config"),
+    "model-id": _TrainOption(
+        "MODEL_ID", "hub id, local folder, s3://bucket/prefix, config:{...} or a config file", "MODEL"
+    ),
+    "config": _TrainOption("CONFIG_PATH", "YAML or JSON file with defaults of extra_args", "FILE"),
+    "extra-args-json": _TrainOption("EXTRA_ARGS_JSON", "arguments of the framework, a JSON object", "JSON"),
+}
+"""Options with a value, and the environment variable that stands in for each."""
+RESUME = "RESUME_FROM_CHECKPOINT"
+ATTEMPT = "ATTEMPT_ID"
+"""Id of one submission of the run. A process that finds its own in config/run.json is a restart of that submission."""
+_NEEDED = ("framework", "run-id", "dataset-uri", "model-id")
+_BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "": False, "0": False, "false": False, "no": False}
+_BOOLEANS["off"] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """Options of one run, checked but for `extra_args`."""
+
+    layout: RunLayout
+    model_id: str
+    dataset_uri: str
+    config_path: str = ""
+    resume: bool = False
+    extra_args: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments as they were given, above the defaults of `config_path`."""
+    attempt_id: str = ""
+
+    @property
+    def framework(self) -> str:
+        return self.layout.framework
+
+    @property
+    def run_id(self) -> str:
+        return self.layout.run_id
+
+    @cached_property
+    def arguments(self) -> CommonArguments:
+        """`extra_args`, checked, with defaults.
+
+        Raises:
+            OptionError: one of them is not allowed.
+        """
+        return parse_arguments(self.framework, self.extra_args)
+
+    @classmethod
+    def parse(cls, argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None) -> TrainingOptions:
+        """Read the command line and the environment; ``--help`` prints and exits.
+
+        Args:
+            argv: without the program's name; None: this process's.
+            env: None: this process's.
+
+        Raises:
+            OptionError: an option that is missing, unknown or of the wrong kind.
+            UsageError: a framework, run id or place that is not allowed.
+        """
+        env = os.environ if env is None else env
+        given = vars(build_parser().parse_args(argv))
+        values = {name: given[name.replace("-", "_")] or env.get(each.variable, "") for name, each in OPTIONS.items()}
+        missing = [name for name in _NEEDED if not values[name]]
+        if not values["checkpoint-base-uri"] and not values["checkpoint-prefix"]:
+            missing.append("checkpoint-base-uri")
+        if missing:
+            told = ", ".join(f"--{name} ({OPTIONS[name].variable})" for name in missing)
+            raise OptionError(f"missing: {told}; give the option, or the variable in brackets.")
+        resume = env.get(RESUME, "") if given["resume"] is None else given["resume"]
+        layout = RunLayout(
+            values["checkpoint-base-uri"],
+            values["run-id"],
+            values["framework"],
+            own_prefix=values["checkpoint-prefix"],
+            own_logs_uri=values["logs-uri"],
+            own_config_uri=values["config-uri"],
+        )
+        extra = parse_extra_args(values["extra-args-json"])
+        if values["config"]:
+            extra = {**read_config_file(values["config"]), **extra}
+        return cls(
+            layout=layout,
+            model_id=values["model-id"],
+            dataset_uri=values["dataset-uri"],
+            config_path=values["config"],
+            resume=_boolean(resume),
+            extra_args=extra,
+            attempt_id=env.get(ATTEMPT, ""),
+        )
+
+    def as_config(self) -> dict[str, Any]:
+        """Return the final configuration, as ``config/run.json`` keeps it."""
+        from msgspec import to_builtins
+
+        arguments = to_builtins(self.arguments)
+        return {
+            "framework": self.framework,
+            "run_id": self.run_id,
+            "model_id": self.model_id,
+            "dataset_uri": self.dataset_uri,
+            "checkpoint_base_uri": self.layout.base_uri,
+            "checkpoint_prefix": self.layout.prefix,
+            "logs_uri": self.layout.logs_uri,
+            "config_uri": self.layout.config_uri,
+            "config_path": self.config_path,
+            "resume_from_checkpoint": self.resume,
+            "extra_args": dict(self.extra_args),
+            "arguments": {name: value for name, value in arguments.items() if name != "given"},
+            "attempt_id": self.attempt_id,
+        }
+
+
+def parse_extra_args(text: str) -> dict[str, Any]:
+    """Return the object that a JSON text holds; nothing is an empty one."""
+    if not text.strip():
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise OptionError(f"--extra-args-json (EXTRA_ARGS_JSON) is not JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise OptionError(f"--extra-args-json (EXTRA_ARGS_JSON) is a JSON {type(found).__name__}, not an object.")
+    return found
+
+
+def read_config_file(place: str) -> dict[str, Any]:
+    """Return the mapping in a YAML or JSON file, local or in a bucket.
+
+    Raises:
+        OptionError: the file cannot be read, or holds no mapping.
+    """
+    from unified.data.files import DataFiles, absolute
+
+    try:
+        with DataFiles() as files, files.open(absolute(place)) as file:
+            text = file.read().decode()
+    except (OSError, UnicodeDecodeError, UsageError) as error:
+        raise OptionError(f"--config {place} cannot be read: {error}") from error
+    return parse_config(text, f"--config {place}")
+
+
+def parse_config(text: str, name: str) -> dict[str, Any]:
+    """Return the mapping that a YAML or JSON text holds.
+
+    Args:
+        name: of the text, for errors.
+    """
+    from omegaconf import OmegaConf
+
+    try:
+        found = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
+    except Exception as error:  # of yaml, of omegaconf, of Python: one line of it will do
+        raise OptionError(f"{name} is neither YAML nor JSON: {' '.join(str(error).split())}") from error
+    if not isinstance(found, dict):
+        raise OptionError(f"{name} holds a {type(found).__name__}, not names with values.")
+    return {str(key): value for key, value in found.items()}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(f"{message} (unified-train --help lists all options)")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line; a wrong one raises OptionError."""
+    parser = _Parser(
+        prog="unified-train",
+        description="Train a model: one rank of a run whose checkpoints, logs and configuration are kept in a store.",
+        epilog=f"Each option may be given by the environment variable in brackets instead. Frameworks: "
+        f"{', '.join(FRAMEWORKS)}.",
+        allow_abbrev=False,
+    )
+    for name, option in OPTIONS.items():
+        parser.add_argument(f"--{name}", metavar=option.metavar, help=f"{option.help} [{option.variable}]")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="true",
+        metavar="BOOL",
+        help=f"go on from the highest complete checkpoint [{RESUME}]",
+    )
+    return parser
+
+
+def _boolean(text: str) -> bool:
+    try:
+        return _BOOLEANS[text.strip().lower()]
+    except KeyError:
+        raise OptionError(f"--resume ({RESUME}) is true or false, not {text!r}.") from None

@@ -1,0 +1,219 @@
+"""The main of the training program: options, ranks, layout and the decision to resume; then a framework trains.
+
+It runs as a worker of an elastic role, under torchrun, or alone. An error of the user's making ends it with one line,
+which is the reason of the job's failure too, and nobody restarts it: the same would happen again.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from unified.errors import (
+    DatasetError,
+    EntryPointError,
+    NotFoundError,
+    NotInWorkerError,
+    StorageDeniedError,
+    StorageError,
+    StorageUnavailableError,
+    UnifiedError,
+    UsageError,
+)
+from unified.lazy import needed_by
+from unified.training.options import TrainingOptions
+from unified.worker import process_group
+from unified.worker.context import Worker, current_worker
+
+if TYPE_CHECKING:
+    import torch
+
+    from unified.training.checkpoints import RunCheckpointManager
+    from unified.training.run import FrameworkModule
+
+NAME = "unified-train"
+EXIT_USAGE = 2
+REACH_WITHIN_S = 10.0
+"""Seconds for an answer of a store, before the training begins; two tries."""
+_FINAL = (UsageError, DatasetError, StorageDeniedError, NotFoundError)
+"""Errors that would happen again."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one rank; return its exit code.
+
+    Args:
+        argv: command line without the program's name; None: this process's.
+
+    Raises:
+        EntryPointError: in a worker: the run cannot be done as asked, in one line.
+        SystemExit: with 143 after a stop, its checkpoint saved.
+    """
+    from unified.training.stopping import TrainingStopped, exit_stopped
+
+    worker = _worker()
+    try:
+        options = TrainingOptions.parse(argv)
+        options.arguments  # noqa: B018  # wrong ones before anything is loaded
+        _train(options, worker)
+    except TrainingStopped as stopped:
+        print(f"{NAME}: {stopped}", flush=True)
+        exit_stopped()
+    except (UnifiedError, ModuleNotFoundError) as error:
+        is_missing_extra = isinstance(error, ModuleNotFoundError) and "unified-runtime[" in str(error)
+        is_final = isinstance(error, _FINAL) or is_missing_extra
+        if not is_final and (worker is not None or isinstance(error, ModuleNotFoundError)):
+            raise
+        line = " ".join(str(error).split())
+        if worker is not None:
+            raise EntryPointError(line) from None
+        print(f"{NAME}: {line}", file=sys.stderr, flush=True)
+        return EXIT_USAGE if is_final else 1
+    return 0
+
+
+class _RankPlace(NamedTuple):
+    """Place of this process among the ranks."""
+
+    device: torch.device
+    node: int
+    local_rank: int
+
+
+class _RunStart(NamedTuple):
+    """Decisions of rank 0."""
+
+    resume_step: int | None
+    log_folder: str
+
+
+def _train(options: TrainingOptions, worker: Worker | None) -> None:
+    with needed_by(NAME):
+        import torch  # noqa: F401
+
+    from unified.training.checkpoints import RunCheckpointManager
+    from unified.training.log_upload import LogUploader
+    from unified.training.run import TrainingRun
+    from unified.training.scratch import scratch_folder
+    from unified.training.stopping import StopFlag
+    from unified.training.together import RankWork
+    from unified.worker.rank_group import ranks_here
+
+    with ExitStack() as stack:
+        place = _of_worker(worker) if worker is not None else _of_environment(stack)
+        ranks = ranks_here()
+        work = RankWork(ranks, place.node, place.local_rank)
+        checkpoints = stack.enter_context(
+            RunCheckpointManager(
+                options.layout, world_size=ranks.size, save_total_limit=options.arguments.save_total_limit
+            )
+        )
+        run = TrainingRun(
+            options=options,
+            work=work,
+            local_rank=place.local_rank,
+            device=place.device,
+            checkpoints=checkpoints,
+            resume_step=None,
+            stop=stack.enter_context(StopFlag(ranks.size, place.device)),
+            report=worker.report if worker is not None and ranks.rank == 0 else _no_report,
+            scratch=stack.enter_context(scratch_folder()),
+        )
+        start = work.on_first(lambda: prepare(options, checkpoints, ranks.size))
+        run = run.resuming(start.resume_step)
+        stack.enter_context(LogUploader(f"{options.layout.logs_uri}/{start.log_folder}", f"rank-{ranks.rank}"))
+        run.log(
+            f"{NAME}: run {options.run_id}",
+            framework=options.framework,
+            model=options.model_id,
+            ranks=ranks.size,
+            device=place.device,
+            precision=run.precision,
+            resume_step=start.resume_step,
+        )
+        module = cast("FrameworkModule", importlib.import_module(f"unified.training.{options.framework}"))
+        module.run(run)
+
+
+def prepare(options: TrainingOptions, checkpoints: RunCheckpointManager, world_size: int) -> _RunStart:
+    """Look for checkpoints, decide whether to go on from one, and make the layout.
+
+    Raises:
+        UsageError: there are checkpoints, and nobody said to resume; a store does not answer.
+        StorageError: a store refuses.
+    """
+    _check_reachable(
+        [options.dataset_uri, options.model_id, options.layout.prefix, options.layout.logs_uri, options.config_path]
+    )
+    latest = checkpoints.latest()
+    before = checkpoints.read_config() or {}
+    is_restart = bool(options.attempt_id) and before.get("attempt_id") == options.attempt_id
+    if latest is not None and not options.resume and not is_restart:
+        raise UsageError(
+            f"run {options.run_id!r} already has checkpoints up to step {latest} in {options.layout.checkpoints_uri}: "
+            "resume it (resume_from_checkpoint, --resume), or give the new run another run_id."
+        )
+    checkpoints.prepare()
+    checkpoints.persist_config({**options.as_config(), "world_size": world_size, "resumed_from_step": latest})
+    now = datetime.datetime.now(datetime.UTC)
+    return _RunStart(latest, now.strftime("%Y%m%dT%H%M%SZ"))
+
+
+def _check_reachable(uris: Sequence[str]) -> None:
+    """Raise UsageError soon if a bucket's store does not answer; later requests have minutes for that."""
+    from unified.data.files import is_remote
+    from unified.storage import S3Backend
+
+    for bucket in dict.fromkeys(uri.removeprefix("s3://").partition("/")[0] for uri in uris if is_remote(uri)):
+        with S3Backend(bucket, max_attempts=2, timeout_s=REACH_WITHIN_S) as backend:
+            try:
+                backend.exists(NAME)
+            except StorageUnavailableError as error:
+                raise UsageError(str(error)) from error
+            except StorageError:  # it answers; whether it allows what is needed, each request will say by itself
+                pass
+
+
+def _of_worker(worker: Worker) -> _RankPlace:
+    import torch
+
+    me = worker.actor_info
+    if me.world_size > 1 and not process_group.is_set_up():
+        raise UsageError(
+            f"role {me.role} has {me.world_size} workers and no process group: the training program runs as an elastic "
+            "role, DLJobBuilder().train(...)."
+        )
+    return _RankPlace(torch.device(worker.device), me.node_rank, me.local_rank)
+
+
+def _of_environment(stack: ExitStack) -> _RankPlace:
+    """Read the variables of torchrun, and join its process group; without them this is the only rank."""
+    import torch
+    from torch import distributed
+
+    local_rank, node = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("GROUP_RANK", "0"))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not distributed.is_initialized():
+        backend = process_group.choose_backend("auto", device.type)
+        distributed.init_process_group(backend, device_id=device if backend == "nccl" else None)
+        stack.callback(process_group.destroy)
+    return _RankPlace(device, node, local_rank)
+
+
+def _worker() -> Worker | None:
+    try:
+        return current_worker()
+    except NotInWorkerError:
+        return None
+
+
+def _no_report(step: int | None = None, total: int | None = None, **metrics: Any) -> None:
+    """Tell nobody."""

@@ -1,0 +1,100 @@
+"""The run that a framework is given: options, ranks, device, store, and what it shall report to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from unified.errors import UsageError
+from unified.training.arguments import CommonArguments
+from unified.training.checkpoints import RunCheckpointManager
+from unified.training.layout import RunLayout
+from unified.training.options import TrainingOptions
+from unified.training.stopping import StopFlag
+from unified.training.together import RankWork
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+
+class FrameworkModule(Protocol):
+    """`unified.training.hf`, `nemo` or `meta`."""
+
+    def run(self, run: TrainingRun) -> None:
+        """Train from `run.resume_step`, or from the beginning, to the end.
+
+        Raises:
+            TrainingStopped: a stop was asked for, and the checkpoint is saved.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRun:
+    """One run on one rank."""
+
+    options: TrainingOptions
+    work: RankWork
+    """Work to do on rank 0, on each node or everywhere, whose errors all ranks share."""
+    local_rank: int
+    device: torch.device
+    checkpoints: RunCheckpointManager
+    """Rank 0 alone writes, and reads what it then shares."""
+    resume_step: int | None
+    """The complete step to go on from, the same on all ranks; None: from the beginning."""
+    stop: StopFlag
+    report: Callable[..., None]
+    """``report(step=, total=, loss=, lr=, tokens_per_s=, eval_loss=, …)``: progress, from rank 0; others are silent."""
+    scratch: Path
+    """Folder of this process for temporary files, deleted at the end of the run."""
+
+    @property
+    def arguments(self) -> CommonArguments:
+        """Arguments of the framework, checked."""
+        return self.options.arguments
+
+    @property
+    def layout(self) -> RunLayout:
+        return self.options.layout
+
+    @property
+    def rank(self) -> int:
+        return self.work.ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.work.ranks.size
+
+    @property
+    def precision(self) -> str:
+        """``bf16``, ``fp16`` or ``fp32``: the one asked for, or the best of the device.
+
+        Raises:
+            UsageError: the device has not the one asked for.
+        """
+        import torch
+
+        wanted = self.arguments.precision
+        is_cuda = self.device.type == "cuda"
+        has_bf16 = is_cuda and torch.cuda.is_bf16_supported()
+        if wanted == "auto":
+            return "bf16" if has_bf16 else "fp32"
+        if (wanted == "fp16" and not is_cuda) or (wanted == "bf16" and is_cuda and not has_bf16):
+            raise UsageError(f"precision={wanted} is not there on {self.device}: give 'auto', or 'fp32'.")
+        return wanted
+
+    def resuming(self, step: int | None) -> TrainingRun:
+        """Return the same run, to go on from a step."""
+        return replace(self, resume_step=step)
+
+    def log(self, message: str, **values: Any) -> None:
+        """Print one line, from rank 0."""
+        if self.rank == 0:
+            told = " ".join(f"{name}={_short(value)}" for name, value in values.items())
+            print(f"{message} {told}".strip(), flush=True)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

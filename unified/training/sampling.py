@@ -1,0 +1,90 @@
+"""Order of the rows of a run: the sampler of each rank, a position in it, and the number of steps from there.
+
+A run that goes on from a position sees the rows that it would have seen: the order of an epoch depends on the seed and
+the epoch alone, and a position counts the rows that all ranks have seen, so that their number may change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch.utils.data import DistributedSampler
+
+
+class Position(NamedTuple):
+    """Rows seen so far."""
+
+    epoch: int = 0
+    row: int = 0
+    """Rows of the epoch that all ranks together have seen."""
+
+
+class TrainingPlan(NamedTuple):
+    """Sizes that the number of steps depends on."""
+
+    num_rows: int
+    world_size: int
+    batch_size: int
+    """Rows of one rank in one forward pass."""
+    accumulation: int
+    """Forward passes of a step; the last step of an epoch may have fewer."""
+    num_epochs: float
+    max_steps: int
+    """Above `num_epochs`; 0 or less: none."""
+
+    def rows_of(self, epoch: int) -> int:
+        """Return the number of rows that an epoch has: all, or in the last one a part of them."""
+        if self.max_steps > 0:
+            return self.num_rows
+        share = min(1.0, max(0.0, self.num_epochs - epoch))
+        return math.ceil(self.num_rows * share - 1e-9)
+
+    def total_steps(self, step: int, position: Position) -> int:
+        """Return the number of steps of the whole run that has done `step` at `position`."""
+        if self.max_steps > 0:
+            return self.max_steps
+        steps, epoch, row = step, position.epoch, position.row
+        while rows := self.rows_of(epoch):
+            steps += self._steps_of(rows - row)
+            epoch, row = epoch + 1, 0
+        return steps
+
+    def after(self, position: Position, num_passes: int) -> Position:
+        """Return the position after so many forward passes of every rank."""
+        row = position.row + num_passes * self.batch_size * self.world_size
+        return Position(position.epoch, row) if row < self.rows_of(position.epoch) else Position(position.epoch + 1)
+
+    def _steps_of(self, rows: int) -> int:
+        passes = math.ceil(math.ceil(rows / self.world_size) / self.batch_size)
+        return math.ceil(passes / self.accumulation)
+
+
+class ResumableSampler(DistributedSampler[int]):
+    """The rows of one rank in an epoch, from a position on. Every rank gets equally many: at the end of an epoch some
+    rows come twice.
+
+    Its memory is 4 bytes a row, not a list of Python's numbers.
+    """
+
+    def __init__(self, num_rows: int, *, rank: int, world_size: int, seed: int) -> None:
+        super().__init__(range(num_rows), num_replicas=world_size, rank=rank, shuffle=True, seed=seed)  # type: ignore[arg-type]
+        self._num_rows = num_rows
+        self._first, self._last = 0, num_rows
+
+    def set_position(self, position: Position, num_rows: int) -> None:
+        """Begin there, and end with this number of rows of the epoch."""
+        self.set_epoch(position.epoch)
+        self._first, self._last = min(position.row, num_rows), num_rows
+
+    def __len__(self) -> int:
+        return math.ceil((self._last - self._first) / self.num_replicas)
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = torch.randperm(self._num_rows, generator=generator, dtype=torch.int32)
+        for index in range(len(self)):
+            place = self._first + index * self.num_replicas + self.rank
+            yield int(order[place if place < self._last else (place - self._last) % self._last])

@@ -1,0 +1,45 @@
+"""A folder for temporary files of one process, which the next run on the node removes if this one is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+PREFIX = "unified-train-"
+LOCK = ".lock"
+SAFE_AGE_S = 60.0
+"""Age at which a folder that nobody has locked is an orphan: its process locks it at once after making it."""
+
+
+@contextlib.contextmanager
+def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
+    """Make a folder, and delete it at the end; delete those of processes that were killed.
+
+    Args:
+        parent: None: the folder for temporary files, ``TMPDIR``.
+    """
+    parent = Path(tempfile.gettempdir()) if parent is None else parent
+    for folder in parent.glob(f"{PREFIX}*"):
+        _remove_orphan(folder)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    try:
+        with (folder / LOCK).open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_orphan(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # another user's, in use, or gone already
+        if time.time() - os.stat(folder).st_mtime < SAFE_AGE_S:
+            return
+        with (folder / LOCK).open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)

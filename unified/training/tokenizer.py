@@ -1,0 +1,74 @@
+"""Tokenizers: bytes, for models from scratch, and those of transformers behind the same two methods."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from unified.errors import UsageError
+
+BOS, EOS, PAD = 256, 257, 258
+BYTE_VOCAB_SIZE = 259
+
+
+class Tokenizer(Protocol):
+    """A text's tokens, as all frameworks need them."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of different tokens; a model has at least so many."""
+
+    @property
+    def pad_id(self) -> int:
+        """Token of positions that do not count."""
+
+    def tokens(self, text: str, limit: int) -> list[int]:
+        """Return at least two tokens and at most `limit`."""
+
+
+class ByteTokenizer:
+    """Bytes of UTF-8 as tokens 0 to 255, between a begin and an end of the text."""
+
+    vocab_size = BYTE_VOCAB_SIZE
+    pad_id = PAD
+
+    def tokens(self, text: str, limit: int) -> list[int]:
+        """See `Tokenizer`."""
+        return [BOS, *text.encode("utf-8", "replace"), EOS][:limit]
+
+    def text(self, tokens: list[int]) -> str:
+        """Return the text of tokens; what is no byte is left out."""
+        return bytes(token for token in tokens if token < BOS).decode("utf-8", "replace")
+
+
+class PretrainedTokenizer:
+    """A tokenizer of transformers.
+
+    Args:
+        tokenizer: a `PreTrainedTokenizerBase`.
+
+    Attributes:
+        tokenizer: the same one, with a token to pad with.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        if tokenizer.eos_token_id is None:
+            raise UsageError("the tokenizer has no token that ends a text (eos_token): give another tokenizer_name.")
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        self.tokenizer = tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.tokenizer)
+
+    @property
+    def pad_id(self) -> int:
+        return int(self.tokenizer.pad_token_id)
+
+    def tokens(self, text: str, limit: int) -> list[int]:
+        """See `Tokenizer`. A text that ends before the limit ends with the token for that."""
+        end = int(self.tokenizer.eos_token_id)
+        found: list[int] = self.tokenizer(text, truncation=True, max_length=limit)["input_ids"]
+        if len(found) < limit and found[-1:] != [end]:
+            found.append(end)
+        return found if len(found) > 1 else [end, end]
