@@ -48,7 +48,6 @@ from unified.security.keys import KEY_VARIABLE, ClusterKey, find_key
 from unified.threads import start_thread
 
 RESEND_S = 2.0
-_NOT_TWICE = (SubmitJob, RestartWorkers)
 _FOREVER_MS = 3_600_000
 A = TypeVar("A")
 
@@ -196,6 +195,11 @@ class MasterConnection:
     def is_open(self) -> bool:
         """False once it was closed, or its socket broke: no request will be answered any more."""
         return not self._is_closed and self._ended_by is None
+
+    @property
+    def is_closed(self) -> bool:
+        """True once `close` was called."""
+        return self._is_closed
 
     def request(self, message: ClientRequest, *, timeout_s: float | None = None) -> MasterAnswer:
         """Send one request and wait for its answer.
@@ -365,7 +369,7 @@ class MasterConnection:
                     except zmq.Again:
                         return
                     reply.is_sent = True
-                    if not isinstance(reply.message, _NOT_TWICE):
+                    if _may_be_sent_again(reply.message):
                         reply.resend_at = time.monotonic() + reply.resend_after_s
             self._outbox.popleft()
 
@@ -419,7 +423,7 @@ class MasterConnection:
         return MasterUnreachableError(f"the connection to the master at {self.address} is closed.")
 
     def _unreachable(self, reply: PendingReply) -> MasterUnreachableError:
-        if isinstance(reply.message, _NOT_TWICE) and reply.is_sent:
+        if reply.is_sent and not _may_be_sent_again(reply.message):
             return MasterUnreachableError(
                 f"the master at {self.address} got {type(reply.message).__name__} and did not answer within "
                 f"{reply.timeout_s:g} s. It may have done it: look with `unified jobs` before you try again."
@@ -444,6 +448,13 @@ class MasterConnection:
 def connect_to(address: str) -> MasterConnection:
     """A connection to the master at this address, with the key and the time limit of this process's environment."""
     return MasterConnection(address, key=find_key(address), timeout_s=settings.intervals().connect_s)
+
+
+def _may_be_sent_again(message: ClientRequest) -> bool:
+    """Return True if a second one does no more than the first, which the master may have got."""
+    if isinstance(message, SubmitJob):
+        return message.follows is not None
+    return not isinstance(message, RestartWorkers)
 
 
 def _too_large(message: ClientRequest, nbytes: int) -> UsageError:

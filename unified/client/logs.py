@@ -294,6 +294,11 @@ class LogReader:
                 yield found
         self._cursors = [cursor for cursor in self._cursors if not cursor.is_final]
 
+    def pull_lines(self) -> Iterator[str]:
+        """Lines that are whole now, of one `pull`."""
+        for outputs in self.pull():
+            yield from self._view.feed(outputs)
+
     def renew(self) -> None:
         """Have logs kept although nothing can be read now, because nobody takes what was read."""
         if self._mode == "keep":
@@ -322,8 +327,7 @@ class LogReader:
     def read_present(self) -> Iterator[str]:
         """Lines that were printed so far, once."""
         while not all(cursor.is_caught_up for cursor in self._cursors):
-            for outputs in self.pull():
-                yield from self._view.feed(outputs)
+            yield from self.pull_lines()
 
     def follow(self, status: Callable[[], JobStatus]) -> Iterator[str]:
         """Lines as they are printed, until the job has ended and all was read; `status` is asked between two reads."""
@@ -332,8 +336,7 @@ class LogReader:
             self.update(now)
             if now.stage == Stage.STOPPED:
                 break
-            for outputs in self.pull():
-                yield from self._view.feed(outputs)
+            yield from self.pull_lines()
             time.sleep(max(self.pause_s(), LIVE_PAUSE_S))
         yield from self.rest()
 

@@ -201,6 +201,10 @@ class JobSpec(Value, frozen=True, kw_only=True):
     """user@host:pid of the driver, for people."""
     is_output_followed: bool = False
     """True if the driver writes all output of workers to a file or a pipe: no log is rotated before it has read it."""
+    labels: dict[str, str] = {}
+    """Labels by which clients select jobs; nothing else reads them."""
+    annotations: dict[str, str] = {}
+    """Notes of the submitter, which are kept with the job and shown with its status."""
     stdin: DriverProcess | None = None
     """Process whose stdin rank 0 of the first role reads if it is on that host; all other workers read nothing."""
 

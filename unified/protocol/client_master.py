@@ -29,10 +29,19 @@ class SubmitJob(ClientRequest, tag="submit-job", frozen=True, kw_only=True):
     """True to let a job wait that does not fit now; else it is refused."""
     joins: bool = False
     """True to join a living job of this name with the same workers: torchrun's way, a command a host."""
+    follows: str | None = None
+    """Id of the newest job of this name that the submitter knows of, and that has ended; empty: it knows of none. The
+    job is refused as name-taken if there is another, so it is safe to send twice. None: any that has ended will do."""
+    kept_env: list[str] = []
+    """Variables that each role has from the role of its name in the job that it follows, since the submitter does not
+    know their values."""
+    unique_labels: list[str] = []
+    """Labels of which no other living job may have the same value; else the job is refused as name-taken."""
 
 
 class ListJobs(ClientRequest, tag="list-jobs", frozen=True, kw_only=True):
-    pass
+    labels: dict[str, str] = {}
+    """Labels that a job has to have, with these values, to be listed."""
 
 
 class GetJob(ClientRequest, tag="get-job", frozen=True, kw_only=True):
@@ -181,6 +190,8 @@ class JobStatus(MasterAnswer, tag="job-status", frozen=True, kw_only=True):
     end: EndReport | None = None
     outcome: int | None = None
     """Exit code to be, known from STOPPING on."""
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
 
 
 class JobLine(Value, frozen=True, kw_only=True):
@@ -192,6 +203,11 @@ class JobLine(Value, frozen=True, kw_only=True):
     submitted_at: float
     ended_at: float | None
     num_workers: int
+    started_at: float | None = None
+    num_restarts: int = 0
+    failure: str = ""
+    """Summary of the failure that ended it."""
+    labels: dict[str, str] = {}
 
 
 class JobList(MasterAnswer, tag="job-list", frozen=True, kw_only=True):

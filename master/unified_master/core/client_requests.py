@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import assert_never
 
+import msgspec
+
 from unified.errors import UsageError, nearest
 from unified.job.names import parse_worker
 from unified.job.spec import EntryPoint, JobSpec
@@ -49,7 +51,9 @@ def answer(step: MasterStep, peer: bytes, request_id: int, request: ClientToMast
         case SubmitJob():
             return _submit(step, request)
         case ListJobs():
-            return JobList(jobs=[status.job_line(job) for job in step.cluster.jobs.values()])
+            asked = request.labels.items()
+            jobs_of_labels = (job for job in step.cluster.jobs.values() if asked <= job.spec.labels.items())
+            return JobList(jobs=[status.job_line(job) for job in jobs_of_labels])
         case ListNodes():
             nodes = step.cluster.nodes
             return NodeList(nodes=[status.node_status(step.now, nodes[name]) for name in sorted(nodes)])
@@ -79,10 +83,14 @@ def find_job(step: MasterStep, word: str) -> JobRecord | Refused:
     known = step.cluster.jobs
     if word in known:
         return known[word]
-    named = [job for job in known.values() if job.spec.name == word]
-    if named:
-        return max(named, key=lambda job: job.sequence)
+    if (newest := _newest(step, word)) is not None:
+        return newest
     return Refused(code="not-found", reason=f"there is no job {word[:100]!r}.{_hint(known, word)}")
+
+
+def _newest(step: MasterStep, name: str) -> JobRecord | None:
+    named = (job for job in step.cluster.jobs.values() if job.spec.name == name)
+    return max(named, key=lambda job: job.sequence, default=None)
 
 
 def _hint(known: dict[str, JobRecord], word: str) -> str:
@@ -183,9 +191,46 @@ def _submit(step: MasterStep, request: SubmitJob) -> Answer:
                 f"or stop it with `unified stop {other.job_id}`."
             )
             return Refused(code="name-taken", reason=reason)
+    if refused := _taken_label(step, request) or _not_followed(step, request):
+        return refused
     if not request.wait and (why := _why_not_now(step, request)):
         return Refused(code="does-not-fit", reason=f"job {spec.name} does not fit now: {why}.")
+    if request.follows and request.kept_env:
+        spec = _with_kept_env(spec, step.cluster.jobs[request.follows].spec, request.kept_env)
     return Accepted(job_id=jobs.accept(step, spec).job_id)
+
+
+def _taken_label(step: MasterStep, request: SubmitJob) -> Refused | None:
+    """Return a refusal if a living job has the same value of a label that is to be unique."""
+    labels = {name: request.spec.labels.get(name) for name in request.unique_labels}
+    for other in step.cluster.jobs.values() if labels else ():
+        if other.stage is not Stage.STOPPED:
+            for name, value in labels.items():
+                if value is not None and other.spec.labels.get(name) == value:
+                    reason = f"job {other.job_id} has the label {name}={value} too and is {other.stage}."
+                    return Refused(code="name-taken", reason=reason)
+    return None
+
+
+def _not_followed(step: MasterStep, request: SubmitJob) -> Refused | None:
+    """Return a refusal if the newest job of this name is not the one that the submitter knows of."""
+    if request.follows is None:
+        return None
+    newest = _newest(step, request.spec.name)
+    found = newest.job_id if newest is not None else ""
+    if found == request.follows:
+        return None
+    known = f"job {found} is the newest of this name" if found else "no job of this name is known any more"
+    return Refused(code="name-taken", reason=f"{known}, not {request.follows or 'none'}: look again before you submit.")
+
+
+def _with_kept_env(spec: JobSpec, earlier: JobSpec, names: list[str]) -> JobSpec:
+    envs = {role.name: role.envs for role in earlier.roles}
+    roles = []
+    for role in spec.roles:
+        kept = {name: value for name, value in envs.get(role.name, {}).items() if name in names}
+        roles.append(msgspec.structs.replace(role, envs={**kept, **role.envs}))
+    return msgspec.structs.replace(spec, roles=roles)
 
 
 def _work(spec: JobSpec) -> list[tuple[str, int, EntryPoint]]:

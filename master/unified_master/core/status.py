@@ -36,6 +36,8 @@ def job_status(cluster: Cluster, job: JobRecord) -> JobStatus:
         workers=[_worker_status(cluster, job, worker) for worker in job.workers.values() if worker.kind == "worker"],
         end=job.end,
         outcome=job.outcome,
+        labels=job.spec.labels,
+        annotations=job.spec.annotations,
     )
 
 
@@ -50,6 +52,10 @@ def job_line(job: JobRecord) -> JobLine:
         submitted_at=job.submitted_at,
         ended_at=job.ended_at,
         num_workers=sum(role.total for role in job.spec.roles),
+        started_at=job.started_at,
+        num_restarts=job.num_restarts,
+        failure=job.end.failure.summary if job.end is not None else "",
+        labels=job.spec.labels,
     )
 
 

@@ -15,6 +15,7 @@ from unified.errors import MasterUnreachableError, ProtocolError, RefusedError, 
 from unified.job.spec import JobSpec
 from unified.protocol.client_master import (
     Accepted,
+    ClientRequest,
     ClientToMaster,
     Done,
     GetJob,
@@ -103,13 +104,18 @@ def test_a_silent_master_and_a_submission_say_that_it_may_have_been_taken(fake_m
     assert len(fake_master.requests) == 1
 
 
+@pytest.mark.parametrize(
+    "message",
+    [ListJobs(), SubmitJob(spec=JobSpec(name="once", roles=[]), follows="")],
+    ids=["a-list", "a-submission-that-follows"],
+)
 def test_a_request_that_is_idempotent_is_sent_again_on_silence(
-    fake_master: FakeMaster, monkeypatch: pytest.MonkeyPatch
+    fake_master: FakeMaster, monkeypatch: pytest.MonkeyPatch, message: ClientRequest
 ) -> None:
     monkeypatch.setattr(connection_module, "RESEND_S", 0.05)
     fake_master.respond = lambda message: JobList(jobs=[]) if len(fake_master.requests) > 2 else None
     with MasterConnection(fake_master.address, timeout_s=5.0) as connection:
-        assert connection.request(ListJobs()) == JobList(jobs=[])
+        assert connection.request(message) == JobList(jobs=[])
     assert len(fake_master.requests) >= 3
 
 

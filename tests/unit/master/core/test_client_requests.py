@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.master import simple
+from tests.support.master import USER, simple
 from tests.support.sim.sim_agent import SimAgent, resources
 from tests.support.sim.world import World
 from unified.job.spec import Blob, JobSpec, Resources, RoleSpec
@@ -104,6 +104,75 @@ def test_job_ids_count_up_and_names_find_the_newest(world: World) -> None:
     assert world.job("job").job_id == "job-2"
     answer = world.get(JobStatus, GetJob(job="job-1"))
     assert (answer.stage, answer.exit_code) == (Stage.STOPPED, 130)
+
+
+def test_a_job_follows_the_one_that_its_submitter_knows_of_or_is_refused(world: World) -> None:
+    assert world.request(SubmitJob(spec=spec(), follows="")) == Accepted(job_id="job-1")
+    assert world.get(Refused, SubmitJob(spec=spec(), follows="")).code == "name-taken"
+    assert world.get(Refused, SubmitJob(spec=spec(), follows="job-1")).code == "name-taken"  # it lives
+    world.request(StopJob(job="job"))
+    world.until_stage("job", Stage.STOPPED)
+    answer = world.get(Refused, SubmitJob(spec=spec(), follows=""))
+    assert (answer.code, "job job-1 is the newest of this name, not none" in answer.reason) == ("name-taken", True)
+    assert world.request(SubmitJob(spec=spec(), follows="job-1")) == Accepted(job_id="job-2")
+    assert world.get(Refused, SubmitJob(spec=spec("other"), follows="job-1")).code == "name-taken"
+
+
+def test_a_name_that_is_the_id_of_another_job_is_free(world: World) -> None:
+    world.request(SubmitJob(spec=spec("job")))
+    assert world.request(SubmitJob(spec=spec("job-1"), follows="")) == Accepted(job_id="job-1-2")
+
+
+def test_a_job_keeps_named_variables_of_the_one_that_it_follows(world: World) -> None:
+    secrets = {"TOKEN": "t", "OTHER": "o", "STEP": "1"}
+    world.request(SubmitJob(spec=spec("job", role("a", envs=secrets), role("b", envs={"TOKEN": "b"}))))
+    world.request(StopJob(job="job"))
+    world.until_stage("job", Stage.STOPPED)
+    again = spec("job", role("a", envs={"STEP": "2"}), role("c"))
+    world.request(SubmitJob(spec=again, follows="job-1", kept_env=["TOKEN", "STEP", "GONE"]))
+    roles = {each.name: each.envs for each in world.job("job").spec.roles}
+    assert roles == {"a": {"TOKEN": "t", "STEP": "2"}, "c": {}}
+
+
+def test_living_jobs_do_not_share_the_value_of_a_unique_label(world: World) -> None:
+    def submit(name: str, labels: dict[str, str]) -> Any:
+        return world.request(SubmitJob(spec=spec(name, labels=labels), unique_labels=["run"]))
+
+    assert isinstance(submit("j1", {"run": "r", "team": "x"}), Accepted)
+    answer = submit("j2", {"run": "r"})
+    assert (answer.code, "job j1-1 has the label run=r" in answer.reason) == ("name-taken", True)
+    assert isinstance(submit("j3", {"run": "s", "team": "x"}), Accepted)
+    assert isinstance(submit("j4", {}), Accepted)
+    assert isinstance(submit("j5", {}), Accepted)
+    world.request(StopJob(job="j1"))
+    world.until_stage("j1", Stage.STOPPED)
+    assert isinstance(submit("j2", {"run": "r"}), Accepted)
+
+
+def test_jobs_are_listed_by_their_labels_and_shown_with_annotations(world: World) -> None:
+    world.request(SubmitJob(spec=spec("a", labels={"kind": "x", "team": "t"}, annotations={"note": "n"})))
+    world.request(SubmitJob(spec=spec("b", labels={"kind": "x"})))
+    world.request(SubmitJob(spec=spec("c")))
+
+    def listed(**labels: str) -> list[str]:
+        return [line.name for line in world.get(JobList, ListJobs(labels=labels)).jobs]
+
+    assert listed() == ["a", "b", "c"]
+    assert listed(kind="x") == ["a", "b"]
+    assert listed(kind="x", team="t") == ["a"]
+    assert listed(kind="y") == []
+    assert world.get(JobList, ListJobs()).jobs[0].labels == {"kind": "x", "team": "t"}
+    status = world.get(JobStatus, GetJob(job="a"))
+    assert (status.labels, status.annotations) == ({"kind": "x", "team": "t"}, {"note": "n"})
+
+
+def test_a_line_of_the_list_says_why_a_job_failed(world: World) -> None:
+    job = running(world, "job", role(max_restart=0))
+    worker = job.ranks("a")[0]
+    world.say("n1", world.sim_agent("n1").end(job.job_id, worker.name, USER))
+    world.until_stage("job", Stage.STOPPED)
+    (line,) = world.get(JobList, ListJobs()).jobs
+    assert (line.exit_code, line.failure, line.started_at) == (1, USER.summary, job.started_at)
 
 
 def test_an_unknown_job_or_worker_is_answered_with_the_nearest(world: World) -> None:
