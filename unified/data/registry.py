@@ -137,7 +137,7 @@ class DatasetRegistry(ClosedOnExit):
         epoch = known.epoch if known is not None else 0
         said = {name: str(value) for name, value in (metadata or {}).items()}
         asked = (where, format, shard_size, shuffle, seed or 0, said)
-        if known is None or not _is_registered_as(known, asked, total_samples):
+        if known is None or not is_registered_as(known, asked, total_samples):
             files = dataset_files(where, format, total_samples)
             request = RegisterDataset(
                 dataset_id=dataset_id,
@@ -457,7 +457,7 @@ class DatasetRegistry(ClosedOnExit):
         return self._coordinator.ask(request, expected)
 
 
-def _is_registered_as(
+def is_registered_as(
     known: DatasetStatus, asked: tuple[str, str, int, bool, int, dict[str, str]], total_samples: int | None
 ) -> bool:
     """Return whether a known dataset has these values: path, format, shard size, shuffle, seed, metadata."""
