@@ -18,7 +18,7 @@ from msgspec import structs
 from unified.config.settings import Intervals
 from unified.core.timers import earliest
 from unified.protocol.agent_master import LogRead
-from unified.protocol.records import Failure
+from unified.protocol.records import Failure, JobWorkerIncarnation, WorkerReport
 from unified.security.keys import ClusterKey
 from unified.values import Value
 from unified_agent.core.agent import AgentCore
@@ -28,6 +28,7 @@ from unified_agent.core.messages import (
     AgentTick,
     Exit,
     KeepInterpreters,
+    KeepReport,
     Reconnect,
     SendLog,
     SendMaster,
@@ -71,6 +72,9 @@ class AgentDaemon:
         self._facts = facts
         self._options = options
         self._events: deque[AgentEvent] = deque()
+        self._ended: list[tuple[JobWorkerIncarnation, int]] = []
+        """Lives whose processes are gone, with their exit codes. Their output is closed once the core has heard all
+        that they said, since their last reports go into a file there."""
         self._exit: Exit | None = None
         self._core = AgentCore(facts, intervals, give_up_s=options.connect_timeout_s)
         self._loop = PollLoop()
@@ -88,7 +92,7 @@ class AgentDaemon:
                 MARKER_INCARNATION: facts.incarnation,
             },
             on_event=self._events.append,
-            on_end=self._output.finish,
+            on_end=lambda life, code: self._ended.append((life, code)),
         )
         self._channel = MasterChannel(self._loop, facts.master, options.key, self._events.append)
 
@@ -124,6 +128,9 @@ class AgentDaemon:
                 self._output.finish(event.life, 0)  # nobody will ever write into its pipes
             for action in self._core.step(time.monotonic(), event):
                 self._perform(action)
+        ended, self._ended = self._ended, []
+        for life, code in ended:
+            self._output.finish(life, code)
 
     def _perform(self, action: AgentAction) -> None:
         match action:
@@ -141,6 +148,8 @@ class AgentDaemon:
                 self._processes.keep(action.pythons)
             case SendLog():
                 self._output.read(action.order, action.request_id)
+            case KeepReport():
+                self._keep_report(action)
             case WriteLog():
                 self._write(action)
             case Exit():
@@ -188,6 +197,17 @@ class AgentDaemon:
             error=read.error,
         )
         self._channel.send(answer, result.request_id)
+
+    def _keep_report(self, kept: KeepReport) -> None:
+        progress = kept.progress
+        report = WorkerReport(
+            at=round(time.time(), 3),
+            step=progress.step,
+            total=progress.total,
+            metrics=dict(progress.metrics),
+            incarnation=kept.life.incarnation,
+        )
+        self._output.keep_report(kept.life, report)
 
     def _write(self, note: WriteLog) -> None:
         life = note.life

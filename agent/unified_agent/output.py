@@ -4,6 +4,7 @@ The pipes are read as fast as the disk takes it, so that a worker never waits fo
 `max_bytes` times `max_files` of each stream is kept. A stream whose reader wants every byte (`ReadAgentLog.keep`) is
 the exception: where a rotation would remove what was not read yet, its pipe is left alone until it was, so that the
 worker waits in `write`, as it would in front of a slow pipe.
+What a worker reports is kept the same way in a third file, `N.metrics.jsonl`: a line for each report.
 All file work of the agent is done here, never in its loop.
 """
 
@@ -23,10 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from msgspec import json
+
 from unified import error_file
 from unified.error_file import WrittenError
 from unified.protocol.agent_master import ReadAgentLog
-from unified.protocol.records import JobWorkerIncarnation
+from unified.protocol.records import JobWorkerIncarnation, WorkerReport
 from unified.protocol.worker_agent import Launch
 from unified.threads import start_thread
 from unified_agent.logfile import LogFile, LogSlice, last_lines, read_slice
@@ -130,6 +133,8 @@ class OutputReader:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._streams: dict[JobWorkerIncarnation, tuple[_OutputStream, _OutputStream]] = {}
+        self._reports: dict[JobWorkerIncarnation, LogFile] = {}
+        """Files of reports, of the lives that have reported something."""
         self._waiting: set[_OutputStream] = set()
         """Streams whose pipes are left alone until a reader has caught up."""
         self._thread = start_thread("output", self._run)
@@ -147,6 +152,10 @@ class OutputReader:
             raise
         self._order(lambda: self._watch(life, (out_read, err_read), (out, err)))
         return out_write, err_write
+
+    def keep_report(self, life: JobWorkerIncarnation, report: WorkerReport) -> None:
+        """Write down what a worker reported; nothing once its output was finished."""
+        self._order(lambda: self._write_report(life, json.encode(report) + b"\n"))
 
     def finish(self, life: JobWorkerIncarnation, code: int) -> None:
         """Take what a process that has ended left in the pipes. Answered by `OutputClosed` with the same code."""
@@ -242,9 +251,18 @@ class OutputReader:
             )
             for descriptor, suffix, destination in zip(pipes, ("out", "err"), destinations, strict=True)
         ]
+        with contextlib.suppress(OSError):  # of a job with this id in an earlier life of the cluster
+            self._path(life, "metrics.jsonl").unlink(missing_ok=True)
         for stream in streams:
             self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
         self._streams[life] = (streams[0], streams[1])
+
+    def _write_report(self, life: JobWorkerIncarnation, line: bytes) -> None:
+        if life not in self._streams:
+            return
+        if life not in self._reports:
+            self._reports[life] = LogFile(self._path(life, "metrics.jsonl"), self._max_bytes, self._max_files)
+        self._reports[life].write(line)
 
     def _copy(self, stream: _OutputStream, *, is_last: bool = False) -> int:
         """Copy one chunk and return its size; 0 if there is none, or it has to wait, or the pipe has ended."""
@@ -270,6 +288,8 @@ class OutputReader:
         streams = self._streams.pop(life, None)
         if streams is None:
             return ""
+        if (reports := self._reports.pop(life, None)) is not None:
+            reports.close()
         for stream in streams:
             if stream in self._waiting:
                 self._waiting.remove(stream)
@@ -297,6 +317,9 @@ class OutputReader:
                 error="stdout and stderr are two files: read 'out' and 'err', each with an offset of its own"
             )
         life = JobWorkerIncarnation(order.job_id, order.worker, order.worker_incarnation)
+        if order.stream == "metrics":
+            path = self._path(life, "metrics.jsonl")
+            return read_slice(path, order.offset, order.max_bytes, self._max_files) if path.exists() else LogSlice()
         if order.keep and life in self._streams:
             stream = self._streams[life][order.stream == "err"]
             stream.read_to = max(stream.read_to, order.offset)

@@ -200,7 +200,8 @@ class ReadAgentLog(MasterOrder, tag="read-agent-log", frozen=True, kw_only=True)
     job_id: str
     worker: str
     worker_incarnation: int
-    stream: Literal["out", "err", "both"]
+    stream: Literal["out", "err", "both", "metrics"]
+    """`metrics`: what it reported, a JSON object a line; empty where it has reported nothing."""
     offset: int
     """Offset of the first byte; negative: that many bytes before the end."""
     max_bytes: int

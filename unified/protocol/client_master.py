@@ -63,7 +63,8 @@ class ReadLog(ClientRequest, tag="read-log", frozen=True, kw_only=True):
     worker: str
     incarnation: int | None = None
     """Incarnation; None: the newest."""
-    stream: Literal["out", "err", "both"] = "both"
+    stream: Literal["out", "err", "both", "metrics"] = "both"
+    """`metrics`: what it reported, a JSON object a line; empty where it has reported nothing."""
     offset: int = 0
     """Offset of the first byte; negative: that many bytes before the end."""
     max_bytes: int = 65536

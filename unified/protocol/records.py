@@ -142,6 +142,18 @@ class Progress(Value, frozen=True, kw_only=True):
     """Calls of its code, in this incarnation, that failed and whose errors nobody read."""
 
 
+class WorkerReport(Value, frozen=True, kw_only=True):
+    """One report of a worker, as its agent keeps it: a line of ``N.metrics.jsonl``, in JSON."""
+
+    at: float
+    """Time (seconds since 1970) on the worker's node."""
+    step: int | None
+    total: int | None
+    metrics: dict[str, float | int | str | None]
+    """Names and values; one that the worker did not report anew has its last value. JSON has no NaN: that is None."""
+    incarnation: int
+
+
 class Inbox(Value, frozen=True, kw_only=True):
     """Inbox: where one incarnation of a process receives bus messages. The id is never used twice."""
 

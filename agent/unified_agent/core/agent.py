@@ -34,6 +34,7 @@ from unified_agent.core.messages import (
     AgentTick,
     Exit,
     KeepInterpreters,
+    KeepReport,
     KeyRefused,
     MasterReached,
     MasterSaid,
@@ -290,6 +291,8 @@ class AgentCore:
     def _on_word(self, life: JobWorkerIncarnation, word: WorkerToAgent) -> None:
         if (worker := self._live(life)) is None:
             return
+        if isinstance(word, Reported) and worker.is_news(word.progress):
+            self._step.act(KeepReport(life=life, progress=word.progress))
         worker.hear(word)
         match word:
             case Hello():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from unified.protocol.agent_master import AgentToMaster, MasterToAgent, ReadAgentLog
-from unified.protocol.records import Failure, JobWorkerIncarnation
+from unified.protocol.records import Failure, JobWorkerIncarnation, Progress
 from unified.protocol.worker_agent import AgentToWorker, Launch, WorkerToAgent
 from unified.values import Value
 
@@ -136,6 +136,13 @@ class SendLog(Value, frozen=True):
     request_id: int
 
 
+class KeepReport(Value, frozen=True):
+    """Write down what a worker reported, beside its log."""
+
+    life: JobWorkerIncarnation
+    progress: Progress
+
+
 class WriteLog(Value, frozen=True):
     """Write a fact or a decision with its reason into the log."""
 
@@ -153,5 +160,14 @@ class Exit(Value, frozen=True):
 
 
 AgentAction = (
-    SendMaster | Reconnect | StartWorker | TellWorker | SignalWorker | KeepInterpreters | SendLog | WriteLog | Exit
+    SendMaster
+    | Reconnect
+    | StartWorker
+    | TellWorker
+    | SignalWorker
+    | KeepInterpreters
+    | SendLog
+    | KeepReport
+    | WriteLog
+    | Exit
 )

@@ -62,6 +62,11 @@ class LocalWorker:
     def move(self, state: WorkerState) -> None:
         self.state = WORKER_MOVES.check(str(self.life), self.state, state)
 
+    def is_news(self, progress: Progress) -> bool:
+        """Return True if the worker's code has reported something else than it had before."""
+        known = self.progress or Progress()
+        return _reported(progress) != _reported(known)
+
     def hear(self, word: WorkerToAgent) -> None:
         """Take in a message of the worker. One that comes late, out of order, or while it stops moves no state."""
         match word:
@@ -138,3 +143,7 @@ class LocalWorker:
             log_file=self.log_file,
             claims=self.claims,
         )
+
+
+def _reported(progress: Progress) -> tuple[int | None, int | None, dict[str, float | int | str]]:
+    return progress.step, progress.total, progress.metrics

@@ -1,5 +1,6 @@
 """Workers' output on disk: written promptly, bounded, read back by absolute offset."""
 
+import math
 import os
 import select
 import threading
@@ -9,9 +10,10 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from msgspec import json
 
 from unified.protocol.agent_master import ReadAgentLog
-from unified.protocol.records import JobWorkerIncarnation
+from unified.protocol.records import JobWorkerIncarnation, WorkerReport
 from unified_agent.logfile import LogFile, LogSlice, last_lines, read_slice
 from unified_agent.output import KEEP_S, Destination, OutputClosed, OutputFailed, OutputReader, SliceRead
 
@@ -38,7 +40,7 @@ class Desk:
     def read(
         self,
         offset: int = 0,
-        stream: Literal["out", "err", "both"] = "out",
+        stream: Literal["out", "err", "both", "metrics"] = "out",
         life: JobWorkerIncarnation = LIFE,
         max_bytes: int = 65536,
         keep: bool = False,
@@ -176,6 +178,46 @@ def test_a_disk_that_refuses_costs_the_output_and_nothing_else(
     assert len(caplog.records) == 1
     assert "output is dropped" in caplog.text
     assert last_lines(file.path) == ""
+
+
+def report(
+    step: int, total: int | None = None, metrics: dict[str, float | int | str | None] | None = None
+) -> WorkerReport:
+    return WorkerReport(at=100.0 + step, step=step, total=total, metrics=metrics or {}, incarnation=LIFE.incarnation)
+
+
+def test_reports_are_lines_beside_the_log_until_the_end_of_a_life(desk: Desk, tmp_path: Path) -> None:
+    stale = tmp_path / "job-1/w-0/2.metrics.jsonl"
+    stale.parent.mkdir(parents=True)
+    stale.write_text("of an earlier cluster\n")
+    streams = desk.reader.open(LIFE)
+    assert desk.read(stream="metrics") == LogSlice()
+    kept = report(3, total=9, metrics={"loss": 0.5, "phase": "fit\n"})
+    desk.reader.keep_report(LIFE, kept)
+    desk.reader.keep_report(LIFE, report(4, metrics={"loss": math.nan}))
+    found = desk.read(stream="metrics")
+    lines = [json.decode(line, type=WorkerReport) for line in found.data.splitlines()]
+    assert lines == [kept, report(4, metrics={"loss": None})]
+    assert desk.read(found.size - 2, stream="metrics", keep=True).data == b"}\n"
+    desk.reader.finish(LIFE, 0)
+    desk.next()
+    desk.reader.keep_report(LIFE, report(5))
+    assert desk.read(stream="metrics").size == found.size
+    for descriptor in streams:
+        os.close(descriptor)
+
+
+def test_reports_are_bounded_as_output_is(desk: Desk, tmp_path: Path) -> None:
+    streams = desk.reader.open(LIFE)
+    for step in range(1000):
+        desk.reader.keep_report(LIFE, report(step))
+    end = desk.read(-80, stream="metrics")
+    assert b'"step":999' in end.data
+    files = sorted(tmp_path.rglob("2.metrics.jsonl*"))
+    assert [file.name.removeprefix("2.metrics.jsonl") for file in files] == ["", ".1", ".2", ".base"]
+    assert sum(file.stat().st_size for file in files[:3]) <= 3000 < end.size
+    for descriptor in streams:
+        os.close(descriptor)
 
 
 def fill(descriptor: int, size: int) -> None:

@@ -9,6 +9,7 @@ from unified.protocol.records import Failure, Inbox, JobWorkerIncarnation, Progr
 from unified.protocol.worker_agent import Failed, Finished, Hello, Reported, Run, Running, Stop
 from unified_agent.core.messages import (
     AgentEvent,
+    KeepReport,
     SignalWorker,
     StartWorker,
     TellWorker,
@@ -129,6 +130,20 @@ def test_the_states_of_a_good_life_are_told(driver: Driver) -> None:
     driver.step(WorkerExited(life=W0, code=0))
     ended = driver.observed()[key]
     assert (ended.state, ended.failure) == (WorkerState.EXITED, None)
+
+
+def test_each_report_that_says_something_new_is_kept(driver: Driver) -> None:
+    driver.desire(wanted(W0, run=1))
+    driver.start(W0)
+    driver.say(W0, Running(round=1))
+    driver.take()
+    first, second = Progress(step=1, metrics={"loss": 0.5}), Progress(step=1, metrics={"loss": 0.25})
+    counted = Progress(step=1, metrics={"loss": 0.25}, num_unread_errors=1)
+    driver.say(W0, *(Reported(progress=progress) for progress in (Progress(), first, first, second, counted, first)))
+    assert driver.notable() == [KeepReport(life=W0, progress=progress) for progress in (first, second, first)]
+    driver.step(WorkerExited(life=W0, code=0))
+    driver.say(W0, Reported(progress=second))
+    assert driver.notable() == []
 
 
 CRASHES = [(-9, "killed by SIGKILL", None, 9), (-11, "killed by SIGSEGV", None, 11), (3, "exited with code 3", 3, None)]

@@ -1,0 +1,123 @@
+"""Reports of a worker over all its lives, read backwards from files that rotate, through a master."""
+
+from pathlib import Path
+
+import pytest
+from msgspec import json
+
+from tests.support.fake_master import FakeMaster
+from unified.client import reports
+from unified.client.connection import MasterConnection
+from unified.client.reports import read_reports
+from unified.errors import RefusedError
+from unified.protocol.client_master import ClientToMaster, LogChunk, MasterAnswer, ReadLog, Refused
+from unified.protocol.records import WorkerReport
+from unified_agent.logfile import LogFile, read_slice
+
+MAX_FILES = 3
+
+
+class Lives:
+    """Files of a worker's lives, as its agent writes them, and a master that reads them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.refused: dict[int, Refused] = {}
+        self.num_reads = 0
+
+    def write(self, incarnation: int, steps: range, *, max_bytes: int = 1 << 20, rest: bytes = b"") -> None:
+        file = LogFile(self.folder / f"{incarnation}.metrics.jsonl", max_bytes, MAX_FILES)
+        for step in steps:
+            report = WorkerReport(
+                at=100.0 + step, step=step, total=None, metrics={"loss": 0.5}, incarnation=incarnation
+            )
+            file.write(json.encode(report) + b"\n")
+        file.write(rest)
+        file.close()
+
+    def respond(self, request: ClientToMaster) -> MasterAnswer:
+        assert isinstance(request, ReadLog)
+        assert (request.job, request.worker, request.stream) == ("job", "w-0", "metrics")
+        assert request.incarnation is not None
+        self.num_reads += 1
+        if (refused := self.refused.get(request.incarnation)) is not None:
+            return refused
+        path = self.folder / f"{request.incarnation}.metrics.jsonl"
+        part = read_slice(path, request.offset, request.max_bytes, MAX_FILES)
+        return LogChunk(
+            worker="w-0",
+            incarnation=request.incarnation,
+            data=part.data,
+            offset=part.offset,
+            next_offset=part.offset + len(part.data),
+            size=part.size,
+            is_final=False,
+        )
+
+
+@pytest.fixture
+def lives(tmp_path: Path, fake_master: FakeMaster) -> Lives:
+    lives = Lives(tmp_path)
+    fake_master.respond = lives.respond
+    return lives
+
+
+@pytest.fixture
+def connection(fake_master: FakeMaster) -> MasterConnection:
+    return MasterConnection(fake_master.address)
+
+
+@pytest.mark.parametrize("block", [7, 64, 1000, 1 << 18])
+@pytest.mark.parametrize("max_bytes", [333, 1 << 20])
+def test_reports_of_all_lives_in_order_whatever_the_blocks(
+    block: int, max_bytes: int, lives: Lives, connection: MasterConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reports, "BLOCK_BYTES", block)
+    for incarnation in range(3):
+        steps = range(incarnation * 5, incarnation * 5 + 5)
+        lives.write(incarnation, steps, max_bytes=max_bytes, rest=b'{"at": 999, "st')
+    with connection:
+        found = read_reports(connection, "job", "w-0", 2)
+        assert [(report.incarnation, report.step) for report in found.reports] == [(n // 5, n) for n in range(15)]
+        assert found.reports[0] == WorkerReport(at=100, step=0, total=None, metrics={"loss": 0.5}, incarnation=0)
+        assert found.missing == []
+        some = read_reports(connection, "job", "w-0", 2, limit=7).reports
+        assert [report.step for report in some] == list(range(8, 15))
+        later = read_reports(connection, "job", "w-0", 2, since=103.0).reports
+        assert [report.step for report in later] == list(range(4, 15))
+        assert read_reports(connection, "job", "w-0", -1).reports == []
+
+
+@pytest.mark.parametrize("block", [10, 300, 1 << 18])
+def test_what_was_rotated_away_is_not_missed(
+    block: int, lives: Lives, connection: MasterConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reports, "BLOCK_BYTES", block)
+    lives.write(0, range(1000), max_bytes=500)
+    with connection:
+        steps = [report.step for report in read_reports(connection, "job", "w-0", 0).reports]
+    assert steps == list(range(1000 - len(steps), 1000))
+    assert 10 < len(steps) < 30
+
+
+def test_the_newest_reports_of_a_long_file_cost_one_request(lives: Lives, connection: MasterConnection) -> None:
+    lives.write(0, range(20_000))
+    with connection:
+        assert [report.step for report in read_reports(connection, "job", "w-0", 0, limit=2).reports] == [19998, 19999]
+    assert lives.num_reads == 1
+
+
+def test_lives_that_cannot_be_read_are_named(lives: Lives, connection: MasterConnection) -> None:
+    for incarnation in (1, 3):
+        lives.write(incarnation, range(incarnation, incarnation + 1))
+    lives.refused = {
+        2: Refused(code="unavailable", reason="node n2 is away"),
+        0: Refused(code="not-found", reason="nothing is known of incarnation 0"),
+    }
+    with connection:
+        found = read_reports(connection, "job", "w-0", 3)
+        assert [report.step for report in found.reports] == [1, 3]
+        assert found.missing == ["node n2 is away", "nothing is known of incarnation 0"]
+        lives.refused[3] = Refused(code="not-found", reason="no job")
+        with pytest.raises(RefusedError, match="no job"):
+            read_reports(connection, "job", "w-0", 3)
