@@ -32,3 +32,13 @@ def test_a_floor_between_two_different_things_says_so() -> None:
 def test_every_floor_is_on_a_row_that_is_measured() -> None:
     rows = {name for floor in checks.FLOORS for name in (floor.row, floor.peer_row)}
     assert rows <= set(work.NAMES)
+
+
+def test_a_copy_at_the_machine_s_own_rate_passes_however_quick_the_peer_is() -> None:
+    found = {"direct": {"arg_256MiB": 15.0, "arg_1MiB": 15.0}, "ray": {"arg_256MiB": 3.0, "arg_1MiB": 3.0}}
+    limits = {"arg_256MiB": 20.0, "arg_1MiB": 20.0}
+    lines = [str(each) for each in checks.verdicts({**found, "memory": limits}) if each.ratio is not None]
+    assert "direct against ray: arg_256MiB 5.00× (floor 8×, or 0.75 of memcpy: 0.75): pass" in lines
+    assert "direct against ray: arg_1MiB 5.00× (floor 8×): FAIL" in lines, "a small copy is more call than copy"
+    slower = [each.word for each in checks.verdicts({**found, "memory": {"arg_256MiB": 20.1}}) if each.ratio == 5.0]
+    assert slower == ["FAIL", "FAIL"]
