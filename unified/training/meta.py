@@ -13,7 +13,12 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
@@ -226,13 +231,9 @@ class MetaTrainer:
         sizes = self._run.world_size
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=sizes > 1)
         held = self._saver.take_loaded()
-        set_state_dict(
-            self._model,
-            self._optimizer,
-            model_state_dict=held.get("model", {}),
-            optim_state_dict=held.get("optimizer", {}),
-            options=options,
-        )
+        # Not `set_state_dict`, which leaves the model out on ranks that have nothing to give.
+        set_optimizer_state_dict(self._model, self._optimizer, held.get("optimizer", {}), options=options)
+        set_model_state_dict(self._model, held.get("model", {}), options=options)
         self._step, self._position = state["step"], Position(*state["position"])
         if len(state["randomness"]) == sizes:  # with other ranks, nobody has a state that was its own
             _set_randomness(self._run.device, state["randomness"][self._run.rank])
