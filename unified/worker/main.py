@@ -44,7 +44,7 @@ from unified.worker.fork_setup import (
 )
 from unified.worker.progress import Reporter
 from unified.worker.rendezvous_store import open_round, serve_stores
-from unified.worker.stop import EXIT_INTERRUPTED, StopState, flush_output
+from unified.worker.stop import EXIT_INTERRUPTED, EXIT_TERMINATED, StopState, flush_output
 
 SWITCH_S = 0.001
 """A thread that computes in Python lets others, such as the one that answers calls, in after so long; Python's 5 ms
@@ -274,7 +274,7 @@ class _WorkerProcess:
                 print(f"unified: interrupted{where(error)}", file=sys.stderr)
             elif failure.is_collateral:  # the one that broke first is worth reading; this one can be asked for
                 print(f"unified: another worker broke this one: {failure.summary}", file=sys.stderr)
-            else:
+            elif failure.exit_code != EXIT_TERMINATED or not self._stop.is_asked_soon():  # that is how a stop ends
                 print(failure.traceback, end="", file=sys.stderr)
             if failure.category == "setup":
                 print(f"unified: {failure.summary}", file=sys.stderr)
