@@ -19,6 +19,7 @@ from unified.core.coordinator.workers import HeartbeatTimes
 from unified.errors import UnifiedError
 from unified.security.keys import ClusterKey, check_listening, find_key, is_loopback, may_go_without
 from unified_master.daemon import MasterDaemon, MasterOptions
+from unified_master.gateway_process import GatewayAddress
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -39,6 +40,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="where the bus relay listens (default: the host of --bind, any free port)")  # fmt: skip
     add("--insecure", action="store_true",
         help="listen beyond loopback without a cluster key (also: UNIFIED_INSECURE=1)")  # fmt: skip
+    add("--http", metavar="[HOST:]PORT",
+        help="start the training API there, as a process of its own (unified-gateway has more flags)")  # fmt: skip
     add("--address-file", type=Path, metavar="FILE", help="write the address here once the master is ready")
     add("--die-with-parent", nargs="?", type=int, const=0, metavar="PID",
         help="end when the process that started this one ends, or if PID is not its parent now")  # fmt: skip
@@ -73,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             relay_bind=relay_bind,
             address_file=arguments.address_file,
             key=_key([bind, relay_bind or bind], arguments.insecure),
+            http=GatewayAddress.parse(arguments.http, bind) if arguments.http else None,
         )
         return MasterDaemon(options).run()
     except (UnifiedError, OSError, ValueError) as error:

@@ -41,6 +41,7 @@ from unified_master.core.messages import (
     SaveRecord,
     Send,
 )
+from unified_master.gateway_process import GatewayAddress, GatewayProcess
 from unified_master.relay import BusRelay
 from unified_master.store import Store
 
@@ -74,6 +75,8 @@ class MasterOptions(msgspec.Struct, frozen=True, kw_only=True):
     address_file: Path | None = None
     key: ClusterKey | None = None
     """The cluster's key; None: anyone who reaches the ports is let in."""
+    http: GatewayAddress | None = None
+    """Address of the training API; None: this master starts none."""
 
 
 class MasterDaemon:
@@ -104,6 +107,8 @@ class MasterDaemon:
             address = self._advertised(router.get_string(zmq.LAST_ENDPOINT))
             relay, relay_address = self._start_relay(address, store)
             stack.callback(relay.close)
+            if self.options.http is not None:
+                stack.callback(GatewayProcess(address, self.options.http).close)
             self._serve(router, store, address, relay_address)
         return 0
 

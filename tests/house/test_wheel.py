@@ -66,7 +66,8 @@ def test_every_module_of_the_wheel_can_be_imported(installed: Path, tmp_path: Pa
 def test_commands_of_the_wheel_exist(installed: Path, tmp_path: Path) -> None:
     entry_points = configparser.ConfigParser()
     entry_points.read(next(installed.glob("*.dist-info/entry_points.txt")))
-    assert set(entry_points["console_scripts"]) == {"unified", "unified-master", "unified-agent"}
+    commands = {"unified", "unified-master", "unified-agent", "unified-gateway", "unified-train"}
+    assert set(entry_points["console_scripts"]) == commands
     for target in entry_points["console_scripts"].values():
         module, function = target.split(":")
         code = f"from {module} import {function}; print(callable({function}))"

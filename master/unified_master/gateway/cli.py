@@ -1,0 +1,90 @@
+"""`unified-gateway`: flags and environment to options, then the server."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from unified import process
+from unified.config.addresses import find_master
+from unified.config.logging import logging_level
+from unified.errors import UnifiedError
+from unified_master.gateway.options import BACKENDS, GatewayOptions
+from unified_master.gateway.tokens import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Tokens
+
+DEFAULT_PORT = 8000
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of `unified-gateway`'s flags."""
+    parser = argparse.ArgumentParser(
+        prog="unified-gateway",
+        description="Serves the training API over HTTP: POST /train runs a job on the cluster.",
+        epilog=f"Each client shows a token in the header X-TRAINER-TOKEN: that of {TOKEN_VARIABLE}, or one of the "
+        "token file. Without any token the gateway listens on loopback alone.",
+    )
+    add = parser.add_argument
+    add("--master", metavar="tcp://HOST:PORT",
+        help="the master (default: UNIFIED_MASTER, else a cluster of this host for the gateway's life)")  # fmt: skip
+    add("--host", default="127.0.0.1", help="where to listen (default: 127.0.0.1)")
+    add("--port", type=int, default=DEFAULT_PORT, help=f"0 takes any free one (default: {DEFAULT_PORT})")
+    add("--grpc-port", type=int, metavar="PORT", help="serve the coordinator over gRPC there, for other languages")
+    add("--token-file", type=Path, metavar="FILE",
+        help=f"lines `name: token` (default: {TOKEN_FILE_VARIABLE})")  # fmt: skip
+    add("--backend", choices=BACKENDS, help="what runs the jobs (default: TRAINER_API_BACKEND, else master)")
+    add("--namespace", action="append", metavar="NAME",
+        help="namespace of Kubernetes that jobs may be in; the first is the default one")  # fmt: skip
+    add("--nodes", type=int, metavar="N", help="agents of the cluster of this host (default: 1)")
+    add("--devices", type=int, metavar="N", help="virtual devices of each (default: this host's accelerators, or 8)")
+    add("--address-file", type=Path, metavar="FILE", help="write http://HOST:PORT here once the gateway is ready")
+    add("--die-with-parent", nargs="?", type=int, const=0, metavar="PID",
+        help="end when the process that started this one ends, or if PID is not its parent now")  # fmt: skip
+    add("--log-level", choices=["debug", "info", "warning", "error"],
+        help="one of debug, info, warning, error (default: UNIFIED_LOG_LEVEL, else info)")  # fmt: skip
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the gateway and return its exit code."""
+    arguments = build_parser().parse_args(argv)
+    if arguments.die_with_parent is not None:
+        process.die_with_parent(signal.SIGTERM, arguments.die_with_parent or os.getppid())
+    process.set_title("unified-gateway")
+    try:
+        logging.basicConfig(
+            level=logging_level(arguments.log_level, os.environ),
+            stream=sys.stderr,
+            format="%(asctime)s gateway %(levelname)s %(message)s",
+        )
+        options = _options(arguments)
+        tokens = Tokens.load(options.token_file)
+        tokens.check_listening("unified-gateway", arguments.host)
+        from unified_master.gateway.http.server import Listening, run_server
+
+        return run_server(options, tokens, Listening(arguments.host, arguments.port, arguments.address_file))
+    except ImportError as error:
+        print(f"unified-gateway needs {error.name}: pip install 'unified-runtime[http]'.", file=sys.stderr)
+        return 1
+    except (UnifiedError, OSError, ValueError) as error:
+        print(f"unified-gateway: {error}", file=sys.stderr)
+        return 1
+
+
+def _options(arguments: argparse.Namespace) -> GatewayOptions:
+    options = GatewayOptions.from_environment()
+    given = {
+        "master": find_master(arguments.master),
+        "backend": arguments.backend,
+        "token_file": arguments.token_file,
+        "namespaces": tuple(arguments.namespace) if arguments.namespace else None,
+        "nodes": arguments.nodes,
+        "devices": arguments.devices,
+        "grpc_bind": None if arguments.grpc_port is None else f"{arguments.host}:{arguments.grpc_port}",
+    }
+    return replace(options, **{name: value for name, value in given.items() if value is not None})

@@ -1,0 +1,1 @@
+"""Parts of the gateway that speak HTTP: admission, routes, streams, the server itself."""

@@ -1,0 +1,171 @@
+"""Admission of requests, before anything reads them: tokens, rates, and the size of bodies. It counts all of them, too.
+
+It is plain ASGI, outside of the framework, because each status read passes through it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, NamedTuple
+
+from unified.security.keys import is_loopback
+from unified_master.gateway.http.limits import RateLimits
+from unified_master.gateway.http.telemetry import UNMATCHED, Telemetry
+from unified_master.gateway.tokens import TOKEN_HEADER, Tokens
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+MAX_BODY = 1 << 20
+MAX_DRAINED = 64 << 20
+"""Bytes of a body that is too large, which are read and dropped so that the client comes to read the answer."""
+BODY_TIMEOUT_S = 30.0
+OPEN_PATHS = frozenset({"/healthz"})
+WRITES = frozenset({"POST", "PUT", "PATCH", "DELETE"})
+_HEADER = TOKEN_HEADER.lower().encode()
+_log = logging.getLogger("unified.gateway")
+
+
+class Rejection(NamedTuple):
+    """Answer to a request that is not let in."""
+
+    status: int
+    detail: str
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+
+class HttpAdmission:
+    """ASGI middleware that lets requests in to `app`, or answers them itself."""
+
+    def __init__(self, app: App, *, tokens: Tokens, limits: RateLimits, telemetry: Telemetry) -> None:
+        self._app = app
+        self._tokens = tokens
+        self._limits = limits
+        self._telemetry = telemetry
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = time.perf_counter()
+        is_write = scope["method"] in WRITES
+        headers = dict(scope["headers"])
+        client = self._tokens.client_of(_text(headers.get(_HEADER)))
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                self._telemetry.count(scope["method"], _route(scope), status, time.perf_counter() - began)
+                if is_write:
+                    text = "event=request client=%s method=%s path=%s status=%d"
+                    _log.info(text, client, scope["method"], ascii(scope["path"]), status)
+            await send(message)
+
+        rejection = self._reject(scope, headers, client, is_write=is_write)
+        if rejection is None and is_write:
+            body = await _read_body(headers, receive)
+            rejection = body if isinstance(body, Rejection) else None
+            receive = receive if isinstance(body, Rejection) else _replay(body, receive)
+        if rejection is not None:
+            await _answer(counted, rejection)
+        else:
+            try:
+                await self._app(scope, receive, counted)
+            except Exception:  # a defect, which is answered with 500 further out
+                self._telemetry.count(scope["method"], _route(scope), 500, time.perf_counter() - began)
+                raise
+
+    def _reject(
+        self, scope: Scope, headers: dict[bytes, bytes], client: str | None, *, is_write: bool
+    ) -> Rejection | None:
+        """Return why the request is not let in, by its head alone."""
+        if scope["path"] in OPEN_PATHS:
+            return None
+        if client is None:
+            reason = "is wrong" if _HEADER in headers else "is missing"
+            return Rejection(401, f"the token in the header {TOKEN_HEADER} {reason}.")
+        if not self._tokens.are_needed and not _is_local(scope, headers):
+            detail = "this gateway has no token and serves its own host alone: set TRAINER_API_TOKEN where it runs."
+            return Rejection(403, detail)
+        wait_s = self._limits.admit(client, is_write=is_write)
+        if wait_s is None:
+            return None
+        after = str(max(1, round(wait_s + 0.5))).encode()
+        return Rejection(429, f"too many requests of client {client!r}: slow down.", ((b"retry-after", after),))
+
+
+def _is_local(scope: Scope, headers: dict[bytes, bytes]) -> bool:
+    """Return True if a request came over loopback, and a browser was not led here by another host's name."""
+    server = scope.get("server")
+    host = _text(headers.get(b"host")) or "localhost"
+    return (server is None or is_loopback(str(server[0]))) and is_loopback(host)
+
+
+def _route(scope: Scope) -> str:
+    """Return the template of the route that a request has come to."""
+    return getattr(scope.get("route"), "path", UNMATCHED)
+
+
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode("latin-1")
+
+
+async def _read_body(headers: dict[bytes, bytes], receive: Receive) -> bytes | Rejection:
+    """Read the whole body, up to its limit in size and time."""
+    announced = headers.get(b"content-length", b"0")
+    nbytes = int(announced) if announced.isdigit() else 0
+    too_large = Rejection(
+        413, f"the body is larger than {MAX_BODY} bytes: put what is large into a file.", ((b"connection", b"close"),)
+    )
+    if nbytes > MAX_DRAINED or (nbytes > MAX_BODY and b"expect" in headers):
+        return too_large
+    parts: list[bytes] = []
+    total = 0
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            while True:
+                message = await receive()
+                if message["type"] != "http.request":
+                    return Rejection(400, "the client went away before all of the body was there.")
+                total += len(message.get("body", b""))
+                if total <= MAX_BODY:
+                    parts.append(message.get("body", b""))
+                elif total > MAX_DRAINED:
+                    return too_large
+                if not message.get("more_body", False):
+                    return b"".join(parts) if total <= MAX_BODY else too_large
+    except TimeoutError:
+        close = ((b"connection", b"close"),)
+        return Rejection(408, f"the body was not there within {BODY_TIMEOUT_S:g} s.", close)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives the body in one piece, and then what follows it."""
+    is_given = False
+
+    async def replay() -> Message:
+        nonlocal is_given
+        if is_given:
+            return await receive()
+        is_given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+async def _answer(send: Send, rejection: Rejection) -> None:
+    body = json.dumps({"detail": rejection.detail}).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        *rejection.headers,
+    ]
+    await send({"type": "http.response.start", "status": rejection.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

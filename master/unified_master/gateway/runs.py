@@ -1,0 +1,285 @@
+"""Rules about runs, above any backend: one job a run id, resume, conflicts; and what is known of all runs.
+
+A run is its `run_id`. The same payload again finds the job that it made before; another payload for the same run is a
+conflict, unless it resumes a run that has ended. Of submissions at the same time the cluster lets one win
+(`TrainingBackend.submit`), and the others find that one: no lock is held here, and any number of gateways may serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from unified.errors import RefusedError, UsageError
+from unified_master.gateway.backend import ATTEMPT_ANNOTATION, NameTakenError, RunPlan, RunRecord, TrainingBackend
+from unified_master.gateway.http.limits import TokenBucket
+from unified_master.gateway.plan import NEEDED_TO_RESUME, RESUME, Difference, StoredRequest, job_name, plan_run
+from unified_master.gateway.schemas import ResumeRequest, TrainingRequest
+
+MAX_AGE_S = 1.0
+"""Age at which the list of runs is asked for again."""
+MAX_TRIES = 5
+"""Submissions of others that may come between a look and a submission."""
+MISSES_PER_S, MISSES_BURST = 10.0, 20.0
+"""Runs that are not in the list, which the cluster is asked about one by one."""
+
+
+class RunNotFoundError(RefusedError):
+    """No run of this name is known."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__("not-found", f"there is no run {name!r}. GET /train lists those that are known.")
+
+
+class RunConflictError(RefusedError):
+    """The run id, or the name, is that of another run, or of one that goes on.
+
+    Attributes:
+        run: that run.
+        differences: fields in which the payloads differ.
+    """
+
+    def __init__(self, reason: str, run: RunRecord, differences: Mapping[str, Difference] | None = None) -> None:
+        super().__init__("conflict", reason)
+        self.run = run
+        self.differences = dict(differences or {})
+
+
+class SubmitOutcome(NamedTuple):
+    """Result of a submission: a run, and whether it is a new attempt."""
+
+    run: RunRecord
+    is_new: bool
+
+
+class Decision(NamedTuple):
+    """Action on a payload: begin an attempt that follows a job (empty: the first), or return the run that is there."""
+
+    action: Literal["begin", "return"]
+    follows: str = ""
+
+
+def decide(request: TrainingRequest, name: str, known: RunRecord | None) -> Decision:
+    """Decide about a payload, given the run that has its run id or its name.
+
+    Raises:
+        RunConflictError: the payload cannot have its way.
+    """
+    if known is None:
+        return Decision("begin")
+    stored = StoredRequest.read(known.annotations)
+    follows = known.job_id if known.name == name else ""
+    if stored is None or known.run_id != request.run_id:
+        if known.is_ended:
+            return Decision("begin", follows)
+        raise RunConflictError(f"the name {name} is that of another job, {known.job_id}, which goes on.", known)
+    differences = stored.differences(request)
+    told = ", ".join(differences)
+    if not known.is_ended:
+        if differences:
+            reason = f"run {request.run_id} goes on as {known.name} with another payload; different: {told}."
+            raise RunConflictError(reason, known, differences)
+        return Decision("return")
+    if not differences:
+        is_again = known.status == "failed" and request.resume_from_checkpoint
+        return Decision("begin", follows) if is_again else Decision("return")
+    if not request.resume_from_checkpoint:
+        reason = (
+            f"run {request.run_id} has ended as {known.name} with another payload; different: {told}. Choose another "
+            f"run_id, or set {RESUME} to go on from its checkpoints."
+        )
+        raise RunConflictError(reason, known, differences)
+    if others := [each for each in NEEDED_TO_RESUME if each in differences]:
+        reason = f"run {request.run_id} cannot be resumed with another {', '.join(others)}: choose another run_id."
+        raise RunConflictError(reason, known, differences)
+    return Decision("begin", follows)
+
+
+class RunService:
+    """Submits, resumes and stops runs on one backend, and knows the state of all of them.
+
+    Args:
+        new_id: makes ids of attempts and salts; no two are the same.
+    """
+
+    def __init__(self, backend: TrainingBackend, *, new_id: Callable[[], str] = lambda: secrets.token_hex(8)) -> None:
+        self.backend = backend
+        self.cache = RunCache(backend)
+        self._new_id = new_id
+
+    def plan(self, request: TrainingRequest) -> RunPlan:
+        """Return what `submit` would begin."""
+        namespace = self.backend.default_namespace
+        return plan_run(request, attempt_id=self._new_id(), salt=self._new_id(), namespace=namespace)
+
+    async def submit(self, request: TrainingRequest) -> SubmitOutcome:
+        """Begin a run, or find the one that the same payload began before.
+
+        Raises:
+            RunConflictError: another payload has this run id, or another run this name.
+        """
+        plan = self.plan(request)
+        name = plan.name
+        for _ in range(MAX_TRIES):
+            known = await self._known(name, request.run_id)
+            if known is not None and known.annotations.get(ATTEMPT_ANNOTATION) == plan.attempt_id:
+                return SubmitOutcome(known, is_new=True)  # the answer to an earlier try was lost
+            decision = decide(request, name, known)
+            if decision.action == "return" and known is not None:
+                return SubmitOutcome(known, is_new=False)
+            try:
+                return SubmitOutcome(await self._begin(plan, decision.follows), is_new=True)
+            except NameTakenError as error:
+                refusal = error
+        raise refusal
+
+    async def resume(self, name: str, changes: ResumeRequest) -> RunRecord:
+        """Begin another attempt at a run that has ended, from its last checkpoint.
+
+        Raises:
+            RunNotFoundError: no run of this name is known.
+            RunConflictError: the run goes on, or its payload is not known.
+        """
+        known = await self.run(name)
+        if not known.is_ended:
+            raise RunConflictError(f"run {known.run_id} goes on as {name}: stop it before you resume it.", known)
+        stored = StoredRequest.read(known.annotations)
+        if stored is None:
+            raise RunConflictError(f"the payload of {name} is not known: POST /train with all of it.", known)
+        request, kept = stored.resumed(changes)
+        plan = plan_run(
+            request,
+            attempt_id=self._new_id(),
+            salt=stored.salt,
+            namespace=self.backend.default_namespace,
+            kept=kept,
+        )
+        if job_name(request) != name:
+            raise UsageError(f"run {known.run_id} has the name {job_name(request)}, not {name}.")
+        return await self._begin(plan, known.job_id)
+
+    async def run(self, name: str) -> RunRecord:
+        """Return a run as it is now; RunNotFoundError if there is none."""
+        found = await self.backend.get(name)
+        if found is None or not found.run_id:  # a job that nobody began here
+            raise RunNotFoundError(name)
+        return found
+
+    async def stop(self, name: str, *, force: bool) -> RunRecord:
+        """Stop a run, and return how it is now; RunNotFoundError if there is none."""
+        await self.run(name)
+        await self.backend.stop(name, force=force)
+        found = await self.run(name)
+        self.cache.put(found)
+        return found
+
+    async def _known(self, name: str, run_id: str) -> RunRecord | None:
+        """Return the run of this id, or else the one that has the name."""
+        named = await self.backend.get(name)
+        if named is not None and named.run_id == run_id:
+            return named
+        return await self.backend.find_run(run_id) or named
+
+    async def _begin(self, plan: RunPlan, follows: str) -> RunRecord:
+        await self.backend.submit(plan, follows=follows)
+        run = await self.run(plan.name)
+        self.cache.put(run)
+        return run
+
+
+@dataclass
+class Snapshot:
+    """All runs, as they were at one time."""
+
+    asked_at: float
+    attempts: list[RunRecord]
+    """All attempts, newest first."""
+    by_name: dict[str, RunRecord] = field(init=False)
+    """Newest attempt of each name."""
+    bodies: dict[str, bytes] = field(default_factory=dict)
+    """Encoded answers, by name, of those who were asked for."""
+
+    def __post_init__(self) -> None:
+        self.by_name = {run.name: run for run in reversed(self.attempts)}
+
+
+class RunCache:
+    """The runs of a backend, asked for at most once a second, and only when somebody wants to know.
+
+    Callers that come while an answer is on its way wait for that one; an error is theirs too, for a second. What this
+    gateway itself has submitted or stopped since is in it at once.
+    """
+
+    def __init__(self, backend: TrainingBackend, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._backend = backend
+        self._clock = clock
+        self._snapshot: Snapshot | None = None
+        self._loading: asyncio.Task[Snapshot] | None = None
+        self._asked_at = float("-inf")
+        self._own: dict[str, tuple[float, RunRecord]] = {}
+        self._misses = TokenBucket(MISSES_PER_S, MISSES_BURST, clock=clock)
+
+    async def snapshot(self) -> Snapshot:
+        """Return the runs as they were at most a second ago."""
+        snapshot = self._snapshot
+        if snapshot is not None and self._clock() - snapshot.asked_at < MAX_AGE_S:
+            return snapshot
+        if self._loading is None or (self._loading.done() and self._clock() - self._asked_at >= MAX_AGE_S):
+            self._asked_at = self._clock()
+            self._loading = asyncio.create_task(self._load(self._asked_at))
+            self._loading.add_done_callback(_retrieve)
+        return await asyncio.shield(self._loading)
+
+    async def run(self, name: str) -> RunRecord | None:
+        """Return the newest attempt of a name, or None.
+
+        One that another gateway has begun since the list was made is asked for by name, as far as limits allow.
+        """
+        found = (await self.snapshot()).by_name.get(name)
+        if found is None and self._misses.take():
+            found = await self._backend.get(name)
+            if found is None or not found.run_id:
+                return None
+            self.put(found)
+        return found
+
+    def put(self, run: RunRecord) -> None:
+        """Take in what is newer than the list."""
+        self._own[run.job_id] = (self._clock(), run)
+        if self._snapshot is not None:
+            self._snapshot = self._with_own(self._snapshot)
+
+    async def close(self) -> None:
+        """Wait for nothing any more."""
+        if self._loading is not None:
+            self._loading.cancel()
+            await asyncio.gather(self._loading, return_exceptions=True)
+
+    async def _load(self, asked_at: float) -> Snapshot:
+        snapshot = Snapshot(asked_at, await self._backend.runs())
+        self._own = {job_id: own for job_id, own in self._own.items() if own[0] >= asked_at}
+        self._snapshot = self._with_own(snapshot)
+        return self._snapshot
+
+    def _with_own(self, snapshot: Snapshot) -> Snapshot:
+        if not self._own:
+            return snapshot
+        own = {job_id: run for job_id, (_, run) in self._own.items()}
+        others = [run for run in snapshot.attempts if run.job_id not in own]
+        attempts = sorted([*own.values(), *others], key=newest_first)
+        return Snapshot(snapshot.asked_at, attempts)
+
+
+def newest_first(run: RunRecord) -> tuple[Any, ...]:
+    """Return the key by which runs are listed."""
+    return (-(run.submitted_at or 0.0), run.job_id)
+
+
+def _retrieve(task: asyncio.Task[Snapshot]) -> None:
+    """Take note of an error of which nobody may be left to hear."""
+    if not task.cancelled():
+        task.exception()
