@@ -20,7 +20,7 @@ NOT_HERE := not gpu and not slurm and not browser
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo example test test-slow test-training check lint types layers suite unit fix sim bench bench-launch bench-bus bench-coordinator bench-checkpoint bench-scale peers soak docs clean
+.PHONY: help setup demo example test test-slow test-training check lint types layers suite unit fix sim bench bench-launch bench-bus bench-coordinator bench-checkpoint bench-gateway bench-scale peers soak docs clean
 
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,7 +69,7 @@ fix: setup ## format, and mend what the linter can mend
 sim: setup ## the cores in virtual time; REWRITE=1 writes the golden transcripts anew
 	REWRITE=$(REWRITE) $(PYTEST) tests/sim
 
-bench: bench-launch bench-bus bench-coordinator bench-checkpoint bench-scale ## all of them, with tables, JSON and pictures in out/bench; README=1 puts the tables into the pages
+bench: bench-launch bench-bus bench-coordinator bench-checkpoint bench-gateway bench-scale ## all of them, with tables, JSON and pictures in out/bench; README=1 puts the tables into the pages
 
 bench-launch: setup ## start-up and recovery against torchrun (about ten minutes)
 	$(BIN)/python benchmarks/launch/run.py $(TABLES)
@@ -82,6 +82,9 @@ bench-coordinator: setup ## heartbeats, look-ups, barriers and assignment, held 
 
 bench-checkpoint: setup ## stall, throughput and memory of saves, held against our floors (about five minutes)
 	$(BIN)/python benchmarks/checkpoint/run.py --check $(TABLES)
+
+bench-gateway: setup ## status reads over HTTP beside a bare FastAPI route, and what they cost the master (about two minutes)
+	$(BIN)/python benchmarks/gateway/run.py --check $(TABLES)
 
 bench-scale: setup ## what 1 000 and 5 000 inboxes cost the master, and a call beside them (about two minutes)
 	$(BIN)/python benchmarks/bus/scale.py $(TABLES)
