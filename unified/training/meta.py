@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -227,7 +227,8 @@ class MetaTrainer:
             self._saver.save(self._step, state, self._metrics)
 
     def _restore(self, step: int) -> None:
-        state = self._run.work.on_first(lambda: self._saver.load(step))
+        shapes = {name: tuple(values.shape) for name, values in self._model.state_dict().items()}
+        state = self._run.work.on_first(lambda: self._saver.load(step, shapes))
         sizes = self._run.world_size
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=sizes > 1)
         held = self._saver.take_loaded()
@@ -271,10 +272,14 @@ class UploadingSaver:
             self._upload.result()
             self._upload = None
 
-    def load(self, step: int) -> dict[str, Any]:
+    def load(self, step: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
         """Read a checkpoint; return what all ranks need of it. `take_loaded` has the rest.
 
+        Args:
+            shapes: of the model's parameters, whole.
+
         Raises:
+            UsageError: the checkpoint is of another model.
             CheckpointCorruptError: the file is no checkpoint of this framework.
         """
         path = self._run.checkpoints.fetch(step, self._run.scratch / "resume").get(step_file(step))
@@ -286,6 +291,13 @@ class UploadingSaver:
         except Exception as error:  # of pickle, of zipfile, of torch
             raise CheckpointCorruptError(f"{path.name} of step {step} cannot be read: {error}") from error
         path.unlink()
+        saved = {name: tuple(values.shape) for name, values in self._loaded["model"].items()}
+        if differing := sorted(name for name in saved.keys() | shapes.keys() if saved.get(name) != shapes.get(name)):
+            name = differing[0]
+            raise UsageError(
+                f"checkpoint {step} is of another model: the shape of {name} is {saved.get(name)} there and "
+                f"{shapes.get(name)} here. Resume with the model_id that the run began with."
+            )
         return dict(state)
 
     def take_loaded(self) -> dict[str, Any]:

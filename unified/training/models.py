@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import copyfileobj
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from unified.data.files import absolute, is_remote
-from unified.errors import NotFoundError, UsageError
+from unified.errors import NotFoundError, UsageError, nearest
 from unified.lazy import needed_by
 from unified.storage import open_storage
 from unified.training.checkpoints import COPY_NBYTES
 from unified.training.options import parse_config, read_config_file
-from unified.training.tokenizer import ByteTokenizer, PretrainedTokenizer, Tokenizer
+from unified.training.tokenizer import BOS, EOS, PAD, ByteTokenizer, PretrainedTokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,6 +28,9 @@ if TYPE_CHECKING:
 FROM_SCRATCH = "config:"
 BYTES = "bytes"
 """Value of `tokenizer_name` for the tokenizer of models from scratch."""
+HUB = "https://huggingface.co"
+HUB_WITHIN_S = 5.0
+LONGEST_REASON = 300
 _CONFIG_FILES = (".json", ".yaml", ".yml")
 
 
@@ -92,7 +98,8 @@ def load_tokenizer(run: TrainingRun, source: ModelSource) -> Tokenizer:
         with from_transformers("tokenizer", place):
             from transformers import AutoTokenizer
 
-            return PretrainedTokenizer(AutoTokenizer.from_pretrained(place))
+            loaded = AutoTokenizer.from_pretrained(place, local_files_only=not _can_download(place))
+            return PretrainedTokenizer(loaded)
 
     return run.work.on_all(load)
 
@@ -100,12 +107,18 @@ def load_tokenizer(run: TrainingRun, source: ModelSource) -> Tokenizer:
 def load_pretrained(source: ModelSource, tokenizer: Tokenizer) -> Any:
     """Return a causal language model of transformers, with new weights if its source is a configuration."""
     with from_transformers("model", source.place or "of this configuration"):
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
         if source.config is None:
-            return AutoModelForCausalLM.from_pretrained(source.place)
-        config = {"vocab_size": tokenizer.vocab_size, **source.config}
-        kind = config.pop("model_type", "llama")
+            local = not _can_download(source.place)
+            return AutoModelForCausalLM.from_pretrained(source.place, local_files_only=local)
+        defaults: dict[str, Any] = {"model_type": "llama", "vocab_size": tokenizer.vocab_size}
+        if isinstance(tokenizer, ByteTokenizer):
+            defaults |= {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
+        config = {**defaults, **source.config}
+        kind = config.pop("model_type")
+        if kind not in CONFIG_MAPPING:
+            raise UsageError(f"transformers has no model_type {kind!r}.{nearest(str(kind), CONFIG_MAPPING)}")
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config))
 
 
@@ -115,10 +128,11 @@ def from_transformers(what: str, name: str) -> Iterator[None]:
     try:
         with needed_by(f"a {what} other than config:{{...}}"):
             yield
-    except UsageError:
+    except (UsageError, ModuleNotFoundError, MemoryError):
         raise
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        reason = " ".join(str(error).split())
+    except Exception as error:  # of the hub, of safetensors, of pickle, of the model's own code
+        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]} …"
         raise UsageError(f"the {what} {name} cannot be loaded: {reason}") from error
 
 
@@ -141,6 +155,19 @@ def _local(run: TrainingRun, place: str, kind: str) -> str:
         run.work.on_each_node(lambda: _check_folder(folder, kind))
         return folder
     return place
+
+
+def _can_download(place: str) -> bool:
+    """Return whether the hub answers. Asked for a file, its client would try for the better part of a minute."""
+    if os.path.isdir(place) or getproxies():
+        return True
+    hub = urlsplit(os.environ.get("HF_ENDPOINT") or HUB)
+    try:
+        socket.create_connection((hub.hostname or "", hub.port or 443), HUB_WITHIN_S).close()
+    except OSError as error:
+        print(f"{hub.geturl()} cannot be reached, so this node's cache must do: {error}", flush=True)
+        return False
+    return True
 
 
 def _check_folder(folder: str, kind: str) -> None:

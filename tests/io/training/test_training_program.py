@@ -150,6 +150,27 @@ def test_bf16_and_a_tied_decoder_with_grouped_heads(data: str, base: str) -> Non
     assert state["model"]["embed_tokens.weight"].dtype == torch.float32
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_gpu_is_used_in_bf16(data: str, base: str, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.cuda.reset_peak_memory_stats()
+    assert main(options(base, data, max_steps=20)) == 0
+    text = capsys.readouterr().out
+    assert "device=cuda:0 precision=bf16" in text
+    assert losses(text)[20] < 0.8 * losses(text)[1]
+    assert torch.cuda.max_memory_allocated() > 0
+    assert main([*options(base, data, max_steps=30), "--resume"]) == 0
+    assert complete_steps(base)[-1] == 30
+
+
+def test_a_checkpoint_of_another_model(data: str, base: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(options(base, data, max_steps=2)) == 0
+    model = "config:{hidden_size: 32, intermediate_size: 32, num_hidden_layers: 2, num_attention_heads: 2}"
+    code, text = said([*options(base, data, model=model, max_steps=4), "--resume"], capsys)
+    assert code == 2
+    assert "checkpoint 2 is of another model: the shape of embed_tokens.weight is (259, 16) there and (259, 32)" in text
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
