@@ -1,4 +1,4 @@
-"""Writes the pages that are generated: states, reference, options. With `--check`, says which ones are out of date."""
+"""Writes what is generated: states, reference, options, a Postman collection. With `--check`, says what is stale."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import postman
 import source_text
 from pydantic import AliasChoices
 
@@ -50,20 +51,29 @@ def main() -> int:
     check = parser.parse_args().check
     os.environ.pop("UNIFIED_MASTER", None)  # defaults are to be everybody's, not those of this shell
     os.environ["UNIFIED_HOME"] = "$UNIFIED_HOME"
-    pages = {"state-machines.md": state_machines(), "reference.md": reference(), "options.md": options()}
-    stale = [name for name, lines in pages.items() if write(DOCS / name, lines, check)]
+    texts = {
+        DOCS / "state-machines.md": page(state_machines()),
+        DOCS / "reference.md": page(reference()),
+        DOCS / "options.md": page(options()),
+        postman.FILE: postman.collection(),
+    }
+    stale = [file.name for file, text in texts.items() if write(file, text, check)]
     if stale and check:
         print(f"out of date: {', '.join(stale)}. Run `make docs` and commit the result.", file=sys.stderr)
         return 1
     return 0
 
 
-def write(file: Path, lines: Iterable[str], check: bool) -> bool:
-    """Whether the page differed; unless this is only a check, it is written."""
-    text = re.sub(r"\n{3,}", "\n\n", "\n".join([NOTE, "", *lines])).rstrip() + "\n"
+def page(lines: Iterable[str]) -> str:
+    return re.sub(r"\n{3,}", "\n\n", "\n".join([NOTE, "", *lines])).rstrip() + "\n"
+
+
+def write(file: Path, text: str, check: bool) -> bool:
+    """Whether the file differed; unless this is only a check, it is written."""
     if file.exists() and file.read_text() == text:
         return False
     if not check:
+        file.parent.mkdir(exist_ok=True)
         file.write_text(text)
         print(f"wrote {file}")
     return True

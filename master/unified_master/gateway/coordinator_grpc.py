@@ -101,8 +101,11 @@ async def serve(*, bind: str, coordinator: RemoteCoordinator, tokens: Tokens) ->
     server.add_generic_rpc_handlers((_handlers(CoordinatorCalls(coordinator), tokens),))
     try:
         port = server.add_insecure_port(bind)
-    except RuntimeError as error:
-        raise UsageError(f"the gRPC service cannot listen on {bind}: {error}. Give another --grpc-port.") from None
+    except RuntimeError:
+        raise UsageError(
+            f"the gRPC service cannot listen on {bind}: the port is taken, or the address is none of this host's. Give "
+            "another --grpc-port."
+        ) from None
     await server.start()
     return server, port
 

@@ -1,7 +1,13 @@
 """The coordinator over gRPC: a real master, our service before it, and a client that grpcio-tools generated."""
 
 import asyncio
+import os
+import re
+import signal
+import sys
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,16 +17,19 @@ import pytest
 from grpc import StatusCode as Code
 
 from tests.support.data_files import samples, write_jsonl
-from tests.support.grpc_client import TOKENS, GeneratedClient, Stub, served
+from tests.support.grpc_client import TOKEN, TOKENS, GeneratedClient, Stub, served
 from tests.support.master_process import StartMaster
+from unified.client.daemons import Daemon
 from unified.data import DatasetRegistry, TrainingOrchestrator, iter_samples
 from unified.data.coordinator_client import RemoteCoordinator
 from unified.errors import UsageError
 from unified.protocol.coordinator import FileRun, ShardAssignment
+from unified.testing import eventually
 from unified_master.gateway import coordinator_calls
 from unified_master.gateway.coordinator_grpc import MAX_DETAILS, MAX_REQUEST, serve
 from unified_master.gateway.tokens import Tokens
 
+PAGE = Path(__file__).parents[3] / "docs/coordinator-grpc.md"
 ROWS = 40
 
 
@@ -102,6 +111,30 @@ async def test_a_training_of_two_workers_needs_no_other_call(stub: Stub, data: P
     assert not (await stub.Heartbeat(**second)).is_known
 
 
+async def test_the_program_of_the_guide_runs(generated: GeneratedClient, address: str, data: Path) -> None:
+    """docs/coordinator-grpc.md, by two processes that share the dataset."""
+    program = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
+    async with served(address) as port:
+        env = {
+            **os.environ,
+            "PYTHONPATH": str(Path(str(generated.messages.__file__)).parent),
+            "WORLD_SIZE": "2",
+            "TRAINER_API_TOKEN": TOKEN,
+            "COORDINATOR": f"127.0.0.1:{port}",
+            "DATA": str(data),
+        }
+        started = [
+            await asyncio.create_subprocess_exec(
+                sys.executable, "-c", program, stdout=PIPE, stderr=PIPE, env={**env, "RANK": str(rank)}
+            )
+            for rank in range(2)
+        ]
+        ended = await asyncio.gather(*(each.communicate() for each in started))
+    assert [each.returncode for each in started] == [0, 0], ended
+    lines = sorted(line.partition(":")[0] for out, _ in ended for line in out.decode().splitlines())
+    assert lines == ["samples 0 to 10", "samples 10 to 20", "samples 20 to 30", "samples 30 to 40"]
+
+
 async def test_programs_in_python_and_others_are_one_world(stub: Stub, address: str, data: Path) -> None:
     with RemoteCoordinator(address) as remote, DatasetRegistry(remote, rank=0, world_size=2) as registry:
         async with TrainingOrchestrator("python", remote, 2, 0) as here:
@@ -167,6 +200,35 @@ async def test_a_call_that_gives_up_leaves_the_barrier(stub: Stub, is_cancelled:
     await asyncio.gather(*(stub.WaitBarrier(barrier_id="b", world_size=2, arrival=2, **who) for who in (first, second)))
 
 
+WAITS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import grpc, coordinator_pb2, coordinator_pb2_grpc
+stub = coordinator_pb2_grpc.CoordinatorServiceStub(grpc.insecure_channel(sys.argv[2]))
+fields = dict(barrier_id="b", world_size=2, arrival=1, worker_id=sys.argv[3], session=sys.argv[4])
+wait = stub.WaitBarrier.future(coordinator_pb2.BarrierRequest(**fields), metadata=[("x-trainer-token", sys.argv[5])])
+beat = coordinator_pb2.HeartbeatRequest(worker_id=fields["worker_id"], session=fields["session"])
+stub.Heartbeat(beat, metadata=[("x-trainer-token", sys.argv[5])])
+print("waits", flush=True)
+wait.result()
+"""
+
+
+async def test_a_process_that_is_killed_leaves_the_barrier(generated: GeneratedClient, address: str) -> None:
+    async with served(address) as port, Stub(generated, port) as stub:
+        first, second = await stub.register(0, 2), await stub.register(1, 2)
+        folder = str(Path(str(generated.messages.__file__)).parent)
+        arguments = [folder, f"127.0.0.1:{port}", *first.values(), TOKEN]
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", WAITS, *arguments, stdout=PIPE)
+        assert process.stdout is not None
+        assert await process.stdout.readline() == b"waits\n"
+        process.kill()
+        await process.wait()
+        alone = await stub.refusal(stub.WaitBarrier(barrier_id="b", world_size=2, arrival=1, timeout_s=1.0, **second))
+        assert alone[:2] == (Code.DEADLINE_EXCEEDED, "timeout")
+        assert "missing w0" in alone[2]
+
+
 async def test_an_arrival_that_is_repeated_is_one(stub: Stub) -> None:
     first, second = await stub.register(0, 2), await stub.register(1, 2)
     met = await asyncio.gather(
@@ -187,6 +249,25 @@ async def test_another_gateway_goes_on(generated: GeneratedClient, address: str,
         assert (await stub.Heartbeat(**worker)).is_known
         assert await stub.GetDataShard(dataset_id="d", **worker) == shard
         await stub.WaitBarrier(barrier_id="b", world_size=1, **worker)
+
+
+async def test_the_gateway_serves_it_beside_http(generated: GeneratedClient, address: str, tmp_path: Path) -> None:
+    flags = ["--master", address, "--port", "0", "--grpc-port", "0", "--die-with-parent", str(os.getpid())]
+    log = tmp_path / "gateway.log"
+    gateway = Daemon("unified_master.gateway", flags, log, {**os.environ, "TRAINER_API_TOKEN": TOKEN})
+    try:
+        is_ready = partial(re.search, r"event=grpc-ready port=(\d+)")
+        found = await asyncio.to_thread(eventually, lambda: gateway.is_ended or is_ready(log.read_text()), 30.0)
+        assert isinstance(found, re.Match), gateway.last_words()
+        async with Stub(generated, int(found[1])) as stub:
+            worker = await stub.register(0, 2)
+            waiting = stub.WaitBarrier(barrier_id="b", world_size=2, **worker)
+            assert (await stub.Heartbeat(**worker)).is_known
+            gateway.signal(signal.SIGTERM)
+            assert (await stub.refusal(waiting))[0] in (Code.UNAVAILABLE, Code.CANCELLED)
+        assert await asyncio.to_thread(gateway.wait, 10.0)
+    finally:
+        Daemon.end_all([gateway], 10.0)
 
 
 @pytest.mark.parametrize("token", [None, "", "secret-of-the-tesT", "ünknown"[1:]])
