@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = {"unified": ROOT / "unified", "unified_agent": ROOT / "agent", "unified_master": ROOT / "master"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FOR_DEVELOPERS = {"test", "examples", "training"}
-NOT_YET = {"k8s", "nemo"}
+NOT_YET = {"k8s"}
 """Extras that docs/concepts.md lists as missing; see pyproject.toml."""
 GATEWAY = "unified_master/gateway/"
 """A program of its own, which needs what its extras bring."""
@@ -80,7 +80,7 @@ def test_what_is_imported_is_declared() -> None:
 
 def test_what_is_declared_is_imported() -> None:
     used = {name for _, module in imported() for name in distributions(module)}
-    assert not (declared() | declared(*USED)) - used - {"accelerate"}  # which transformers imports
+    assert not (declared() | declared(*USED)) - used
 
 
 def test_daemons_need_the_core_alone() -> None:

@@ -136,7 +136,8 @@ def _train(options: TrainingOptions, worker: Worker | None) -> None:
             precision=run.precision,
             resume_step=start.resume_step,
         )
-        module = cast("FrameworkModule", importlib.import_module(f"unified.training.{options.framework}"))
+        with needed_by(f"framework {options.framework}"):
+            module = cast("FrameworkModule", importlib.import_module(f"unified.training.{options.framework}"))
         module.run(run)
 
 

@@ -1,0 +1,85 @@
+"""Arguments of the hf framework: every name of TrainingArguments, the short ones, and those that are refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.training_runs import TrainingRuns
+from tests.training.conftest import needs
+from unified.errors import OptionError
+
+pytestmark = pytest.mark.timeout(120)
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"adam_betta1": 0.8}, "hf has no argument 'adam_betta1'. Did you mean 'adam_beta1'?"),
+    ({"grad_accumulation": 2}, "Did you mean 'gradient_accumulation'?"),
+    ({"adam_beta1": "0.8"}, "adam_beta1='0.8' is not allowed: float is"),
+    ({"logging_first_step": 1}, "logging_first_step=1 is not allowed: bool is"),
+    ({"dataloader_num_workers": True}, "dataloader_num_workers=True is not allowed: int is"),
+    ({"report_to": {"a": 1}}, "report_to={'a': 1} is not allowed"),
+    ({"lr_scheduler_kwargs": [1]}, "lr_scheduler_kwargs=[1] is not allowed"),
+    ({"output_dir": "/tmp"}, "'output_dir' cannot be given: checkpoints go below checkpoint_base_uri"),
+    ({"hub_token": "hf_secret"}, "'hub_token' cannot be given: config/run.json would hold it: give HF_TOKEN in env"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), BAD, ids=[next(iter(given)) for given, _ in BAD])
+def test_a_wrong_argument_is_named(given: dict[str, Any], message: str) -> None:
+    needs("hf")
+    from unified.training.hf_arguments import check_rest
+
+    with pytest.raises(OptionError) as raised:
+        check_rest(given)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert "hf_secret" not in str(raised.value)
+
+
+def test_right_arguments_of_each_type_pass() -> None:
+    needs("hf")
+    from unified.training.hf_arguments import check_rest
+
+    given = {
+        "adam_beta1": 0.8,
+        "adam_epsilon": 1,
+        "lr_scheduler_type": "cosine",
+        "lr_scheduler_kwargs": {"num_cycles": 2},
+        "report_to": ["none"],
+        "metric_for_best_model": None,
+        "dataloader_num_workers": 2,
+        "gradient_checkpointing": True,
+        "optim": "adamw_torch",
+    }
+    assert check_rest(given) == given
+
+
+def test_what_trainer_refuses_is_one_line(hf: TrainingRuns) -> None:
+    assert "extra_args: spiral is not a valid SchedulerType" in hf.refused(lr_scheduler_type="spiral", max_steps=2)
+    assert "warmup_stepps" in hf.refused(warmup_stepps=2)
+    assert "precision=fp16 is not there on cpu" in hf.refused(precision="fp16")
+
+
+def test_arguments_reach_trainer(hf: TrainingRuns, tmp_path: Path) -> None:
+    """By the short names, and by those of TrainingArguments that have none."""
+    hf.train(
+        gradient_accumulation=2,
+        num_epochs=2,
+        learning_rate=0.01,
+        lr=None,
+        lr_scheduler_type="constant",
+        dataloader_num_workers=1,
+        logging_steps=4,
+        eval_fraction=0,
+        save_steps=0,
+        bf16=True,
+    )
+    (step,) = hf.checkpoints().complete_steps()
+    assert step == 20
+    import torch
+
+    files = hf.fetch(step)
+    state = (files["checkpoint-20/trainer_state.json"]).read_text()
+    assert '"learning_rate": 0.01' in state
+    assert '"eval_loss"' not in state
+    arguments = torch.load(files["checkpoint-20/training_args.bin"], weights_only=False)
+    assert (arguments.bf16, arguments.num_train_epochs, arguments.report_to) == (True, 2, [])

@@ -1,0 +1,197 @@
+"""The hf framework: transformers' `Trainer`, whose checkpoints go to the store as it makes them.
+
+Each rank lets the Trainer write into a folder of its own, so that what is there is what this rank wrote: rank 0 the
+model, the optimizer and the state, every rank its random number generators, and its shards where FSDP saves such. All
+ranks upload, and rank 0 writes the mark when all have. Nothing of it stays on the disk.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import accelerate  # noqa: F401 - without it Trainer raises an error that names no extra of ours
+import torch
+import transformers
+
+from unified.training.dataset import PaddingCollator, TokenRows, load_rows
+from unified.training.hf_arguments import training_arguments
+from unified.training.models import load_model, sequence_length
+from unified.training.stopping import TrainingStopped
+from unified.training.tokenizer import PretrainedTokenizer
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from unified.training.run import TrainingRun
+
+
+def run(run: TrainingRun) -> None:
+    """Train from `run.resume_step`, or from the beginning, to the end.
+
+    Raises:
+        OptionError: an argument that `TrainingArguments` does not take.
+        TrainingStopped: a stop was asked for, and the checkpoint is saved.
+    """
+    output = run.scratch / "trainer"
+    arguments = training_arguments(run, output)
+    if arguments.disable_tqdm:
+        transformers.utils.logging.disable_progress_bar()
+    texts, held_out = load_rows(run)
+    model, tokenizer = load_model(run)
+    length = sequence_length(run, model)
+    if not held_out:
+        arguments.eval_strategy = transformers.IntervalStrategy.NO
+    callback = RunCallback(run, evaluates=bool(held_out))
+    trainer = TokenCountingTrainer(
+        model=model,
+        args=arguments,
+        data_collator=PaddingCollator(tokenizer.pad_id),
+        train_dataset=TokenRows(texts, tokenizer, length),
+        eval_dataset=TokenRows(held_out, tokenizer, length) if held_out else None,
+        processing_class=tokenizer.tokenizer if isinstance(tokenizer, PretrainedTokenizer) else None,
+        callbacks=[callback],
+    )
+    callback.trainer = trainer
+    try:
+        trainer.train(resume_from_checkpoint=_fetched(run))
+    except _NothingLeftError:
+        run.log(f"step {run.resume_step} was the last one: nothing is left to train")
+        return
+    if callback.is_stopped:
+        raise TrainingStopped(trainer.state.global_step)
+
+
+class RunCallback(transformers.TrainerCallback):
+    """Has checkpoints made at the end and at a stop, brings all of them to the store, and reports progress.
+
+    Args:
+        evaluates: the loss of held-out rows is computed at the end, whatever else was asked for.
+
+    Attributes:
+        trainer: the one that calls this.
+        is_stopped: all ranks agreed to stop before the last step.
+    """
+
+    trainer: TokenCountingTrainer
+
+    def __init__(self, run: TrainingRun, evaluates: bool) -> None:
+        self._run = run
+        self._evaluates = evaluates
+        self._metrics: dict[str, float] = {}
+        self._saved_step: int | None = None
+        self._logged_step = 0
+        self._logged_at = 0.0
+        self.is_stopped = False
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        if state.global_step >= state.max_steps:  # Trainer would do one step more
+            raise _NothingLeftError
+        state.compute_steps(args, state.max_steps)  # a resumed state has the intervals of the run before
+        self._start_clock(state)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        self._metrics.pop("eval_loss", None)  # that of an earlier step says nothing about this one
+        is_last = state.global_step >= state.max_steps
+        self.is_stopped = self._run.stop.agreed() and not is_last
+        if self.is_stopped:
+            control.should_training_stop = True
+            control.should_evaluate = False
+        if self.is_stopped or is_last:
+            control.should_save = True
+        if is_last:
+            control.should_evaluate = self._evaluates
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        if self.is_stopped:
+            control.should_evaluate = False
+        if state.global_step == self._saved_step:
+            control.should_save = False
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        save(self._run, state.global_step, folder, self._metrics, {"epoch": state.epoch, "total": state.max_steps})
+        shutil.rmtree(folder)
+        self._saved_step = state.global_step
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: object,
+    ) -> None:
+        """Report what is logged: the loss, or that of the held-out rows."""
+        logs = logs or {}
+        found: dict[str, float] = {name: logs[name] for name in ("loss", "grad_norm", "eval_loss") if name in logs}
+        if not found:
+            return
+        self._metrics |= found
+        if "loss" in logs:
+            found |= {"lr": logs["learning_rate"], **self._rates(args, state)}
+            self._start_clock(state)
+        self._run.report(step=state.global_step, total=state.max_steps, **found)
+
+    def _start_clock(self, state: TrainerState) -> None:
+        self._logged_at = time.monotonic()
+        self._logged_step = state.global_step
+        self.trainer.num_tokens = 0
+
+    def _rates(self, args: TrainingArguments, state: TrainerState) -> dict[str, float]:
+        """Return samples and tokens a second since the last time, of all ranks, taken to be as fast as this one."""
+        past_s = time.monotonic() - self._logged_at
+        rows = args.train_batch_size * args.gradient_accumulation_steps * (state.global_step - self._logged_step)
+        return {
+            "samples_per_s": rows * args.world_size / past_s,
+            "tokens_per_s": float(self.trainer.num_tokens) * args.world_size / past_s,
+        }
+
+
+class TokenCountingTrainer(transformers.Trainer):
+    """A Trainer that counts the tokens of this rank on its device, so that nothing waits for the device.
+
+    Attributes:
+        num_tokens: since somebody set it to 0.
+    """
+
+    num_tokens: torch.Tensor | int = 0
+
+    def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *more: Any, **others: Any) -> torch.Tensor:
+        self.num_tokens = self.num_tokens + inputs["attention_mask"].sum()
+        return cast(torch.Tensor, super().training_step(model, inputs, *more, **others))
+
+
+def save(run: TrainingRun, step: int, folder: Path, metrics: dict[str, float], state: dict[str, Any]) -> None:
+    """Upload what each rank has in its folder as one checkpoint, below ``checkpoints/<folder's name>/``. A collective.
+
+    Raises:
+        UnifiedError: a rank could not upload; older checkpoints are as they were.
+    """
+    store = run.checkpoints
+    files = {f"{folder.name}/{path.relative_to(folder)}": path for path in sorted(folder.rglob("*")) if path.is_file()}
+    run.work.on_first(lambda: store.discard(step))
+    uploaded = run.work.on_all(lambda: store.upload(files))
+    everything = [file for files in run.work.ranks.gather(uploaded) for file in files]
+    run.work.on_first(lambda: store.commit(step, everything, metrics, state=state))
+
+
+def _fetched(run: TrainingRun) -> str | None:
+    """Copy the checkpoint to go on from to this node; return its folder."""
+    step = run.resume_step
+    if step is None:
+        return None
+
+    def fetch() -> str:
+        run.checkpoints.fetch(step, run.scratch)
+        return str(run.scratch / f"checkpoint-{step}")
+
+    return run.work.on_each_node(fetch)
+
+
+class _NothingLeftError(Exception):
+    """The checkpoint is of the last step."""

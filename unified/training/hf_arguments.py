@@ -1,0 +1,111 @@
+"""`extra_args` of the hf framework as `transformers.TrainingArguments`: our short names, and all of its own.
+
+A name that is no argument, one that the run decides and a value of the wrong type are errors of one line.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, cast, get_type_hints
+
+import msgspec
+import transformers
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from unified.errors import OptionError, nearest
+from unified.training.arguments import ALIASES, HfArguments
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from unified.training.run import TrainingRun
+
+REFUSED = {
+    "output_dir": "checkpoints go below checkpoint_base_uri",
+    "resume_from_checkpoint": "it is a field of the request, beside extra_args",
+    "load_best_model_at_end": "every checkpoint stays in the store, and its step-*.json has its eval_loss",
+    "save_on_each_node": "each rank saves its own part",
+    "enable_jit_checkpoint": "a run that is stopped saves a checkpoint anyway",
+    "use_cpu": "the devices are those of the job",
+    "no_cuda": "the devices are those of the job",
+    "local_rank": "the ranks are those of the job",
+    "ddp_backend": "the ranks are connected already",
+    "hub_token": "config/run.json would hold it: give HF_TOKEN in env",
+}
+"""Names that are not taken, and the reason."""
+
+
+def training_arguments(run: TrainingRun, output_dir: Path) -> transformers.TrainingArguments:
+    """Return the arguments of `Trainer`: the common ones by its names, then what else was given.
+
+    Args:
+        output_dir: folder of this rank alone.
+
+    Raises:
+        OptionError: a name, a type or a combination of values that `TrainingArguments` has not.
+    """
+    arguments = cast(HfArguments, run.arguments)
+    rest = check_rest(arguments.rest)
+    eval_steps = arguments.eval_steps or arguments.save_steps
+    precision = "fp32" if {"bf16", "fp16"} & rest.keys() and arguments.precision == "auto" else run.precision
+    values: dict[str, Any] = {
+        "output_dir": str(output_dir),
+        "use_cpu": run.device.type == "cpu",
+        "learning_rate": arguments.lr,
+        "per_device_train_batch_size": arguments.batch_size,
+        "per_device_eval_batch_size": arguments.batch_size,
+        "gradient_accumulation_steps": arguments.gradient_accumulation,
+        "num_train_epochs": arguments.num_epochs,
+        "max_steps": arguments.max_steps if arguments.max_steps > 0 else -1,
+        "weight_decay": arguments.weight_decay,
+        "warmup_steps": arguments.warmup_steps,
+        "max_grad_norm": arguments.max_grad_norm,
+        "logging_steps": arguments.logging_steps,
+        "save_steps": arguments.save_steps,
+        "save_strategy": "steps" if arguments.save_steps else "no",
+        "eval_steps": eval_steps,
+        "eval_strategy": "steps" if eval_steps else "no",
+        "seed": arguments.seed,
+        "bf16": precision == "bf16",
+        "fp16": precision == "fp16",
+        "ddp_find_unused_parameters": False,  # else DDP looks for some after each step, of which no decoder has any
+        "disable_tqdm": not sys.stderr.isatty(),
+        "report_to": "none",
+    }
+    try:
+        made = transformers.TrainingArguments(**values | rest)
+    except (ValueError, TypeError, ImportError) as error:
+        raise OptionError(f"extra_args: {' '.join(str(error).split())}") from error
+    made._n_gpu = min(made.n_gpu, 1)  # several GPUs that one process sees are no reason for its DataParallel
+    return made
+
+
+def check_rest(rest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the same values; raise OptionError for the first that `TrainingArguments` would not take."""
+    hints = get_type_hints(transformers.TrainingArguments)
+    known = {field.name: hints[field.name] for field in fields(transformers.TrainingArguments) if field.init}
+    ours = {field.name for field in msgspec.structs.fields(HfArguments)} - {"given", "rest"}
+    for name, value in rest.items():
+        if name in REFUSED:
+            raise OptionError(f"extra_args: {name!r} cannot be given: {REFUSED[name]}.")
+        if name not in known:
+            hint = nearest(name, {*known, *ours, *ALIASES} - REFUSED.keys())
+            raise OptionError(
+                f"extra_args: hf has no argument {name!r}.{hint} It has {', '.join(sorted(ours))} and those of "
+                f"transformers.TrainingArguments ({transformers.__version__})."
+            )
+        adapter: TypeAdapter[Any] = TypeAdapter(
+            known[name], config=ConfigDict(strict=True, arbitrary_types_allowed=True)
+        )
+        try:
+            adapter.validate_python(value)
+        except ValidationError:
+            raise OptionError(f"extra_args: {name}={value!r} is not allowed: {_spelled(known[name])} is.") from None
+    return dict(rest)
+
+
+def _spelled(hint: Any) -> str:
+    """Return a type as people read it, such as ``float | None``."""
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
