@@ -22,6 +22,8 @@ class MemoryBackend:
         self.is_away = False
         self.is_closed = False
         self.lines: list[str] = []
+        self.more = asyncio.Event()
+        """Set when followers of logs have come to the end."""
 
     def end(self, name: str, exit_code: int = 1, detail: str = "ValueError: boom") -> None:
         """End the newest attempt of a name."""
@@ -75,6 +77,10 @@ class MemoryBackend:
         for line in self.lines:
             await asyncio.sleep(0)
             yield line
+        if follow:
+            await self.more.wait()
+            if self.is_away:
+                raise MasterUnreachableError("no master answers")
 
     async def events(self, name: str, *, limit: int) -> list[RunEvent]:
         return [RunEvent(at=1.0, event="job-submitted", reason="so")]

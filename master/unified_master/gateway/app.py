@@ -25,6 +25,7 @@ from unified.errors import (
     UsageError,
     nearest,
 )
+from unified_master.gateway.backend import TrainingBackend
 from unified_master.gateway.http.admission import OPEN_PATHS, HttpAdmission
 from unified_master.gateway.http.limits import RateLimits
 from unified_master.gateway.http.routes import open_routes, routes
@@ -48,9 +49,13 @@ BURST = 10.0
 _log = logging.getLogger("unified.gateway")
 
 
-def create_app(options: GatewayOptions, tokens: Tokens) -> FastAPI:
-    """Return the application of one gateway, which opens and closes it with its own life."""
-    gateway = Gateway(options, tokens)
+def create_app(options: GatewayOptions, tokens: Tokens, backend: TrainingBackend | None = None) -> FastAPI:
+    """Return the application of one gateway, which opens and closes it with its own life.
+
+    Args:
+        backend: what runs the jobs; None: what the options say.
+    """
+    gateway = Gateway(options, tokens, backend)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

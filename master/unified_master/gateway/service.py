@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import AsyncExitStack
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -31,11 +32,16 @@ VIRTUAL_DEVICES = 8
 
 
 class Gateway:
-    """One gateway, from `open` to `close`."""
+    """One gateway, from `open` to `close`.
 
-    def __init__(self, options: GatewayOptions, tokens: Tokens) -> None:
+    Args:
+        backend: what runs the jobs; None: what the options say.
+    """
+
+    def __init__(self, options: GatewayOptions, tokens: Tokens, backend: TrainingBackend | None = None) -> None:
         self.options = options
         self.tokens = tokens
+        self._backend = backend
         self.telemetry = Telemetry()
         self.checkpoints = RunCheckpointReader()
         self._runs: RunService | None = None
@@ -65,11 +71,12 @@ class Gateway:
         self._stack.callback(self.checkpoints.close)
         options = self.options
         address = options.master
-        if options.backend == "kubeflow":
-            if options.grpc_bind is not None and address is None:
-                raise UsageError("--grpc-port forwards to a master: name one with --master or UNIFIED_MASTER.")
+        if options.grpc_bind is not None and options.backend != "master" and address is None:
+            raise UsageError("--grpc-port forwards to a master: name one with --master or UNIFIED_MASTER.")
+        backend = self._backend
+        if backend is None and options.backend == "kubeflow":
             backend = _kubeflow(options)
-        else:
+        elif backend is None:
             if address is None:
                 address = (await self._start_cluster()).address
             backend = MasterBackend(address, shares_host=options.master is None)
@@ -133,25 +140,25 @@ class Gateway:
             raise RunConflictError(f"the payload of {name} is not known, and so not where its checkpoints are.", run)
         return RunLayout(stored.fields["checkpoint_base_uri"], run.run_id, run.framework)
 
-    def begin_following(self) -> None:
-        """Count a follower of logs; RefusedError if there are too many."""
+    def check_followers(self) -> None:
+        """Raise RefusedError if too many read logs already."""
         if self._num_followers >= MAX_FOLLOWERS:
             raise RefusedError("unavailable", f"{MAX_FOLLOWERS} readers follow logs: try again later.")
-        self._count_followers(+1)
 
-    def end_following(self) -> None:
-        self._count_followers(-1)
-
-    def _count_followers(self, change: int) -> None:
-        self._num_followers += change
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Count a reader of logs while it reads."""
+        self._num_followers += 1
         self.telemetry.set_followers(self._num_followers)
+        try:
+            yield
+        finally:
+            self._num_followers -= 1
+            self.telemetry.set_followers(self._num_followers)
 
 
 def status_of(run: RunRecord) -> TrainingJobStatus:
     """Return a run as clients see it."""
-    detail = run.detail or None
-    if run.status == "failed":
-        detail = f"{run.detail.rstrip('.') or 'failed'}. POST /train/{run.name}/resume goes on from its checkpoints."
     return TrainingJobStatus.model_validate(
         {
             "name": run.name,
@@ -159,7 +166,7 @@ def status_of(run: RunRecord) -> TrainingJobStatus:
             "run_id": run.run_id,
             "framework": run.framework,
             "status": run.status,
-            "detail": detail,
+            "detail": run.detail or None,
             "job_id": run.job_id,
             "submitted_at": run.submitted_at,
             "started_at": run.started_at,

@@ -1,5 +1,7 @@
 """The gateway as a process, before a real master: tokens, bad requests, one job a run, and the deaths of both."""
 
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from tests.support.fake_master import FakeMaster
 from tests.support.gateway_process import PAYLOAD, TOKEN, GatewayUnderTest, StartGateway
 from tests.support.master_process import MasterProcess, StartMaster
 from unified.client.connection import MasterConnection
+from unified.process import every_process, is_alive
 from unified.protocol.client_master import JobList, ListJobs
 from unified.testing import eventually
 
@@ -316,6 +319,55 @@ def test_the_service_describes_itself_and_counts_its_requests(gateway: GatewayUn
     text = gateway.client.get("/metrics").text
     assert 'unified_gateway_requests_total{method="GET",route="/train/{name}",status="200"} 1.0' in text
     assert 'unified_gateway_runs{status="submitted"} 1.0' in text
+
+
+def test_a_master_starts_its_gateway_again_and_takes_it_along(start_master: StartMaster, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    master = start_master("--http", str(port))
+    url = f"http://127.0.0.1:{port}"
+    eventually(lambda: _is_up(url), 20, "the master started no gateway")
+    assert httpx.post(f"{url}/train", json=PAYLOAD).status_code == 201
+    assert jobs(master.address) == ["train-tiny"]
+    (first,) = children_of(master.process.pid)
+    os.kill(first, signal.SIGKILL)
+    eventually(lambda: children_of(master.process.pid) not in ([], [first]), 20, "the gateway was not started again")
+    eventually(lambda: _is_up(url), 20, "the gateway did not come back")
+    assert httpx.get(f"{url}/train/train-tiny").json()["status"] == "submitted"
+    (second,) = children_of(master.process.pid)
+    master.process.terminate()
+    assert master.process.wait(20) == 0
+    assert not is_alive(second)
+    assert "event=gateway-ended" in master.log.read_text()
+
+
+def test_a_gateway_ends_with_its_master(start_master: StartMaster) -> None:
+    master = start_master("--http", "127.0.0.1:0")
+    (gateway,) = eventually(lambda: children_of(master.process.pid), 20, "the master started no gateway")
+    eventually(lambda: "gateway-ready" in master.log.read_text(), 20, "the gateway was not ready")
+    master.kill()
+    eventually(lambda: not is_alive(gateway), 20, "the gateway outlived its master")
+
+
+def test_an_address_for_the_gateway_that_is_none_is_told(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "unified_master", "--http", "x:y", "--state-dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "unified-master: --http 'x:y' is no address: write PORT or HOST:PORT.\n",
+    )
+
+
+def children_of(pid: int) -> list[int]:
+    return [process.pid for process in every_process() if process.parent == pid and process.is_alive]
+
+
+def _is_up(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/healthz").status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def test_a_dry_run_shows_the_job_and_begins_nothing(idle_gateway: GatewayUnderTest) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
@@ -188,9 +189,9 @@ async def logs(
 ) -> Response:
     """Return the lines that the ranks printed, each with its rank in front."""
     gateway = _gateway(request)
+    gateway.check_followers()
     await gateway.runs.run(name)
     lines = gateway.runs.backend.logs(name, rank=rank, follow=follow, tail_bytes=tail_bytes)
-    gateway.begin_following()
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # the latter is for nginx
     if not follow:
         return StreamingResponse(_followed(gateway, _text(lines)), media_type="text/plain", headers=headers)
@@ -235,6 +236,9 @@ async def checkpoints(name: str, request: Request, limit: Limit = 100) -> RunChe
 
 def _submitted(outcome: SubmitOutcome) -> Response:
     run = outcome.run
+    if not outcome.is_new and run.status == "failed":
+        detail = f"{run.detail.rstrip('.') or 'failed'}. POST /train/{run.name}/resume goes on from its checkpoints."
+        run = replace(run, detail=detail)
     status = 201 if outcome.is_new else 200
     headers = {"location": f"/train/{run.name}"}
     return Response(status_of(run).model_dump_json(), status_code=status, media_type=JSON, headers=headers)
@@ -246,12 +250,10 @@ async def _text(lines: AsyncIterator[str]) -> AsyncIterator[bytes]:
 
 
 async def _followed(gateway: Gateway, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the parts, and count the reader out at the end."""
-    try:
+    """Yield the parts, and count the reader for as long as it takes them."""
+    with gateway.following():
         async for part in parts:
             yield part
-    finally:
-        gateway.end_following()
 
 
 def _label(text: str) -> tuple[str, str]:
