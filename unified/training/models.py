@@ -95,7 +95,7 @@ def load_tokenizer(run: TrainingRun, source: ModelSource) -> Tokenizer:
     place = _local(run, name, "tokenizer") if name else source.place
 
     def load() -> Tokenizer:
-        with from_transformers("tokenizer", place):
+        with from_transformers("tokenizer" if name else "model", place):
             from transformers import AutoTokenizer
 
             loaded = AutoTokenizer.from_pretrained(place, local_files_only=not _can_download(place))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import importlib
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -127,12 +128,13 @@ def _train(options: TrainingOptions, worker: Worker | None) -> None:
         start = work.on_first(lambda: prepare(options, checkpoints, ranks.size))
         run = run.resuming(start.resume_step)
         stack.enter_context(LogUploader(f"{options.layout.logs_uri}/{start.log_folder}", f"rank-{ranks.rank}"))
+        # A line of each rank, so that each has a log.
+        print(f"{NAME}: rank {ranks.rank} of {ranks.size} on {socket.gethostname()}, {place.device}", flush=True)
         run.log(
             f"{NAME}: run {options.run_id}",
             framework=options.framework,
             model=options.model_id,
             ranks=ranks.size,
-            device=place.device,
             precision=run.precision,
             resume_step=start.resume_step,
         )

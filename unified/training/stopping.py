@@ -40,6 +40,7 @@ class StopFlag(ClosedOnExit):
         self._world_size = world_size
         self._device = device
         self._asked = threading.Event()
+        self._before: torch.Tensor | None = None
         self._handler_before: Any = None
         try:
             current_worker().on_stop(self._asked.set)
@@ -62,15 +63,20 @@ class StopFlag(ClosedOnExit):
         self._asked.set()
 
     def agreed(self) -> bool:
-        """Return whether any rank was asked to stop, the same on all. A collective: every rank calls it each step."""
+        """Return whether any rank was asked to stop, the same on all. A collective: every rank calls it each step.
+
+        On an accelerator the answer is that of the step before, so that nobody waits for the device to be done.
+        """
         if self._world_size == 1:
             return self.is_asked
         import torch
         from torch import distributed
 
-        flag = torch.tensor(float(self.is_asked), device=self._device)
+        flag: torch.Tensor | None = torch.full((), float(self.is_asked), device=self._device)
         distributed.all_reduce(flag, distributed.ReduceOp.MAX)
-        return bool(flag.item())
+        if self._device.type != "cpu":
+            flag, self._before = self._before, flag
+        return flag is not None and bool(flag.item())
 
 
 def exit_stopped() -> NoReturn:

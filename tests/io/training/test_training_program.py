@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.support import training
+from tests.support.s3 import S3Server, faulty
 from tests.support.training import Ranks, complete_steps, keys, losses, options, run_ranks
 from unified.storage import open_storage
 from unified.training.program import main
@@ -59,7 +60,8 @@ def test_a_run_from_bucket_to_bucket(bucket: str) -> None:
     assert config["arguments"]["max_steps"] == 20
     assert config["extra_args"]["lr"] == 0.01
     assert (config["model_id"], config["world_size"]) == (training.TINY, 2)
-    assert sorted(logs) == ["rank-0.log"], "rank 1 printed nothing"
+    assert sorted(logs) == ["rank-0.log", "rank-1.log"]
+    assert b"rank 1 of 2" in logs["rank-1.log"]
     assert b"step 20/20 loss=" in logs["rank-0.log"]
     assert (mark["step"], mark["world_size"], mark["framework"], mark["run_id"]) == (20, 2, "meta", "run-1")
     assert [file["name"] for file in mark["files"]] == ["step-000020.pt"]
@@ -156,7 +158,8 @@ def test_a_gpu_is_used_in_bf16(data: str, base: str, capsys: pytest.CaptureFixtu
     torch.cuda.reset_peak_memory_stats()
     assert main(options(base, data, max_steps=20)) == 0
     text = capsys.readouterr().out
-    assert "device=cuda:0 precision=bf16" in text
+    assert ", cuda:0" in text
+    assert "precision=bf16" in text
     assert losses(text)[20] < 0.8 * losses(text)[1]
     assert torch.cuda.max_memory_allocated() > 0
     assert main([*options(base, data, max_steps=30), "--resume"]) == 0
@@ -210,10 +213,9 @@ def test_every_rank_says_the_same(data: str, base: str) -> None:
     Path(data).write_bytes(training.rows(5) + b"{}\n")
     codes, outputs = run_ranks(options(base, data, max_steps=5))
     assert codes == [2, 2]
-    assert outputs[1] == f"unified-train: line 6 of {data} has no field 'text'; its fields: none. " + (
-        "extra_args.dataset_text_field names the field with the text.\n"
-    )
-    assert outputs[1] in outputs[0]
+    line = f"unified-train: line 6 of {data} has no field 'text'; its fields: none. "
+    line += "extra_args.dataset_text_field names the field with the text."
+    assert [output.splitlines()[-1] for output in outputs] == [line, line]
 
 
 @contextlib.contextmanager
@@ -246,6 +248,39 @@ def test_a_store_that_never_answers_is_said_soon(
     assert code == 2
     assert "check the endpoint and the network" in text
     assert time.monotonic() - begin < 15
+
+
+@pytest.mark.parametrize(("fault", "message"), [("deny", "AccessDenied"), ("busy", "HTTP 503")])
+def test_a_store_that_refuses(
+    s3_environment: S3Server,
+    data: str,
+    fault: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    begin = time.monotonic()
+    with faulty(s3_environment, lambda asked: fault) as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", url)
+        code, text = said(options("s3://some-bucket/runs", data), capsys)
+    assert code == 2
+    assert message in text
+    assert "\n" not in text
+    assert time.monotonic() - begin < 20
+
+
+def test_a_store_that_is_full_ends_the_run_and_older_checkpoints_stay(
+    s3_environment: S3Server, data: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = f"s3://{s3_environment.make_bucket()}/runs"
+    with faulty(s3_environment, lambda asked: "full" if "step-000020.pt" in asked.path else None) as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", url)
+        code, text = said(options(base, data, max_steps=40), capsys)
+    assert code == 1, "no error of the user's making: in a job it is tried again"
+    assert "step-000020.pt" in text
+    assert "\n" not in text
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3_environment.url)
+    assert complete_steps(base) == [10]
 
 
 def test_a_bucket_without_permission(
