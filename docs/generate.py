@@ -156,7 +156,7 @@ def options() -> Iterator[str]:
     yield from table_of(["section", "key", "variable", "default", "meaning"], runtime_keys())
     yield "\n### Of one worker, outside a job\n"
     yield from table_of(["variable", "default", "meaning"], runtime_variables())
-    for daemon in ("unified_master", "unified_agent"):
+    for daemon in ("unified_master", "unified_agent", "unified_master.gateway"):
         parser: argparse.ArgumentParser = importlib.import_module(f"{daemon}.cli").build_parser()
         yield f"\n## {parser.prog}\n\n{parser.description or ''}\n"
         yield from table_of(["option", "meaning"], flags_of(parser))

@@ -1,6 +1,7 @@
 """The gateway as a process, before a real master: tokens, bad requests, one job a run, and the deaths of both."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 
@@ -368,6 +370,15 @@ def _is_up(url: str) -> bool:
         return httpx.get(f"{url}/healthz").status_code == 200
     except httpx.TransportError:
         return False
+
+
+def test_the_coordinator_is_served_beside_it(start_master: StartMaster, start_gateway: StartGateway) -> None:
+    gateway = start_gateway("--master", start_master().address, "--grpc-port", "0")
+    assert gateway.client.get("/healthz").status_code == 200
+    found = re.search(r"event=grpc-ready port=(\d+)", gateway.log.read_text())
+    assert found is not None
+    with grpc.insecure_channel(f"127.0.0.1:{found[1]}") as channel:
+        grpc.channel_ready_future(channel).result(timeout=10)
 
 
 def test_a_dry_run_shows_the_job_and_begins_nothing(idle_gateway: GatewayUnderTest) -> None:

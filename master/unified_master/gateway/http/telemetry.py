@@ -12,6 +12,7 @@ from unified_master.gateway.backend import RunRecord
 from unified_master.gateway.schemas import RunState
 
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 UNMATCHED = "(none)"
 """Route of requests whose path is that of no route."""
 
@@ -45,6 +46,7 @@ class Telemetry:
 
     def count(self, method: str, route: str, status: int, seconds: float) -> None:
         """Count a request; `route` is the template of its path, so that names make no series of their own."""
+        method = method if method in METHODS else "other"  # a client may send any word
         key = (method, route, status)
         found = self._children.get(key)
         if found is None:  # looking up labels takes longer than all else here

@@ -92,6 +92,13 @@ async def test_a_defect_is_500_without_its_words_and_is_counted(
     assert counted in (await client.get("/metrics")).text
 
 
+async def test_words_that_clients_make_up_are_no_series_of_their_own(client: httpx.AsyncClient) -> None:
+    for number in range(5):
+        await client.request(f"WORD{number}", f"/path-{number}")
+    text = (await client.get("/metrics")).text
+    assert 'unified_gateway_requests_total{method="other",route="(none)",status="404"} 5.0' in text
+
+
 async def test_a_conflict_shows_the_other_run_and_the_differences(client: httpx.AsyncClient) -> None:
     made = (await client.post("/train", json=RUN)).json()
     answer = await client.post("/train", json={**RUN, "num_nodes": 2})
