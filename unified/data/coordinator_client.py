@@ -105,7 +105,8 @@ class RemoteCoordinator(Coordinator):
         if isinstance(request, WaitBarrier):
             after = partial(barrier_after, request)
             if timeout_s is None:
-                seconds = LONGEST_WAIT_S if request.timeout_s is None else request.timeout_s + BARRIER_GRACE_S
+                own_s = LONGEST_WAIT_S if request.timeout_s is None else request.timeout_s + BARRIER_GRACE_S
+                seconds = min(own_s, LONGEST_WAIT_S)
 
         when_done = partial(_settle, future, connection, expected)
         reply = connection.send(request, timeout_s=seconds, when_done=when_done, after=after)

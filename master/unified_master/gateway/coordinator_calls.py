@@ -7,6 +7,7 @@ that a gateway may end and another one go on in its place.
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from concurrent.futures import Future
@@ -172,7 +173,7 @@ class CoordinatorCalls:
             session=_session(asked),
             arrival=asked.arrival or time.time_ns(),  # higher each time, also when another gateway took over
             world_size=asked.world_size,
-            timeout_s=asked.timeout_s if asked.HasField("timeout_s") else None,
+            timeout_s=_timeout(asked),
             on_loss="shrink" if asked.on_loss == _ON_LOSS_SHRINK else "fail",
         )
         future = self._coordinator.submit(request, BarrierResponse)
@@ -272,6 +273,16 @@ def _session(asked: Any) -> str:
         )
     session: str = asked.session
     return session
+
+
+def _timeout(asked: Any) -> float | None:
+    """Return the time of a barrier, or None. It is checked here, as the connection to the master reckons with it."""
+    if not asked.HasField("timeout_s"):
+        return None
+    seconds: float = asked.timeout_s
+    if not 0 <= seconds < math.inf:
+        raise UsageError(f"a barrier's timeout_s is {seconds}: give seconds from 0, or leave it out to wait on.")
+    return seconds
 
 
 def _absolute(path: str) -> str:

@@ -229,6 +229,15 @@ async def test_a_process_that_is_killed_leaves_the_barrier(generated: GeneratedC
         assert "missing w0" in alone[2]
 
 
+@pytest.mark.parametrize("timeout_s", [1e308, 1e15])
+async def test_a_barrier_may_have_any_time(stub: Stub, timeout_s: float) -> None:
+    """The connection to the master, which all calls share, reckons with it."""
+    worker = await stub.register(0, 2)
+    wait = stub.WaitBarrier(barrier_id="b", world_size=2, arrival=1, timeout_s=timeout_s, within_s=0.3, **worker)
+    assert (await stub.refusal(wait))[0] is Code.DEADLINE_EXCEEDED
+    assert (await stub.Heartbeat(**worker)).is_known
+
+
 async def test_an_arrival_that_is_repeated_is_one(stub: Stub) -> None:
     first, second = await stub.register(0, 2), await stub.register(1, 2)
     met = await asyncio.gather(
@@ -306,6 +315,10 @@ async def test_spaces_see_nothing_of_each_other(generated: GeneratedClient, addr
         ("RegisterWorker", {"worker_id": "w", "timeout_s": float("nan")}, Code.INVALID_ARGUMENT, "bad-request", "nan"),
         ("Heartbeat", {"worker_id": "w0"}, Code.INVALID_ARGUMENT, "bad-request", "session"),
         ("WaitBarrier", {"barrier_id": "b", "worker_id": "w0"}, Code.INVALID_ARGUMENT, "bad-request", "session"),
+        ("WaitBarrier", {"worker_id": "w0", "session": "s", "timeout_s": float("nan")},
+         Code.INVALID_ARGUMENT, "bad-request", "nan"),
+        ("WaitBarrier", {"worker_id": "w0", "session": "s", "timeout_s": -1.0},
+         Code.INVALID_ARGUMENT, "bad-request", "-1"),
         ("WaitBarrier", {"barrier_id": "b", "worker_id": "w9", "session": "s", "world_size": 1},
          Code.FAILED_PRECONDITION, "unknown-worker", "register it"),
         ("WaitBarrier", {"barrier_id": "b", "worker_id": "w0", "session": "s", "world_size": 1},

@@ -31,6 +31,9 @@ from unified.core.coordinator.state import Space, current, heard
 from unified.errors import UsageError
 from unified.protocol.coordinator import BarrierResponse, LeaveBarrier, ReleasedBy, WaitBarrier
 
+MAX_VACANT = 10_000
+"""Most ranks for which nobody registered that are looked for one by one."""
+
 
 def wait(step: CoordinatorStep, space: Space, token: Token, request: WaitBarrier) -> BarrierResponse | None:
     """Handle an arrival, or a worker that asks again for the answer of one. None: the answer comes with a release."""
@@ -96,7 +99,9 @@ def overdue(step: CoordinatorStep, space: Space, barrier: Barrier) -> None:
         each.info.rank for each in lost
     }
     num_unknown = barrier.world_size - len(barrier.waiting) - len(who)
-    vacant = [rank for rank in range(barrier.world_size) if rank not in rank_slots]
+    # A worker may say any size of its world: so many ranks are not to be gone through.
+    is_countable = barrier.world_size <= len(rank_slots) + MAX_VACANT
+    vacant = [rank for rank in range(barrier.world_size) if rank not in rank_slots] if is_countable else []
     if 0 < num_unknown == len(vacant):
         who += [f"rank {rank} (nobody registered for it)" for rank in vacant]
     elif num_unknown > 0:

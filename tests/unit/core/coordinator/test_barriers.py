@@ -291,6 +291,14 @@ def test_time_out_names_or_counts_those_who_did_not_register(
     assert words in story.told(token).reason
 
 
+def test_time_out_in_a_world_of_any_size_goes_through_no_list_of_it() -> None:
+    story = Story()
+    story.send(worker("w0", world_size=1 << 40))
+    token = story.send(wait("w0", timeout_s=5, world_size=1 << 40))
+    story.after(5)
+    assert f"missing {(1 << 40) - 1} of whom nobody registered" in story.told(token).reason
+
+
 def test_time_out_of_a_shrunk_barrier_names_the_lost_too(story: Story) -> None:
     story.tell(killed("w3"))
     token = story.send(wait("w0", timeout_s=5, on_loss="shrink"))
