@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = {"unified": ROOT / "unified", "unified_agent": ROOT / "agent", "unified_master": ROOT / "master"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FOR_DEVELOPERS = {"test", "examples", "training"}
-NOT_YET = {"k8s"}
+NOT_YET: set[str] = set()
 """Extras that docs/concepts.md lists as missing; see pyproject.toml."""
 GATEWAY = "unified_master/gateway/"
 """A program of its own, which needs what its extras bring."""

@@ -11,7 +11,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from unified.errors import RefusedError, UsageError
@@ -171,9 +171,11 @@ class RunService:
 
     async def stop(self, name: str, *, force: bool) -> RunRecord:
         """Stop a run, and return how it is now; RunNotFoundError if there is none."""
-        await self.run(name)
+        earlier = await self.run(name)
         await self.backend.stop(name, force=force)
-        found = await self.run(name)
+        found = await self.backend.get(name)
+        if found is None:  # its backend forgets what was stopped
+            return replace(earlier, detail="it is being stopped")
         self.cache.put(found)
         return found
 
