@@ -206,6 +206,7 @@ class JobLine(Value, frozen=True, kw_only=True):
     num_workers: int
     started_at: float | None = None
     num_restarts: int = 0
+    """Restarts of the whole job, or of that of its roles that restarted most."""
     failure: str = ""
     """Summary of the failure that ended it."""
     labels: dict[str, str] = {}

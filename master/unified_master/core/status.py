@@ -53,7 +53,7 @@ def job_line(job: JobRecord) -> JobLine:
         ended_at=job.ended_at,
         num_workers=sum(role.total for role in job.spec.roles),
         started_at=job.started_at,
-        num_restarts=job.num_restarts,
+        num_restarts=max([job.num_restarts, *(role.num_restarts for role in job.roles.values())]),
         failure=job.end.failure.summary if job.end is not None else "",
         labels=job.spec.labels,
     )

@@ -278,8 +278,9 @@ def _record(found: JobStatus | JobLine) -> RunRecord:
     is_run = found.labels.get(KIND_LABEL) == KIND
     if isinstance(found, JobStatus):
         failure, annotations = found.end.failure.summary if found.end is not None else "", found.annotations
+        num_restarts = max([found.num_restarts, *(role.num_restarts for role in found.roles)])
     else:
-        failure, annotations = found.failure, {}
+        failure, annotations, num_restarts = found.failure, {}, found.num_restarts
     state = _state(found)
     return RunRecord(
         name=found.name,
@@ -293,7 +294,7 @@ def _record(found: JobStatus | JobLine) -> RunRecord:
         started_at=found.started_at,
         ended_at=found.ended_at,
         exit_code=found.exit_code,
-        num_restarts=found.num_restarts,
+        num_restarts=num_restarts,
         labels=user_labels(found.labels),
         annotations=annotations,
     )
