@@ -69,22 +69,31 @@ def s3_server() -> Iterator[S3Server]:
                 drain.join()
 
 
-@pytest.fixture
-def s3_environment(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> S3Server:
-    """The same store, found through the environment as users' programs find theirs: no argument is needed."""
+def use_store(server: S3Server, monkeypatch: pytest.MonkeyPatch, folder: object) -> None:
+    """Let this process, and those that it starts, find the store through their environment, and no other.
+
+    Args:
+        folder: where no AWS configuration is.
+    """
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name, value in {
-        "AWS_ENDPOINT_URL_S3": s3_server.url,
+        "AWS_ENDPOINT_URL_S3": server.url,
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_ACCESS_KEY_ID": ACCESS_KEY,
         "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
         "AWS_SESSION_TOKEN": SESSION_TOKEN,
         "AWS_EC2_METADATA_DISABLED": "true",
-        "AWS_CONFIG_FILE": f"{tmp_path}/none",
-        "AWS_SHARED_CREDENTIALS_FILE": f"{tmp_path}/none",
+        "AWS_CONFIG_FILE": f"{folder}/none",
+        "AWS_SHARED_CREDENTIALS_FILE": f"{folder}/none",
     }.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def s3_environment(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> S3Server:
+    """The same store, found through the environment as users' programs find theirs: no argument is needed."""
+    use_store(s3_server, monkeypatch, tmp_path)
     return s3_server
 
 

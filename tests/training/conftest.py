@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.s3 import bucket, s3_environment, s3_server  # noqa: F401 - fixtures
+from tests.support.training_api import service  # noqa: F401 - a fixture
 from tests.support.training_runs import TrainingRuns
 
 NEEDS = {"hf": ["transformers", "accelerate"], "nemo": ["lightning"]}
