@@ -158,6 +158,7 @@ def _be_rank(argv: list[str], env: Mapping[str, str], output: str) -> None:
     for number in (1, 2):
         os.dup2(file, number)
     os.environ.update(env)
+    sys.path[:0] = filter(None, [env.get("PYTHONPATH")])
     import torch
 
     from unified.training.program import main

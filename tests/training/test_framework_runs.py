@@ -111,6 +111,9 @@ def test_two_ranks_stop_together_and_go_on_to_the_same_end(
     if framework == "hf":
         files = {file.name for file in in_bucket.checkpoints("stopped").read_mark(60).files}
         assert files == {f"checkpoint-60/{name}" for name in [*OF_HF, "rng_state_0.pth", "rng_state_1.pth"]}
+    more = {**sizes, "max_steps": 63}
+    in_bucket.train("stopped", 1, resume=True, **more)  # with another number of ranks
+    assert in_bucket.checkpoints("stopped").latest() == 63
     in_bucket.close()
 
 

@@ -55,6 +55,7 @@ def test_right_arguments_of_each_type_pass() -> None:
 
 def test_what_trainer_refuses_is_one_line(hf: TrainingRuns) -> None:
     assert "extra_args: spiral is not a valid SchedulerType" in hf.refused(lr_scheduler_type="spiral", max_steps=2)
+    assert "`args.metric_for_best_model` must be provided" in hf.refused(save_strategy="best", max_steps=2)
     assert "warmup_stepps" in hf.refused(warmup_stepps=2)
     assert "precision=fp16 is not there on cpu" in hf.refused(precision="fp16")
 

@@ -16,6 +16,7 @@ import accelerate  # noqa: F401 - without it Trainer raises an error that names 
 import torch
 import transformers
 
+from unified.errors import OptionError
 from unified.training.dataset import PaddingCollator, TokenRows, load_rows
 from unified.training.hf_arguments import training_arguments
 from unified.training.models import load_model, sequence_length
@@ -45,18 +46,21 @@ def run(run: TrainingRun) -> None:
     if not held_out:
         arguments.eval_strategy = transformers.IntervalStrategy.NO
     callback = RunCallback(run, evaluates=bool(held_out))
-    trainer = TokenCountingTrainer(
-        model=model,
-        args=arguments,
-        data_collator=PaddingCollator(tokenizer.pad_id),
-        train_dataset=TokenRows(texts, tokenizer, length),
-        eval_dataset=TokenRows(held_out, tokenizer, length) if held_out else None,
-        processing_class=tokenizer.tokenizer if isinstance(tokenizer, PretrainedTokenizer) else None,
-        callbacks=[callback],
-    )
+    try:
+        trainer = TokenCountingTrainer(
+            model=model,
+            args=arguments,
+            data_collator=PaddingCollator(tokenizer.pad_id),
+            train_dataset=TokenRows(texts, tokenizer, length),
+            eval_dataset=TokenRows(held_out, tokenizer, length) if held_out else None,
+            processing_class=tokenizer.tokenizer if isinstance(tokenizer, PretrainedTokenizer) else None,
+            callbacks=[callback],
+        )
+    except (ValueError, ImportError) as error:  # arguments that do not go together
+        raise OptionError(f"extra_args: {' '.join(str(error).split())}") from error
     callback.trainer = trainer
     try:
-        trainer.train(resume_from_checkpoint=_fetched(run))
+        trainer.train(resume_from_checkpoint=callback.resumed_from)
     except _NothingLeftError:
         run.log(f"step {run.resume_step} was the last one: nothing is left to train")
         return
@@ -72,6 +76,7 @@ class RunCallback(transformers.TrainerCallback):
 
     Attributes:
         trainer: the one that calls this.
+        resumed_from: local folder of the checkpoint to go on from, deleted after the first step.
         is_stopped: all ranks agreed to stop before the last step.
     """
 
@@ -84,6 +89,7 @@ class RunCallback(transformers.TrainerCallback):
         self._saved_step: int | None = None
         self._logged_step = 0
         self._logged_at = 0.0
+        self.resumed_from = fetch(run)
         self.is_stopped = False
 
     def on_train_begin(
@@ -95,7 +101,11 @@ class RunCallback(transformers.TrainerCallback):
         self._start_clock(state)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        if self.resumed_from is not None:  # every rank has read it, or it would not have come through a step
+            shutil.rmtree(self.resumed_from, ignore_errors=True)
+            self.resumed_from = None
         self._metrics.pop("eval_loss", None)  # that of an earlier step says nothing about this one
+        self._run.report(step=state.global_step, total=state.max_steps)
         is_last = state.global_step >= state.max_steps
         self.is_stopped = self._run.stop.agreed() and not is_last
         if self.is_stopped:
@@ -180,17 +190,17 @@ def save(run: TrainingRun, step: int, folder: Path, metrics: dict[str, float], s
     run.work.on_first(lambda: store.commit(step, everything, metrics, state=state))
 
 
-def _fetched(run: TrainingRun) -> str | None:
-    """Copy the checkpoint to go on from to this node; return its folder."""
+def fetch(run: TrainingRun) -> str | None:
+    """Copy the checkpoint to go on from to this node; return its folder. A collective."""
     step = run.resume_step
     if step is None:
         return None
 
-    def fetch() -> str:
+    def copy() -> str:
         run.checkpoints.fetch(step, run.scratch)
         return str(run.scratch / f"checkpoint-{step}")
 
-    return run.work.on_each_node(fetch)
+    return run.work.on_each_node(copy)
 
 
 class _NothingLeftError(Exception):

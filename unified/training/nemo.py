@@ -248,7 +248,7 @@ class LightningProgress(lightning.Callback):
         self._run = run
         self._arguments = cast(NemoArguments, run.arguments)
         self._plan = plan
-        self._step, self._position = begin.step, begin.position
+        self._step, self._position, self._resumed_from = begin
         self._total = total
         self._held_out = held_out
         self._sigterm = signal.getsignal(signal.SIGTERM)
@@ -278,11 +278,16 @@ class LightningProgress(lightning.Callback):
         if trainer.global_step == self._step:
             return
         self._step = step = trainer.global_step
+        if self._resumed_from is not None:  # every rank has read it, or it would not have come through a step
+            Path(self._resumed_from).unlink(missing_ok=True)
+            self._resumed_from = None
         is_last = step >= self._total
         is_stopped = self._run.stop.agreed() and not is_last
         save_steps = self._arguments.save_steps
         if is_last or is_stopped or step % self._arguments.logging_steps == 0:
             self._measure(trainer)
+        else:
+            self._run.report(step=step, total=self._total)
         if not is_stopped and (is_last or _is_due(step, self._arguments.eval_steps or save_steps)):
             self._evaluate(trainer, pl_module)
         if is_last or is_stopped or _is_due(step, save_steps):
@@ -351,8 +356,8 @@ def train_toolkit_model(run: TrainingRun) -> None:
 
     NeMo's experiment manager gets the run's temporary folder, and makes neither loggers nor checkpoints: the run has
     its own. The dataset becomes the model's ``train_ds.manifest_filepath``. A run that is resumed does the right number
-    of steps, on rows in an order that is the toolkit's affair. The toolkit cannot be installed beside our torch, so
-    that no test has run this function beyond its first lines; it is written against the source of NeMo 2.
+    of steps, on rows in an order that is the toolkit's affair. The toolkit cannot be installed beside our torch: this
+    is written against the source of NeMo 2, and no test has run it with more than a stand-in.
     """
     from omegaconf import OmegaConf, open_dict
 
