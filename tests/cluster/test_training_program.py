@@ -93,6 +93,11 @@ def test_the_layout_and_a_run_that_is_stopped_resumed_and_killed(local_cluster: 
     assert max(found) == STEPS
     assert found[STEPS] == pytest.approx(wanted[STEPS], rel=0.05)
 
+    alone = submit(cluster, bucket, "alone", "--resume", ranks=1, max_steps=STEPS + 10)
+    assert alone.wait(timeout=60) == 0, output(alone)
+    assert complete_steps(base)[-1] == STEPS + 10
+    assert min(losses(output(alone))) == STEPS + 1
+
 
 def test_bad_rows_end_the_job_with_one_line(local_cluster: Cluster, bucket: str) -> None:
     cluster = local_cluster(nodes=1, devices=2)
