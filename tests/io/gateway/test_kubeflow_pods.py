@@ -170,3 +170,20 @@ def test_the_reason_of_a_failure_is_found_in_what_a_pod_prints(data: Path, monke
     pod = {"metadata": metadata, "status": {"containerStatuses": [{"name": "pytorch", "state": ended}]}}
     run = with_pods(record_of(failed, now=0), [pod], logs(data))
     assert re.fullmatch(r".*: unified-train: line 2 of .*/data\.jsonl has no field 'text'.*", run.detail), logs(data)
+
+
+def test_pods_that_are_told_to_end_save_a_checkpoint_first(data: Path) -> None:
+    """SIGTERM reaches the launchers alone, as it does when Kubernetes removes pods; they pass it on."""
+    pods = Pods(job(data, "a1", extra_args={**SMALL, "max_steps": 100_000, "save_steps": 1000}), data)
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        while "step 10/" not in logs(data) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for process in pods.processes:
+            process.terminate()
+        began = time.monotonic()
+        assert all(code != 0 for code in pods.wait()), logs(data)
+        assert time.monotonic() - began < manifest.STOP_GRACE_S
+    finally:
+        pods.kill()
+    assert len(steps(data)) == 1, logs(data)
