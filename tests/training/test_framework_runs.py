@@ -11,6 +11,7 @@ import torch
 from tests.support.training_runs import TINY, TrainingRuns
 from unified.api.builder import DLJobBuilder
 from unified.storage import open_storage
+from unified.testing import eventually
 
 pytestmark = pytest.mark.timeout(240)
 OF_HF = ["config.json", "generation_config.json", "model.safetensors", "optimizer.pt", "scheduler.pt"]
@@ -118,22 +119,28 @@ def test_two_ranks_stop_together_and_go_on_to_the_same_end(
 
 
 @pytest.mark.cluster
-def test_ranks_of_a_job_train_in_the_group_that_is_there(framework: str, local_cluster: Any, tmp_path: Path) -> None:
-    runs = TrainingRuns(framework, tmp_path)
+def test_ranks_of_a_job_train_in_the_group_that_is_there(
+    framework: str, runs: TrainingRuns, local_cluster: Any, tmp_path: Path
+) -> None:
+    """On two nodes; and when one is killed, both begin again from the highest complete step."""
     envs = {
         "FRAMEWORK": framework,
         "RUN_ID": "run",
         "CHECKPOINT_BASE_URI": f"file://{tmp_path}/runs",
         "DATASET_URI": str(runs.dataset),
         "MODEL_ID": TINY,
-        "EXTRA_ARGS_JSON": '{"max_steps": 20, "batch_size": 4, "max_seq_len": 32, "logging_steps": 5}',
+        "EXTRA_ARGS_JSON": '{"max_steps": 60, "batch_size": 4, "max_seq_len": 32, "save_steps": 5}',
+        "ATTEMPT_ID": "one",
     }
     builder: Any = DLJobBuilder().node_num(2).device_per_node(1).device_type("CPU")
     job = builder.train("-m unified.training").nnodes(2).nproc_per_node(1).env(envs).end().build()
-    handle = local_cluster(nodes=2, devices=1).submit(job, "training")
+    cluster = local_cluster(nodes=2, devices=1)
+    handle = cluster.submit(job, "training")
+    eventually(lambda: (runs.checkpoints().latest() or 0) >= 10, timeout=100, message="no checkpoint was made")
+    os.kill(next(iter(cluster.workers(handle).values())), signal.SIGKILL)
     assert handle.wait(timeout=100) == 0, "\n".join(handle.logs())
-    mark = runs.checkpoints().read_mark(20)
-    assert (mark.world_size, runs.checkpoints().latest()) == (2, 20)
+    mark = runs.checkpoints().read_mark(60)
+    assert (mark.world_size, runs.checkpoints().latest()) == (2, 60)
 
 
 @pytest.mark.gpu
