@@ -56,10 +56,18 @@ def test_every_module_of_the_wheel_can_be_imported(installed: Path, tmp_path: Pa
         if file.stem != "__main__"
     )
     assert {"unified", "unified_agent", "unified_master"} <= set(modules)
-    code = (
-        f"import importlib\nfor name in {modules!r}: importlib.import_module(name)\n"
-        "import unified, unified_agent, unified_master; print(unified.__file__)"
-    )
+    code = f"""
+import importlib
+from unified.lazy import EXTRA_OF
+for name in {modules!r}:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:  # the extras hf and nemo are not always here
+        if EXTRA_OF.get(error.name) not in ("hf", "nemo"):
+            raise
+import unified, unified_agent, unified_master
+print(unified.__file__)
+"""
     assert python(code, [installed, dependencies()], tmp_path) == str(installed / "unified/__init__.py")
 
 
