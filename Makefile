@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help setup demo example test test-slow test-training check lint types layers suite unit fix sim bench bench-launch bench-bus bench-coordinator bench-checkpoint bench-gateway bench-scale peers soak docs clean
 
 help: ## print this
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.installed-test ## install everything that developing needs into .venv
 
