@@ -26,6 +26,8 @@ STOP_WITHIN_S = 8.0
 QUICK_S = 10.0
 """Life below which the next one has to wait longer."""
 BACKOFF = Backoff()
+CANNOT_SERVE = 2
+"""Exit code of a gateway whose options or packages are at fault, as `unified_master.gateway.cli` has it."""
 _log = logging.getLogger("unified.master")
 
 
@@ -83,9 +85,14 @@ class GatewayProcess:
         while not self._is_closing.wait(BACKOFF.delay_s(num_quick)):
             began = time.monotonic()
             try:
-                how = describe_end(self._run())
+                code = self._run()
+                how = describe_end(code)
             except OSError as error:
-                how = f"could not be started: {error}"
+                code, how = 1, f"could not be started: {error}"
+            if code == CANNOT_SERVE:
+                why = "the gateway cannot serve, as it says above: it is not started again"
+                _log.error("event=gateway-refused reason=%r", why)
+                return
             if not self._is_closing.is_set():
                 num_quick = num_quick + 1 if time.monotonic() - began < QUICK_S else 0
                 _log.error("event=gateway-ended reason=%r", f"the gateway {how}; it is started again")

@@ -50,6 +50,8 @@ class GetJob(ClientRequest, tag="get-job", frozen=True, kw_only=True):
     job: str
     after_version: int = -1
     wait_s: float = 0.0
+    annotations: bool = False
+    """True to have the job's annotations too."""
 
 
 class ListNodes(ClientRequest, tag="list-nodes", frozen=True, kw_only=True):
@@ -193,6 +195,7 @@ class JobStatus(MasterAnswer, tag="job-status", frozen=True, kw_only=True):
     """Exit code to be, known from STOPPING on."""
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
+    """Annotations, if they were asked for."""
 
 
 class JobLine(Value, frozen=True, kw_only=True):

@@ -248,7 +248,8 @@ def _why_not_now(step: MasterStep, request: SubmitJob) -> str:
 def _get(step: MasterStep, peer: bytes, request_id: int, request: GetJob, job: JobRecord) -> Answer:
     has_news = job.version > request.after_version or job.stage is Stage.STOPPED
     if has_news or not request.wait_s > 0:
-        return status.job_status(step.cluster, job)
+        found = status.job_status(step.cluster, job)
+        return msgspec.structs.replace(found, annotations=job.spec.annotations) if request.annotations else found
     poll = ParkedPoll(peer=peer, request_id=request_id, job_id=job.job_id, after_version=request.after_version)
     parked = step.cluster.polls.setdefault(job.job_id, [])
     parked[:] = [other for other in parked if _poll_timer(other) != _poll_timer(poll)] + [poll]

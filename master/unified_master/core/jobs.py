@@ -18,6 +18,8 @@ from unified_master.core.step import MasterStep, count
 
 MAX_WORKERS = 100_000
 MAX_SPEC_BYTES = 8 * 2**20
+MAX_LABEL_CHARS = 8192
+"""Most characters of a job's labels, which each list has."""
 MAX_ENDED = 1000
 """Jobs that have ended and are still known."""
 MAX_ENDED_WEIGHT = 200_000
@@ -49,6 +51,8 @@ def faults_of(spec: JobSpec) -> Iterator[str]:
     if sum(max(0, role.total) for role in spec.roles) > MAX_WORKERS:
         yield f"job {spec.name} has more than {MAX_WORKERS} workers."
         return
+    if sum(len(name) + len(value) for name, value in spec.labels.items()) > MAX_LABEL_CHARS:
+        yield f"job {spec.name} has more than {MAX_LABEL_CHARS} characters of labels; annotations may be longer."
     yield from _weight_faults(spec)
     counts: dict[str, int] = {}
     for role in spec.roles:

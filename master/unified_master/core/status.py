@@ -37,7 +37,6 @@ def job_status(cluster: Cluster, job: JobRecord) -> JobStatus:
         end=job.end,
         outcome=job.outcome,
         labels=job.spec.labels,
-        annotations=job.spec.annotations,
     )
 
 

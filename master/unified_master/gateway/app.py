@@ -13,7 +13,6 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
-from pydantic import ValidationError
 
 from unified.errors import (
     MasterUnreachableError,
@@ -75,7 +74,6 @@ def create_app(options: GatewayOptions, tokens: Tokens, backend: TrainingBackend
     )
     app.add_middleware(HttpAdmission, tokens=tokens, limits=limits, telemetry=gateway.telemetry)
     app.add_exception_handler(RequestValidationError, _answer_validation)
-    app.add_exception_handler(ValidationError, _answer_validation)
     app.add_exception_handler(UnifiedError, _answer_error)
     app.add_exception_handler(Exception, _answer_defect)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
@@ -117,7 +115,7 @@ def _status_of(error: Exception) -> int:
 
 async def _answer_validation(request: Request, error: Exception) -> JSONResponse:
     """Answer with the fields that are wrong. What was sent is not repeated: it may hold secrets."""
-    assert isinstance(error, RequestValidationError | ValidationError)
+    assert isinstance(error, RequestValidationError)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if request.method == "POST" and kind not in ("", "application/json") and not kind.endswith("+json"):
         return JSONResponse({"detail": f"the body is {kind}: send JSON, with content-type: application/json."}, 415)

@@ -12,13 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from unified import process
-from unified.config.addresses import find_master
+from unified.config.addresses import MAX_PORT, find_master
 from unified.config.logging import logging_level
-from unified.errors import UnifiedError
+from unified.errors import UnifiedError, UsageError
 from unified_master.gateway.options import BACKENDS, GatewayOptions
 from unified_master.gateway.tokens import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Tokens
 
 DEFAULT_PORT = 8000
+CANNOT_SERVE = 2
+"""Exit code of a gateway that would end the same way if it were started again, as argparse has it."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -33,8 +35,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--master", metavar="tcp://HOST:PORT",
         help="the master (default: UNIFIED_MASTER, else a cluster of this host for the gateway's life)")  # fmt: skip
     add("--host", default="127.0.0.1", help="where to listen (default: 127.0.0.1)")
-    add("--port", type=int, default=DEFAULT_PORT, help=f"0 takes any free one (default: {DEFAULT_PORT})")
-    add("--grpc-port", type=int, metavar="PORT", help="serve the coordinator over gRPC there, for other languages")
+    add("--port", type=_port, default=DEFAULT_PORT, help=f"0 takes any free one (default: {DEFAULT_PORT})")
+    add("--grpc-port", type=_port, metavar="PORT", help="serve the coordinator over gRPC there, for other languages")
     add("--token-file", type=Path, metavar="FILE",
         help=f"lines `name: token` (default: {TOKEN_FILE_VARIABLE})")  # fmt: skip
     add("--backend", choices=BACKENDS, help="what runs the jobs (default: TRAINER_API_BACKEND, else master)")
@@ -70,10 +72,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_server(options, tokens, Listening(arguments.host, arguments.port, arguments.address_file))
     except ImportError as error:
         print(f"unified-gateway needs {error.name}: pip install 'unified-runtime[http]'.", file=sys.stderr)
-        return 1
+        return CANNOT_SERVE
+    except UsageError as error:
+        print(f"unified-gateway: {error}", file=sys.stderr)
+        return CANNOT_SERVE
     except (UnifiedError, OSError, ValueError) as error:
         print(f"unified-gateway: {error}", file=sys.stderr)
         return 1
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > MAX_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: a number from 0 to {MAX_PORT}")
+    return int(text)
+
+
+def _bind(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _options(arguments: argparse.Namespace) -> GatewayOptions:
@@ -85,6 +100,6 @@ def _options(arguments: argparse.Namespace) -> GatewayOptions:
         "namespaces": tuple(arguments.namespace) if arguments.namespace else None,
         "nodes": arguments.nodes,
         "devices": arguments.devices,
-        "grpc_bind": None if arguments.grpc_port is None else f"{arguments.host}:{arguments.grpc_port}",
+        "grpc_bind": None if arguments.grpc_port is None else _bind(arguments.host, arguments.grpc_port),
     }
     return replace(options, **{name: value for name, value in given.items() if value is not None})

@@ -57,7 +57,9 @@ ROLE_MAX_RESTART = 3
 """Restarts of a run after failures of its own; lost nodes are not counted."""
 STOP_GRACE_S = 60.0
 """Seconds in which a run that is stopped may save a checkpoint."""
-NUM_LOG_THREADS = 8
+NUM_LOG_THREADS = 16
+NUM_METRIC_THREADS = 4
+METRICS_WITHIN_S = 15.0
 LINES_AT_ONCE = 500
 STATUS_EVERY_S = 1.0
 MASTER_GRACE_S = 300.0
@@ -83,6 +85,7 @@ class MasterBackend:
         self._shares_host = shares_host
         self._connection = connect_to(address)
         self._threads = ThreadPoolExecutor(NUM_LOG_THREADS, thread_name_prefix="unified-gateway-logs")
+        self._metric_threads = ThreadPoolExecutor(NUM_METRIC_THREADS, thread_name_prefix="unified-gateway-metrics")
 
     async def submit(self, plan: RunPlan, *, follows: str) -> Submitted:
         spec = job_spec(plan, shares_host=self._shares_host)
@@ -163,7 +166,10 @@ class MasterBackend:
             since=since,
             limit=limit,
         )
-        kept = await loop.run_in_executor(self._threads, read)
+        try:
+            kept = await asyncio.wait_for(loop.run_in_executor(self._metric_threads, read), METRICS_WITHIN_S)
+        except TimeoutError:
+            raise RefusedError("unavailable", f"metrics of {name} did not come in {METRICS_WITHIN_S:g} s.") from None
         if kept.missing and not kept.reports:
             raise RefusedError("unavailable", kept.missing[0])
         return [
@@ -190,7 +196,8 @@ class MasterBackend:
 
     async def close(self) -> None:
         await asyncio.to_thread(self._connection.close)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._metric_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def _job_id(self, name: str) -> str:
         run = await self.get(name)
@@ -200,7 +207,7 @@ class MasterBackend:
 
     async def _job(self, word: str) -> JobStatus | None:
         try:
-            return await self._ask(GetJob(job=word), JobStatus)
+            return await self._ask(GetJob(job=word, annotations=True), JobStatus)
         except RefusedError as error:
             if error.code == "not-found":
                 return None

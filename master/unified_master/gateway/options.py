@@ -34,6 +34,8 @@ class GatewayOptions:
     """Requests a second of one client that submit, stop or resume; ten times as many at once. 0: no limit."""
     reads_per_s: float = 0.0
     """All other requests of one client, likewise."""
+    head_within_s: float = 15.0
+    """Seconds in which a connection has to bring the whole head of a request."""
     grpc_bind: str | None = None
     """``HOST:PORT`` of the coordinator's gRPC service; None: there is none."""
 
@@ -53,19 +55,36 @@ class GatewayOptions:
             master=env.get(MASTER_VARIABLE) or None,
             backend="kubeflow" if backend == "kubeflow" else "master",
             token_file=Path(given["TOKEN_FILE"]) if "TOKEN_FILE" in given else None,
-            namespaces=tuple(word for word in given.get("NAMESPACES", "default").replace(",", " ").split()),
-            nodes=int(_number(given, "NODES", 1, least=1)),
-            devices=int(_number(given, "DEVICES", 1, least=1)) if "DEVICES" in given else None,
+            namespaces=_words(given, "NAMESPACES", "default"),
+            nodes=_count(given, "NODES") or 1,
+            devices=_count(given, "DEVICES"),
+            grpc_bind=given.get("GRPC_BIND"),
             writes_per_s=_number(given, "WRITES_PER_S", cls.writes_per_s),
             reads_per_s=_number(given, "READS_PER_S", cls.reads_per_s),
+            head_within_s=_number(given, "HEAD_WITHIN_S", cls.head_within_s),
         )
 
 
-def _number(given: Mapping[str, str], name: str, default: float, *, least: float = 0) -> float:
+def _words(given: Mapping[str, str], name: str, default: str) -> tuple[str, ...]:
+    found = tuple(given.get(name, default).replace(",", " ").split())
+    if not found:
+        raise UsageError(f"{PREFIX}{name}={given[name]!r} names none.")
+    return found
+
+
+def _count(given: Mapping[str, str], name: str) -> int | None:
+    if name not in given:
+        return None
+    if not given[name].isdecimal() or int(given[name]) < 1:
+        raise UsageError(f"{PREFIX}{name}={given[name]!r} is no whole number from 1 upwards.")
+    return int(given[name])
+
+
+def _number(given: Mapping[str, str], name: str, default: float) -> float:
     try:
         value = float(given.get(name, default))
     except ValueError:
         value = -1
-    if not least <= value < float("inf"):
-        raise UsageError(f"{PREFIX}{name}={given[name]!r} is no number from {least:g} upwards.")
+    if not 0 <= value < float("inf"):
+        raise UsageError(f"{PREFIX}{name}={given[name]!r} is no number from 0 upwards.")
     return value

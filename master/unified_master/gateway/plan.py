@@ -1,7 +1,8 @@
 """From a payload to an attempt at a run: the job's name, its environment and labels, and what of it is kept. Pure.
 
 What is kept of a payload, to compare later ones with and to resume from, is an annotation of the job. Values of `env`
-may be secrets: in their place it has digests with a salt, which tell that a value is the same and not which.
+may be secrets: in their place it has digests with a salt, which tell that a value is the same and not which. Whoever
+can read the job at the cluster can try out words against a digest, so a secret should be longer than a word.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def plan_run(
         "MODEL_ID": request.model_id,
         "CONFIG_PATH": request.config_path or "",
         "RESUME_FROM_CHECKPOINT": "true" if request.resume_from_checkpoint else "false",
-        "EXTRA_ARGS_JSON": json.dumps(request.extra_args),
+        "EXTRA_ARGS_JSON": json.dumps(request.extra_args, ensure_ascii=False),
         "ATTEMPT_ID": attempt_id,
     }
     return RunPlan(

@@ -14,7 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from unified.errors import RefusedError, UsageError
+from pydantic import ValidationError
+
+from unified.errors import MasterUnreachableError, RefusedError, UsageError
 from unified_master.gateway.backend import ATTEMPT_ANNOTATION, NameTakenError, RunPlan, RunRecord, TrainingBackend
 from unified_master.gateway.http.limits import TokenBucket
 from unified_master.gateway.plan import NEEDED_TO_RESUME, RESUME, Difference, StoredRequest, job_name, plan_run
@@ -24,8 +26,10 @@ MAX_AGE_S = 1.0
 """Age at which the list of runs is asked for again."""
 MAX_TRIES = 5
 """Submissions of others that may come between a look and a submission."""
-MISSES_PER_S, MISSES_BURST = 10.0, 20.0
-"""Runs that are not in the list, which the cluster is asked about one by one."""
+LIST_WITHIN_S = 5.0
+"""Seconds that a reading of the list may take; less than the time that Prometheus gives."""
+MISSES_PER_S, MISSES_BURST = 100.0, 200.0
+"""Runs that are not in the list, which the cluster is asked about one by one; others wait for the next list."""
 
 
 class RunNotFoundError(RefusedError):
@@ -63,20 +67,23 @@ class Decision(NamedTuple):
     follows: str = ""
 
 
-def decide(request: TrainingRequest, name: str, known: RunRecord | None) -> Decision:
-    """Decide about a payload, given the run that has its run id or its name.
+def decide(request: TrainingRequest, run: RunRecord | None, named: RunRecord | None) -> Decision:
+    """Decide about a payload.
+
+    Args:
+        run: newest attempt of its run id.
+        named: newest job of its name, of whichever run.
 
     Raises:
         RunConflictError: the payload cannot have its way.
     """
-    if known is None:
-        return Decision("begin")
-    stored = StoredRequest.read(known.annotations)
-    follows = known.job_id if known.name == name else ""
-    if stored is None or known.run_id != request.run_id:
-        if known.is_ended:
+    follows = named.job_id if named is not None else ""
+    stored = StoredRequest.read(run.annotations) if run is not None else None
+    if run is None or stored is None or run.run_id != request.run_id:
+        if named is None or named.is_ended:
             return Decision("begin", follows)
-        raise RunConflictError(f"the name {name} is that of another job, {known.job_id}, which goes on.", known)
+        raise RunConflictError(f"the name {named.name} is that of another job, {named.job_id}, which goes on.", named)
+    known = run
     differences = stored.differences(request)
     told = ", ".join(differences)
     if not known.is_ended:
@@ -123,18 +130,19 @@ class RunService:
             RunConflictError: another payload has this run id, or another run this name.
         """
         plan = self.plan(request)
-        name = plan.name
         for _ in range(MAX_TRIES):
-            known = await self._known(name, request.run_id)
-            if known is not None and known.annotations.get(ATTEMPT_ANNOTATION) == plan.attempt_id:
-                return SubmitOutcome(known, is_new=True)  # the answer to an earlier try was lost
-            decision = decide(request, name, known)
-            if decision.action == "return" and known is not None:
-                return SubmitOutcome(known, is_new=False)
+            run, named = await self._known(plan.name, request.run_id)
+            if run is not None and run.annotations.get(ATTEMPT_ANNOTATION) == plan.attempt_id:
+                return SubmitOutcome(run, is_new=True)  # the answer to an earlier try was lost
+            decision = decide(request, run, named)
+            if decision.action == "return" and run is not None:
+                return SubmitOutcome(run, is_new=False)
             try:
                 return SubmitOutcome(await self._begin(plan, decision.follows), is_new=True)
             except NameTakenError as error:
                 refusal = error
+        if (other := run or named) is not None:
+            raise RunConflictError(str(refusal), other)
         raise refusal
 
     async def resume(self, name: str, changes: ResumeRequest) -> RunRecord:
@@ -150,7 +158,10 @@ class RunService:
         stored = StoredRequest.read(known.annotations)
         if stored is None:
             raise RunConflictError(f"the payload of {name} is not known: POST /train with all of it.", known)
-        request, kept = stored.resumed(changes)
+        try:
+            request, kept = stored.resumed(changes)
+        except ValidationError as error:
+            raise UsageError("; ".join(str(each["msg"]) for each in error.errors())) from None
         plan = plan_run(
             request,
             attempt_id=self._new_id(),
@@ -160,7 +171,13 @@ class RunService:
         )
         if job_name(request) != name:
             raise UsageError(f"run {known.run_id} has the name {job_name(request)}, not {name}.")
-        return await self._begin(plan, known.job_id)
+        try:
+            return await self._begin(plan, known.job_id)
+        except NameTakenError as error:
+            now = await self.run(name)
+            if now.annotations.get(ATTEMPT_ANNOTATION) == plan.attempt_id:
+                return now  # the answer to an earlier try was lost
+            raise RunConflictError(str(error), now) from None
 
     async def run(self, name: str) -> RunRecord:
         """Return a run as it is now; RunNotFoundError if there is none."""
@@ -179,12 +196,12 @@ class RunService:
         self.cache.put(found)
         return found
 
-    async def _known(self, name: str, run_id: str) -> RunRecord | None:
-        """Return the run of this id, or else the one that has the name."""
-        named = await self.backend.get(name)
-        if named is not None and named.run_id == run_id:
-            return named
-        return await self.backend.find_run(run_id) or named
+    async def _known(self, name: str, run_id: str) -> tuple[RunRecord | None, RunRecord | None]:
+        """Return the newest attempt of this run id, and the newest job of this name."""
+        run, named = await asyncio.gather(self.backend.find_run(run_id), self.backend.get(name))
+        if named is not None and named.run_id == run_id:  # it may have come between the two
+            run = named if run is None or newest_first(named) < newest_first(run) else run
+        return run, named
 
     async def _begin(self, plan: RunPlan, follows: str) -> RunRecord:
         await self.backend.submit(plan, follows=follows)
@@ -221,7 +238,8 @@ class RunCache:
         self._clock = clock
         self._snapshot: Snapshot | None = None
         self._loading: asyncio.Task[Snapshot] | None = None
-        self._asked_at = float("-inf")
+        self._due_at = float("-inf")
+        """Time from which on the list may be asked for again."""
         self._own: dict[str, tuple[float, RunRecord]] = {}
         self._misses = TokenBucket(MISSES_PER_S, MISSES_BURST, clock=clock)
 
@@ -230,23 +248,30 @@ class RunCache:
         snapshot = self._snapshot
         if snapshot is not None and self._clock() - snapshot.asked_at < MAX_AGE_S:
             return snapshot
-        if self._loading is None or (self._loading.done() and self._clock() - self._asked_at >= MAX_AGE_S):
-            self._asked_at = self._clock()
-            self._loading = asyncio.create_task(self._load(self._asked_at))
+        if self._loading is None or (self._loading.done() and self._clock() >= self._due_at):
+            self._loading = asyncio.create_task(self._load(self._clock()))
             self._loading.add_done_callback(_retrieve)
         return await asyncio.shield(self._loading)
 
     async def run(self, name: str) -> RunRecord | None:
         """Return the newest attempt of a name, or None.
 
-        One that another gateway has begun since the list was made is asked for by name, as far as limits allow.
+        One that another gateway has begun since the list was made is asked for by name, as far as limits allow; else
+        the next list tells.
         """
-        found = (await self.snapshot()).by_name.get(name)
-        if found is None and self._misses.take():
-            found = await self._backend.get(name)
-            if found is None or not found.run_id:
-                return None
-            self.put(found)
+        began = self._clock()
+        snapshot = await self.snapshot()
+        if name in snapshot.by_name:
+            return snapshot.by_name[name]
+        if not self._misses.take():
+            while snapshot.asked_at < began:
+                await asyncio.sleep(max(0.01, self._due_at - self._clock()))
+                snapshot = await self.snapshot()
+            return snapshot.by_name.get(name)
+        found = await self._backend.get(name)
+        if found is None or not found.run_id:
+            return None
+        self.put(found)
         return found
 
     def put(self, run: RunRecord) -> None:
@@ -262,7 +287,17 @@ class RunCache:
             await asyncio.gather(self._loading, return_exceptions=True)
 
     async def _load(self, asked_at: float) -> Snapshot:
-        snapshot = Snapshot(asked_at, await self._backend.runs())
+        self._due_at = asked_at + MAX_AGE_S
+        try:
+            async with asyncio.timeout(LIST_WITHIN_S):
+                runs = await self._backend.runs()
+        except TimeoutError:
+            self._due_at = self._clock() + MAX_AGE_S
+            raise MasterUnreachableError(f"the cluster did not list its runs within {LIST_WITHIN_S:g} s.") from None
+        except BaseException:
+            self._due_at = self._clock() + MAX_AGE_S  # an error holds for as long as a list does
+            raise
+        snapshot = Snapshot(asked_at, runs)
         self._own = {job_id: own for job_id, own in self._own.items() if own[0] >= asked_at}
         self._snapshot = self._with_own(snapshot)
         return self._snapshot

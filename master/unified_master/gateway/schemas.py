@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, StringConstraints, model_validator
 
+from unified.errors import UsageError
 from unified.job.description import Envs
+from unified.job.driver import is_credential
 from unified.training.arguments import parse_arguments
 from unified.training.layout import check_run_id, check_uri
 
@@ -17,7 +19,13 @@ MAX_NAME = 52
 """Most characters of a job's name: Kubeflow puts ``-worker-9999`` behind it, and has 63."""
 MAX_EXTRA_ARGS_BYTES = 64 * 1024
 MAX_ENV_CHARS = 256 * 1024
-MAX_METADATA_CHARS = 256 * 1024
+MAX_VALUE_BYTES = 100_000
+"""Most bytes of one variable: Linux takes no longer one on to a program."""
+MAX_ANNOTATION_CHARS = 256 * 1024
+MAX_LABELS, MAX_LABEL_CHARS = 64, 4096
+"""Labels are sent with each list, so they are few and short."""
+JOB_VARIABLES = ("UNIFIED_LOG_LEVEL", "UNIFIED_STORAGE_", "UNIFIED_DATASET_", "UNIFIED_CHECKPOINT_")
+"""Beginnings of the variables of the runtime that `env` may set."""
 RESERVED_PREFIX = "unified/"
 """Beginning of labels and annotations that the gateway itself sets."""
 RESERVED_VARIABLES = frozenset(
@@ -41,17 +49,27 @@ def _plain(text: str) -> str:
     """Return a text that may stand in an environment: without control characters."""
     if _CONTROL.search(text):
         raise ValueError("control characters are not allowed")
+    if is_credential("", text):
+        raise ValueError("it has a password in it, and is shown to others: give credentials in env")
     return text
 
 
 def _base_uri(text: str) -> str:
     if re.search(r"[*?\[\]#]", text):
         raise ValueError("none of *?[]# may stand in it")
-    return check_uri(text, "checkpoint_base_uri")
+    return _uri(text)
 
 
-def _dataset_uri(text: str) -> str:
-    return check_uri(text, "dataset_uri")
+def _uri(text: str) -> str:
+    try:
+        return check_uri(text, "it")
+    except UsageError as error:
+        raise ValueError(without_value(str(error))) from None
+
+
+def without_value(text: str) -> str:
+    """Return an error text without the value that it is about, which may be a secret."""
+    return re.sub(r"(=| ')[^\n]*? is not allowed: ", " is not allowed: ", text, count=1)
 
 
 def _extra_args(extra_args: dict[str, Any]) -> dict[str, Any]:
@@ -61,6 +79,9 @@ def _extra_args(extra_args: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("a number in it is not finite, or a text no Unicode") from None
     if len(text) > MAX_EXTRA_ARGS_BYTES:
         raise ValueError(f"it has {len(text)} bytes of JSON, and at most {MAX_EXTRA_ARGS_BYTES} are taken")
+    for name, value in extra_args.items():
+        if is_credential(name, str(value)):
+            raise ValueError(f"{name[:100]} looks like a credential, and is shown to others: give it in env")
     return extra_args
 
 
@@ -70,8 +91,10 @@ def _env(env: dict[str, str]) -> dict[str, str]:
             raise ValueError(f"{name[:100]!r} is no name of a variable")
         if name in RESERVED_VARIABLES:
             raise ValueError(f"{name} is set by the service, from a field of the payload or the place of a rank")
-        if "\0" in value:
-            raise ValueError(f"the value of {name} has the character NUL")
+        if name.startswith("UNIFIED_") and not name.startswith(JOB_VARIABLES):
+            raise ValueError(f"{name} is the runtime's own; there are {', '.join(JOB_VARIABLES)}…")
+        if "\0" in value or _nbytes(value) > MAX_VALUE_BYTES:
+            raise ValueError(f"the value of {name} has the character NUL, or more than {MAX_VALUE_BYTES} bytes")
     if sum(len(name) + len(value) for name, value in env.items()) > MAX_ENV_CHARS:
         raise ValueError(f"at most {MAX_ENV_CHARS} characters are taken")
     return env
@@ -85,12 +108,21 @@ def _metadata(pairs: dict[str, str]) -> dict[str, str]:
             raise ValueError(f"{key[:100]!r} is no key: write name or domain/name, as Kubernetes has it")
         if key.startswith(RESERVED_PREFIX):
             raise ValueError(f"{key!r} begins with {RESERVED_PREFIX}, which the service keeps for itself")
-    if sum(len(key) + len(value) for key, value in pairs.items()) > MAX_METADATA_CHARS:
-        raise ValueError(f"at most {MAX_METADATA_CHARS} characters are taken")
+    if sum(_nbytes(key) + _nbytes(value) for key, value in pairs.items()) > MAX_ANNOTATION_CHARS:
+        raise ValueError(f"at most {MAX_ANNOTATION_CHARS} bytes are taken")
     return pairs
 
 
+def _nbytes(text: str) -> int:
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:
+        raise ValueError("a text in it is no Unicode") from None
+
+
 def _labels(labels: dict[str, str]) -> dict[str, str]:
+    if len(labels) > MAX_LABELS or sum(len(key) + len(value) for key, value in labels.items()) > MAX_LABEL_CHARS:
+        raise ValueError(f"at most {MAX_LABELS} labels of {MAX_LABEL_CHARS} characters together are taken")
     for key, value in labels.items():
         if value and not _WORD.fullmatch(value):
             raise ValueError(
@@ -142,7 +174,7 @@ class TrainingRequest(BaseModel):
     checkpoint_base_uri: Annotated[Text, AfterValidator(_base_uri)] = Field(
         description="Prefix of all runs: s3://bucket/prefix, or a folder that all nodes share."
     )
-    dataset_uri: Annotated[Text, AfterValidator(_dataset_uri)] = Field(description="JSONL file, folder or glob.")
+    dataset_uri: Annotated[Text, AfterValidator(_uri)] = Field(description="JSONL file, folder or glob.")
     image: Text | None = Field(default=None, description="Container of the run; used by the Kubeflow backend alone.")
     num_nodes: int = Field(default=1, ge=1, le=10_000)
     gpus_per_node: int = Field(default=1, ge=1, le=256, description="Devices of the cluster's kind, one a rank.")
@@ -164,7 +196,10 @@ class TrainingRequest(BaseModel):
     @model_validator(mode="after")
     def _arguments_are_known(self) -> Self:
         """Check `extra_args` as the training program does, where that needs none of its libraries."""
-        parse_arguments(self.framework, self.extra_args)
+        try:
+            parse_arguments(self.framework, self.extra_args)
+        except UsageError as error:
+            raise ValueError(without_value(str(error))) from None
         return self
 
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from unified.devices import has_accelerator
@@ -97,7 +96,13 @@ class Gateway:
         devices = options.devices or (None if options.nodes == 1 and has_accelerator() else VIRTUAL_DEVICES)
         # Its workers descend from this process, and the token is none of their business.
         cluster = EmbeddedCluster(options.nodes, devices, env={TOKEN_VARIABLE: ""}, max_master_restarts=10)
-        await asyncio.to_thread(cluster.start)
+        starting = asyncio.create_task(asyncio.to_thread(cluster.start))
+        try:
+            await asyncio.shield(starting)
+        except asyncio.CancelledError:  # by a signal: the thread goes on, and what it starts has to end
+            await asyncio.wait({starting})
+            await asyncio.to_thread(cluster.stop, 1.0)
+            raise
         self._stack.push_async_callback(asyncio.to_thread, cluster.stop)
         return cluster
 
@@ -180,10 +185,9 @@ def status_of(run: RunRecord) -> TrainingJobStatus:
 
 def _kubeflow(options: GatewayOptions) -> TrainingBackend:
     try:
-        kubeflow = import_module("unified_master.gateway.kubeflow")
+        from unified_master.gateway.kubeflow import KubeflowBackend
     except ImportError as error:
         raise UsageError(
             f"--backend kubeflow needs the kubernetes client ({error}): pip install 'unified-runtime[k8s]'."
         ) from None
-    backend: TrainingBackend = kubeflow.KubeflowBackend(namespaces=options.namespaces)
-    return backend
+    return KubeflowBackend(namespaces=options.namespaces)

@@ -85,7 +85,7 @@ def test_a_gateway_without_a_token_does_not_listen_beyond_loopback() -> None:
     command = [sys.executable, "-m", "unified_master.gateway", "--host", "0.0.0.0", "--port", "0"]
     env = {"PATH": "/usr/bin"}
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=30)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith("unified-gateway: unified-gateway would listen on 0.0.0.0, which other hosts reach")
     assert "TRAINER_API_TOKEN" in done.stderr
 
@@ -195,6 +195,7 @@ def test_a_body_that_is_no_json_is_named(idle_gateway: GatewayUnderTest) -> None
         ({"run_id": "../x"}, ["body", "run_id"]),
         ({"num_nodes": 0}, ["body", "num_nodes"]),
         ({"extra_args": {"max_steps": "many"}}, ["body"]),
+        ({"extra_args": {"hub_token": "x"}}, ["body", "extra_args"]),
         ({"env": {"A B": "x"}}, ["body", "env"]),
         ({"gpus": 1}, ["body", "gpus"]),
     ],
@@ -379,6 +380,54 @@ def test_the_coordinator_is_served_beside_it(start_master: StartMaster, start_ga
     assert found is not None
     with grpc.insecure_channel(f"127.0.0.1:{found[1]}") as channel:
         grpc.channel_ready_future(channel).result(timeout=10)
+
+
+def test_a_gateway_that_cannot_serve_is_not_started_again(start_master: StartMaster) -> None:
+    master = start_master("--http", "0.0.0.0:0")
+    eventually(lambda: "event=gateway-refused" in master.log.read_text(), 20, "the master said nothing")
+    assert "TRAINER_API_TOKEN" in master.log.read_text()
+    assert children_of(master.process.pid) == []
+    assert jobs(master.address) == []
+
+
+def test_a_signal_ends_the_gateway_in_order(start_gateway: StartGateway, tmp_path: Path) -> None:
+    env = {"UNIFIED_HOME": str(tmp_path / "home")}
+    gateway = start_gateway("--devices", "1", env=env)
+    assert post(gateway, run_id="r").status_code == 201
+    daemons = [pid for child in children_of(gateway.process.pid) for pid in (child, *children_of(child))]
+    assert daemons
+    gateway.process.terminate()
+    assert gateway.process.wait(30) == 0
+    assert not [pid for pid in daemons if is_alive(pid)]
+
+
+def test_a_signal_ends_a_gateway_that_is_still_starting(start_gateway: StartGateway, tmp_path: Path) -> None:
+    gateway = start_gateway("--devices", "1", env={"UNIFIED_HOME": str(tmp_path / "home")})
+    daemons = eventually(lambda: children_of(gateway.process.pid), 20, "no cluster was started")
+    gateway.process.terminate()
+    assert gateway.process.wait(30) == 0
+    assert not [pid for pid in daemons if is_alive(pid)]
+    assert "Traceback" not in gateway.log.read_text()
+
+
+def test_a_connection_that_brings_no_request_is_closed(start_master: StartMaster, start_gateway: StartGateway) -> None:
+    gateway = start_gateway("--master", start_master().address, env={"TRAINER_API_HEAD_WITHIN_S": "1"})
+    url = httpx.URL(gateway.url)
+    for said in (b"", b"GET /heal"):
+        with socket.create_connection((url.host, url.port or 0), timeout=10) as silent:
+            silent.sendall(said)
+            assert silent.recv(1000) == b""
+    with httpx.Client(base_url=gateway.url) as client:  # and one that goes on is not
+        for _ in range(4):
+            assert client.get("/healthz").status_code == 200
+            time.sleep(0.5)
+
+
+@pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
+def test_a_port_that_is_none_is_refused(flag: str) -> None:
+    command = [sys.executable, "-m", "unified_master.gateway", flag, "99999"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, "'99999' is no port" in done.stderr) == (2, True)
 
 
 def test_a_dry_run_shows_the_job_and_begins_nothing(idle_gateway: GatewayUnderTest) -> None:

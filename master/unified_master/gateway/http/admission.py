@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, NamedTuple
 
 from unified.security.keys import is_loopback
-from unified_master.gateway.http.limits import RateLimits
+from unified_master.gateway.http.limits import RateLimits, TokenBucket
 from unified_master.gateway.http.telemetry import UNMATCHED, Telemetry
 from unified_master.gateway.tokens import TOKEN_HEADER, Tokens
 
@@ -27,7 +27,12 @@ MAX_BODY = 1 << 20
 MAX_DRAINED = 64 << 20
 """Bytes of a body that is too large, which are read and dropped so that the client comes to read the answer."""
 BODY_TIMEOUT_S = 30.0
+SEND_WITHIN_S = 60.0
+"""Seconds in which a client has to take a part of an answer that comes in parts."""
 OPEN_PATHS = frozenset({"/healthz"})
+READS = frozenset({"GET", "HEAD"})
+REJECTED_PER_S, REJECTED_BURST = 50.0, 200.0
+"""Requests with a wrong token, of all clients together, that are told so; the others are told to slow down."""
 WRITES = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 _HEADER = TOKEN_HEADER.lower().encode()
 _log = logging.getLogger("unified.gateway")
@@ -49,6 +54,8 @@ class HttpAdmission:
         self._tokens = tokens
         self._limits = limits
         self._telemetry = telemetry
+        self._rejected = TokenBucket(REJECTED_PER_S, REJECTED_BURST)
+        self._rejections_logged = TokenBucket(1.0, 1.0)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -63,11 +70,16 @@ class HttpAdmission:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 self._telemetry.count(scope["method"], _route(scope), status, time.perf_counter() - began)
-                if is_write:
+                if is_write and (is_admitted or self._rejections_logged.take()):
                     text = "event=request client=%s method=%s path=%s status=%d"
-                    _log.info(text, client, scope["method"], ascii(scope["path"]), status)
-            await send(message)
+                    _log.info(text, client, scope["method"], ascii(scope["path"][:200]), status)
+            if message.get("more_body", False):
+                async with asyncio.timeout(SEND_WITHIN_S):
+                    await send(message)
+            else:
+                await send(message)
 
+        is_admitted = False
         rejection = self._reject(scope, headers, client, is_write=is_write)
         if rejection is None and is_write:
             body = await _read_body(headers, receive)
@@ -76,6 +88,7 @@ class HttpAdmission:
         if rejection is not None:
             await _answer(counted, rejection)
         else:
+            is_admitted = True
             try:
                 await self._app(scope, receive, counted)
             except Exception:  # a defect, which is answered with 500 further out
@@ -86,14 +99,19 @@ class HttpAdmission:
         self, scope: Scope, headers: dict[bytes, bytes], client: str | None, *, is_write: bool
     ) -> Rejection | None:
         """Return why the request is not let in, by its head alone."""
-        if scope["path"] in OPEN_PATHS:
+        if scope["path"] in OPEN_PATHS and scope["method"] in READS:
             return None
         if client is None:
+            if not self._rejected.take():
+                return Rejection(429, "too many requests have no token: slow down.", ((b"retry-after", b"1"),))
             reason = "is wrong" if _HEADER in headers else "is missing"
             return Rejection(401, f"the token in the header {TOKEN_HEADER} {reason}.")
-        if not self._tokens.are_needed and not _is_local(scope, headers):
-            detail = "this gateway has no token and serves its own host alone: set TRAINER_API_TOKEN where it runs."
-            return Rejection(403, detail)
+        if not self._tokens.are_needed:
+            if not _is_local(scope, headers):
+                detail = "this gateway has no token and serves its own host alone: set TRAINER_API_TOKEN where it runs."
+                return Rejection(403, detail)
+            if is_write and not _is_own_page(headers):
+                return Rejection(403, "this gateway has no token and takes nothing from pages of other sites.")
         wait_s = self._limits.admit(client, is_write=is_write)
         if wait_s is None:
             return None
@@ -106,6 +124,13 @@ def _is_local(scope: Scope, headers: dict[bytes, bytes]) -> bool:
     server = scope.get("server")
     host = _text(headers.get(b"host")) or "localhost"
     return (server is None or is_loopback(str(server[0]))) and is_loopback(host)
+
+
+def _is_own_page(headers: dict[bytes, bytes]) -> bool:
+    """Return True unless a browser says that the page of another site makes the request."""
+    site = headers.get(b"sec-fetch-site", b"none")
+    origin = (_text(headers.get(b"origin")) or "").partition("://")[2]
+    return site in (b"none", b"same-origin") and origin in ("", _text(headers.get(b"host")))
 
 
 def _route(scope: Scope) -> str:

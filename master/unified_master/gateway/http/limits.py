@@ -1,4 +1,4 @@
-"""Limits of requests: rates by token bucket, and the size of bodies."""
+"""Rates of requests, limited by token buckets."""
 
 from __future__ import annotations
 

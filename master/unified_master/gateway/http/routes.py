@@ -106,7 +106,7 @@ async def list_runs(
     label: Annotated[list[str] | None, Query(description="Labels that a run has, as `name=value`.")] = None,
     all_attempts: Annotated[bool, Query(description="Earlier attempts at a run too.")] = False,
     limit: Annotated[int, Query(ge=1, le=500)] = 50,
-    cursor: Annotated[str | None, Query(description="`next` of the page before.")] = None,
+    cursor: Annotated[str | None, Query(max_length=200, description="`next` of the page before.")] = None,
 ) -> RunList:
     """List runs, newest first, as they were at most a second ago."""
     snapshot = await _gateway(request).runs.cache.snapshot()
@@ -189,15 +189,20 @@ async def logs(
 ) -> Response:
     """Return the lines that the ranks printed, each with its rank in front."""
     gateway = _gateway(request)
+    run = await gateway.runs.run(name)
     gateway.check_followers()
-    await gateway.runs.run(name)
     lines = gateway.runs.backend.logs(name, rank=rank, follow=follow, tail_bytes=tail_bytes)
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # the latter is for nginx
     if not follow:
         return StreamingResponse(_followed(gateway, _text(lines)), media_type="text/plain", headers=headers)
 
     async def final() -> str:
-        return status_of(await gateway.runs.run(name)).model_dump_json()
+        """Return the status of the attempt that was followed; another may have begun."""
+        now = await gateway.runs.run(name)
+        if now.job_id != run.job_id:
+            attempts = (await gateway.runs.cache.snapshot()).attempts
+            now = next((each for each in attempts if each.job_id == run.job_id), run)
+        return status_of(now).model_dump_json()
 
     events = _followed(gateway, stream_events(lines, final))
     return StreamingResponse(events, media_type="text/event-stream", headers=headers)
@@ -272,8 +277,8 @@ def _cursor(text: str | None) -> tuple[float, str] | None:
         return None
     try:
         at, job_id = json.loads(text)
-    except (ValueError, TypeError):
-        at = job_id = None
-    if not isinstance(at, int | float) or not isinstance(job_id, str):
-        raise UsageError("cursor is none: give the `next` of a page.")
-    return float(at), job_id
+        if isinstance(at, int | float) and isinstance(job_id, str):
+            return float(at), job_id
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        pass
+    raise UsageError("cursor is none: give the `next` of a page.")

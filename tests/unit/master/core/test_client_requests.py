@@ -75,6 +75,7 @@ def running(world: World, name: str = "job", *roles: RoleSpec) -> JobRecord:
         (spec("j", role("a", 2, collocation="x"), role("b", 1, collocation="x")), "same number of groups"),
         (spec("j", device_per_node=0), "device_per_node"),
         (spec("j", stop_grace_s=-1), "stop_grace_s"),
+        (spec("j", labels={"a": "x" * 9000}), "characters of labels"),
         (spec("j", role(max_restart=-1)), "max_restart"),
     ],
 )
@@ -162,8 +163,9 @@ def test_jobs_are_listed_by_their_labels_and_shown_with_annotations(world: World
     assert listed(kind="x", team="t") == ["a"]
     assert listed(kind="y") == []
     assert world.get(JobList, ListJobs()).jobs[0].labels == {"kind": "x", "team": "t"}
-    status = world.get(JobStatus, GetJob(job="a"))
+    status = world.get(JobStatus, GetJob(job="a", annotations=True))
     assert (status.labels, status.annotations) == ({"kind": "x", "team": "t"}, {"note": "n"})
+    assert world.get(JobStatus, GetJob(job="a")).annotations == {}
 
 
 def test_a_line_of_the_list_says_why_a_job_failed(world: World) -> None:

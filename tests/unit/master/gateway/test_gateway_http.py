@@ -187,6 +187,46 @@ async def test_a_query_that_is_none_is_refused(client: httpx.AsyncClient, query:
     assert (await client.get(f"/train?{query}")).status_code == 422
 
 
+@pytest.mark.parametrize("cursor", [f'[1{"0" * 180},"a"]', "[" * 199, "x" * 300, '[1e999,"a"]'])
+async def test_a_cursor_of_any_kind_is_no_defect(client: httpx.AsyncClient, cursor: str) -> None:
+    assert (await client.get("/train", params={"cursor": cursor})).status_code in (200, 422)
+
+
+async def test_the_health_check_alone_is_open(client: httpx.AsyncClient) -> None:
+    none = {"X-TRAINER-TOKEN": ""}
+    assert (await client.get("/healthz", headers=none)).status_code == 200
+    assert (await client.post("/healthz", headers=none, content=b"x" * 1000)).status_code == 401
+
+
+async def test_wrong_tokens_are_slowed_down(backend: MemoryBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "REJECTED_BURST", 3.0)
+    app = create_app(GatewayOptions(), Tokens({"ci": TOKEN}), backend)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
+        codes = [(await client.get("/train")).status_code for _ in range(6)]
+        assert codes == [401, 401, 401, 429, 429, 429]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 201),
+        ({"sec-fetch-site": "same-origin", "origin": "http://127.0.0.1"}, 201),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "http://127.0.0.1:3000"}, 403),
+        ({"sec-fetch-site": "cross-site"}, 403),
+    ],
+)
+async def test_without_a_token_pages_of_other_sites_may_not_write(
+    backend: MemoryBackend, headers: dict[str, str], status: int
+) -> None:
+    app = create_app(GatewayOptions(), Tokens({}), backend)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client,
+    ):
+        assert (await client.post("/train", json=RUN, headers=headers)).status_code == status
+
+
 async def test_metrics_and_events_of_a_run(client: httpx.AsyncClient) -> None:
     await client.post("/train", json=RUN)
     (row,) = (await client.get("/train/train-r/metrics")).json()["items"]
@@ -254,6 +294,13 @@ def test_options_come_from_the_environment() -> None:
         2.5,
         None,
     )
-    for name, text in (("WRITES_PER_S", "many"), ("NODES", "0"), ("BACKEND", "slurm"), ("READS_PER_S", "-1")):
+    for name, text in (
+        ("WRITES_PER_S", "many"),
+        ("NODES", "0"),
+        ("NODES", "1.5"),
+        ("NAMESPACES", ","),
+        ("BACKEND", "slurm"),
+        ("READS_PER_S", "-1"),
+    ):
         with pytest.raises(UsageError, match=f"TRAINER_API_{name}='{text}'"):
             GatewayOptions.from_environment({f"TRAINER_API_{name}": text})

@@ -9,6 +9,7 @@ import pytest
 from tests.support.training_backend import MemoryBackend
 from tests.unit.master.gateway.test_gateway_schemas import LEAST
 from unified.errors import MasterUnreachableError, RefusedError
+from unified_master.gateway import runs as runs_module
 from unified_master.gateway.backend import RunRecord
 from unified_master.gateway.http.limits import RateLimits, TokenBucket
 from unified_master.gateway.plan import StoredRequest
@@ -204,6 +205,7 @@ async def test_an_error_is_that_of_all_who_wait_and_holds_for_a_second(backend: 
     backend.is_away = True
     found = await asyncio.gather(*(cache.snapshot() for _ in range(20)), return_exceptions=True)
     assert all(isinstance(each, MasterUnreachableError) for each in found)
+    clock.now += 0.9
     with pytest.raises(MasterUnreachableError):
         await cache.snapshot()
     assert backend.calls == ["runs"]
@@ -238,19 +240,66 @@ async def test_what_was_submitted_here_is_seen_at_once_and_then_as_the_list_has_
     assert (found and found.status, backend.calls.count("runs")) == ("submitted", 2)
 
 
-async def test_runs_that_are_not_in_the_list_are_asked_for_within_limits(backend: MemoryBackend) -> None:
-    other = RunService(backend)
-    clock = Clock()
-    cache = RunCache(backend, clock=clock)
+async def test_runs_that_are_not_in_the_list_are_asked_for_within_limits(
+    backend: MemoryBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs_module, "MISSES_BURST", 5.0)
+    monkeypatch.setattr(runs_module, "MISSES_PER_S", 0.001)
+    monkeypatch.setattr(runs_module, "MAX_AGE_S", 0.05)
+    cache = RunCache(backend)
     await cache.snapshot()
-    await other.submit(request())
+    await RunService(backend).submit(request())
     backend.calls.clear()
     found = await cache.run("train-r")
     assert (found and found.run_id, backend.calls) == ("r", ["get"])
-    for turn in range(50):
-        assert await cache.run(f"none-{turn}") is None
-    assert backend.calls.count("get") == 20
-    assert backend.calls.count("runs") == 0
+    assert [await cache.run(f"none-{turn}") for turn in range(4)] == [None] * 4
+    assert backend.calls.count("get") == 5
+    await RunService(backend).submit(request(run_id="late"))
+    backend.calls.clear()
+    late = await cache.run("train-late")  # as the next list has it
+    assert (late and late.run_id, "get" in backend.calls) == ("late", False)
+
+
+async def test_a_list_that_does_not_come_is_not_waited_for(
+    backend: MemoryBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hang(self: MemoryBackend) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(MemoryBackend, "runs", hang)
+    monkeypatch.setattr(runs_module, "LIST_WITHIN_S", 0.05)
+    with pytest.raises(MasterUnreachableError, match="did not list its runs within"):
+        await RunCache(backend).snapshot()
+
+
+async def test_a_resume_whose_answer_was_lost_is_known_by_its_attempt(
+    service: RunService, backend: MemoryBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await service.submit(request())
+    backend.end("train-r")
+    submit = MemoryBackend.submit
+
+    async def lose(self: MemoryBackend, plan: Any, *, follows: str) -> Any:
+        await submit(self, plan, follows=follows)
+        return await submit(self, plan, follows=follows)
+
+    monkeypatch.setattr(MemoryBackend, "submit", lose)
+    assert (await service.resume("train-r", NO_CHANGES)).job_id == "train-r-2"
+    assert len(backend.attempts) == 2
+
+
+async def test_a_run_under_two_names_is_judged_by_its_newest_attempt(
+    service: RunService, backend: MemoryBackend
+) -> None:
+    await service.submit(request())
+    backend.end("train-r")
+    await service.submit(request(job_name="other", resume_from_checkpoint=True))
+    with pytest.raises(RunConflictError, match="goes on as other"):
+        await service.submit(request())
+    backend.end("other")
+    again = await service.submit(request(resume_from_checkpoint=True))
+    assert (again.is_new, again.run.job_id) == (True, "train-r-3")
+    assert (await service.submit(request())).run.job_id == "train-r-3"
 
 
 async def test_the_newest_attempt_of_each_name_is_shown(service: RunService, backend: MemoryBackend) -> None:

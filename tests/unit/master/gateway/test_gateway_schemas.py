@@ -83,14 +83,26 @@ def test_slashes_at_the_end_of_places_are_dropped() -> None:
         ({"extra_args": {"a": "\ud800"}}, "extra_args"),
         ({"extra_args": {"a": "x" * 70_000}}, "extra_args: Value error, it has 70009 bytes"),
         ({"framework": "meta", "extra_args": {"learing_rate": 1}}, ": Value error, extra_args: meta has no argument"),
-        ({"framework": "meta", "extra_args": {"max_steps": "many"}}, ": Value error, extra_args: max_steps='many'"),
+        (
+            {"framework": "meta", "extra_args": {"max_steps": "many"}},
+            ": Value error, extra_args: max_steps is not allowed",
+        ),
         ({"env": {"1A": "x"}}, "env: Value error, '1A' is no name of a variable"),
         ({"env": {"A=B": "x"}}, "env: Value error, 'A=B' is no name"),
         ({"env": {"A": "x\x00"}}, "env: Value error, the value of A has the character NUL"),
         ({"env": {"RUN_ID": "x"}}, "env: Value error, RUN_ID is set by the service"),
         ({"env": {"MASTER_ADDR": "x"}}, "env: Value error, MASTER_ADDR is set by the service"),
-        ({"env": {"A": "x" * 300_000}}, "env: Value error, at most 262144"),
+        ({"env": {f"A{number}": "x" * 90_000 for number in range(3)}}, "env: Value error, at most 262144"),
         ({"env": {"A": ["x"]}}, "env.A: "),
+        ({"env": {"A": "\ud800"}}, "env"),
+        ({"annotations": {"a": "\ud800"}}, "annotations"),
+        ({"env": {"UNIFIED_HOME": "/"}}, "env: Value error, UNIFIED_HOME is the runtime's own"),
+        ({"env": {"A": "x" * 100_001}}, "env: Value error, the value of A has"),
+        ({"extra_args": {"hub_token": "x"}}, "extra_args: Value error, hub_token looks like a credential"),
+        ({"dataset_uri": "s3://user:secret@bucket/x"}, "dataset_uri: Value error, it has a password in it"),
+        ({"model_id": "https://user:secret@host/x"}, "model_id: Value error, it has a password in it"),
+        ({"labels": {f"l{number}": "x" for number in range(65)}}, "labels: Value error, at most 64 labels"),
+        ({"labels": {f"l{number}": "x" * 63 for number in range(64)}}, "labels: Value error, at most 64 labels of"),
         ({"labels": {"a b": "x"}}, "labels: Value error, 'a b' is no key"),
         ({"labels": {"a": "-"}}, "labels: Value error, the value of 'a'"),
         ({"labels": {"a": "x" * 64}}, "labels: Value error, the value of 'a'"),
@@ -108,6 +120,17 @@ def test_slashes_at_the_end_of_places_are_dropped() -> None:
 )
 def test_a_field_that_is_not_allowed_is_named(fields: dict[str, Any], text: str) -> None:
     assert refusal(**fields).startswith(text)
+
+
+def test_the_runtimes_own_settings_that_are_for_jobs_may_be_set() -> None:
+    env = {"UNIFIED_STORAGE_ENDPOINT": "http://minio:9000", "UNIFIED_LOG_LEVEL": "debug"}
+    assert TrainingRequest.model_validate({**LEAST, "env": env}).env == env
+
+
+@pytest.mark.parametrize("secret", ["s3://x/my-secret/../y", "hunter2-my-secret"])
+def test_an_error_repeats_no_value_that_may_be_a_secret(secret: str) -> None:
+    for fields in ({"dataset_uri": secret}, {"framework": "meta", "extra_args": {"lr": secret}}):
+        assert "my-secret" not in refusal(**fields)
 
 
 def test_all_fields_of_the_document_are_taken() -> None:
