@@ -7,6 +7,7 @@ as 8000 may be taken, and a `.pth` file in the new virtual environment that poin
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -106,6 +107,16 @@ def test_the_payload_is_taken_as_it_stands(service: Service) -> None:
     assert "aml" not in json.dumps(answered(service.api.get("/train"))), "nothing was submitted"
 
 
+def test_the_payloads_of_our_own_pages_are_taken(service: Service) -> None:
+    guide = re.findall(
+        r"^```json\n(\{\n.*?)^```$", (ROOT / "docs/training-api.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    example = (ROOT / "examples/training_api/payload.json").read_text()
+    assert guide
+    for text in [*guide, example]:
+        answered(service.api.post("/train", params={"dry_run": "true"}, json=json.loads(text)))
+
+
 @pytest.mark.parametrize("framework", OVERRIDES)
 def test_the_overrides_of_each_framework_are_taken(service: Service, framework: str) -> None:
     payload = {**json.loads(PAYLOAD), "framework": framework, "extra_args": OVERRIDES[framework]}
@@ -125,13 +136,14 @@ def test_the_layout_is_the_documents(service: Service) -> None:
     assert [key for key in keys_of(payload) if key.endswith(".json")] == sorted(set(names) - {"logs/.keep"})
 
 
-def test_the_script_at_the_root_runs_under_torchrun(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", [["torch.distributed.run", "--standalone"], ["unified", "run"]])
+def test_the_script_at_the_root_runs_under_torchrun_and_its_like(tmp_path: Path, launcher: list[str]) -> None:
     """Document: "builds a `torchrun ... train.py` command line"; flags for some fields, the environment for others."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"row {row}"}) + "\n" for row in range(40)))
     extra = {"max_steps": 2, "batch_size": 2, "max_seq_len": 16}
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"),
+            *(sys.executable, "-m", *launcher, "--nproc-per-node=2"),
             *("train.py", "--framework", "meta", "--run-id", "by_torchrun", "--resume"),
             *("--model-id", f"config:{json.dumps(TINY)}", "--extra-args-json", json.dumps(extra)),
         ],
@@ -140,6 +152,8 @@ def test_the_script_at_the_root_runs_under_torchrun(tmp_path: Path) -> None:
             **os.environ,
             "CHECKPOINT_BASE_URI": str(tmp_path / "runs"),
             "DATASET_URI": f"file://{tmp_path}/rows.jsonl",
+            "UNIFIED_HOME": str(tmp_path / "home"),
+            "UNIFIED_MASTER": "",
         },
         stdin=subprocess.DEVNULL,
         capture_output=True,

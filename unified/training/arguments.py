@@ -41,12 +41,15 @@ class CommonArguments(msgspec.Struct, frozen=True, kw_only=True):
     eval_fraction: Share = 0.05
     """Share of the rows that is held out; none of a dataset of less than 20 rows."""
     seed: CountOrZero = 42
+    """Seed of the weights, of the order of the rows, and of dropout."""
     max_seq_len: Annotated[int, Meta(ge=2)] = 512
     """Tokens; longer texts are cut."""
     lr: NotNegative = 5e-5
+    """Learning rate of AdamW."""
     batch_size: Count = 8
     """Rows of one rank in one forward pass."""
     num_epochs: Positive = 1.0
+    """Passes over the rows; the last one may be a part."""
     max_steps: int = 0
     """Optimizer steps in all, above `num_epochs`; 0 or less: as many as the epochs have."""
     save_steps: CountOrZero = 500
@@ -56,6 +59,7 @@ class CommonArguments(msgspec.Struct, frozen=True, kw_only=True):
     save_total_limit: CountOrZero = 0
     """Checkpoints that are kept, the newest ones; 0: all."""
     logging_steps: Count = 10
+    """Steps between lines of the log and reports of the loss."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """``auto`` is bf16 on a device that has it, else fp32."""
     tokenizer_name: str = ""
@@ -63,7 +67,9 @@ class CommonArguments(msgspec.Struct, frozen=True, kw_only=True):
     gradient_accumulation: Count = 1
     """Forward passes of one optimizer step."""
     weight_decay: NotNegative = 0.0
+    """Weight decay of AdamW."""
     warmup_steps: CountOrZero = 0
+    """Steps in which the learning rate rises to `lr`."""
     max_grad_norm: NotNegative = 1.0
     """Norm that gradients are clipped to; 0: never."""
     given: frozenset[str] = frozenset()
@@ -81,6 +87,7 @@ class NemoArguments(CommonArguments, frozen=True, kw_only=True):
     """Arguments of the nemo framework."""
 
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
+    """Course of the learning rate after the warm-up, down to 0."""
     dataloader_workers: CountOrZero = 0
     """Processes that tokenise ahead, of each rank."""
     strategy: str = "auto"

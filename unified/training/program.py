@@ -106,7 +106,7 @@ def _train(options: TrainingOptions, worker: Worker | None) -> None:
     from unified.worker.rank_group import ranks_here
 
     with ExitStack() as stack:
-        place = _of_worker(worker) if worker is not None else _of_environment(stack)
+        place = _of_worker(worker, stack) if worker is not None else _of_environment(stack)
         ranks = ranks_here()
         work = RankWork(ranks, place.node, place.local_rank)
         checkpoints = stack.enter_context(
@@ -182,11 +182,13 @@ def _check_reachable(uris: Sequence[str]) -> None:
                 pass
 
 
-def _of_worker(worker: Worker) -> _RankPlace:
+def _of_worker(worker: Worker, stack: ExitStack) -> _RankPlace:
     import torch
 
     me = worker.actor_info
     if me.world_size > 1 and not process_group.is_set_up():
+        if "MASTER_ADDR" in os.environ:  # `unified run` leaves the process group to its script, as torchrun does
+            return _of_environment(stack)
         raise UsageError(
             f"role {me.role} has {me.world_size} workers and no process group: the training program runs as an elastic "
             "role, DLJobBuilder().train(...)."
