@@ -35,7 +35,8 @@ def run_to_its_end(service: Service, payload: dict[str, Any]) -> None:
     files = {key for key in keys if key.startswith("checkpoints/")} - marks
     assert set(keys) - logs - files == {*marks, "config/run.json"}
     assert "logs/.keep" in logs
-    assert any(key.endswith("rank-0.log") for key in logs)
+    ranks = {key.rpartition("/")[2] for key in logs - {"logs/.keep"}}
+    assert ranks == {f"rank-{rank}.log" for rank in range(payload["num_nodes"])}
     check_files(payload["framework"], files)
     config = read_json(payload, "config/run.json")
     assert {name: config[name] for name in ("framework", "run_id", "model_id", "dataset_uri")} == {
