@@ -63,7 +63,7 @@ class CommonArguments(msgspec.Struct, frozen=True, kw_only=True):
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """``auto`` is bf16 on a device that has it, else fp32."""
     tokenizer_name: str = ""
-    """Tokenizer in the place of the model's own."""
+    """Hub id, folder or ``s3://bucket/prefix`` of a tokenizer in the place of the model's own; ``bytes``: UTF-8."""
     gradient_accumulation: Count = 1
     """Forward passes of one optimizer step."""
     weight_decay: NotNegative = 0.0

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from unified.storage.backend import StorageBackend
 
 NUM_PARALLEL = 4
-COPY_NBYTES = 8 << 20
+COPY_NBYTES = 32 << 20
+"""Bytes that are asked for at a time: a bucket gives them in parts, several at once."""
 FileSource = Path | bytes
 
 

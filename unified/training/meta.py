@@ -58,7 +58,7 @@ class MetaTrainer:
         length = sequence_length(run, model)
         self._train_rows = TokenRows(train, tokenizer, length)
         self._held_out = TokenRows(held_out, tokenizer, length)
-        self._model = self._shard(model.to(run.device))
+        self._model = self._shard(model)
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=arguments.lr, weight_decay=arguments.weight_decay
         )
@@ -200,8 +200,9 @@ class MetaTrainer:
         return torch.autocast(self._run.device.type, torch.bfloat16)
 
     def _shard(self, model: nn.Module) -> nn.Module:
+        """Bring the model to the device: as a whole, or block by block, of which each rank keeps its share."""
         if self._run.world_size == 1:
-            return model
+            return model.to(self._run.device)
         mesh = init_device_mesh(self._run.device.type, (self._run.world_size,))
         policy = MixedPrecisionPolicy()
         if self._run.precision == "bf16":
