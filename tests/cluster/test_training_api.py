@@ -61,7 +61,7 @@ BAD: dict[str, tuple[dict[str, Any], int, str]] = {
     "no nodes": ({"num_nodes": 0}, 422, "num_nodes"),
     "text for a number": ({"gpus_per_node": "eight"}, 422, "gpus_per_node"),
     "a list of arguments": ({"extra_args": [1]}, 422, "extra_args"),
-    "argument of the wrong type": ({"extra_args": {"lr": "fast"}}, 422, "lr='fast'"),
+    "argument of the wrong type": ({"extra_args": {"lr": "fast"}}, 422, "lr is not allowed"),
     "unknown argument": ({"extra_args": {"learning_rat": 1e-3}}, 422, "learning_rate"),
     "variable of the rank": ({"env": {"WORLD_SIZE": "7"}}, 422, "WORLD_SIZE"),
 }
