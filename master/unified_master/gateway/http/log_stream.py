@@ -27,7 +27,7 @@ def encode_event(event: str, data: str) -> bytes:
 
 async def stream_events(
     lines: AsyncIterator[str], final: Callable[[], Awaitable[str]], *, keep_alive_s: float = KEEP_ALIVE_S
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes]:
     """Yield the events of a follower of logs.
 
     Args:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ from fastapi.responses import StreamingResponse
 
 from unified.errors import UnifiedError, UsageError
 from unified_master.gateway.backend import RunRecord
+from unified_master.gateway.http.admission import Receive, Scope, Send
 from unified_master.gateway.http.log_stream import stream_events
 from unified_master.gateway.runs import SubmitOutcome, newest_first
 from unified_master.gateway.schemas import (
@@ -194,7 +196,7 @@ async def logs(
     lines = gateway.runs.backend.logs(name, rank=rank, follow=follow, tail_bytes=tail_bytes)
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # the latter is for nginx
     if not follow:
-        return StreamingResponse(_followed(gateway, _text(lines)), media_type="text/plain", headers=headers)
+        return _LogResponse(_followed(gateway, _text(lines)), media_type="text/plain", headers=headers)
 
     async def final() -> str:
         """Return the status of the attempt that was followed; another may have begun."""
@@ -205,7 +207,7 @@ async def logs(
         return status_of(now).model_dump_json()
 
     events = _followed(gateway, stream_events(lines, final))
-    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+    return _LogResponse(events, media_type="text/event-stream", headers=headers)
 
 
 @routes.get("/train/{name}/events", summary="List decisions about a job", tags=["runs"], responses=NOT_FOUND)
@@ -249,16 +251,28 @@ def _submitted(outcome: SubmitOutcome) -> Response:
     return Response(status_of(run).model_dump_json(), status_code=status, media_type=JSON, headers=headers)
 
 
-async def _text(lines: AsyncIterator[str]) -> AsyncIterator[bytes]:
+async def _text(lines: AsyncIterator[str]) -> AsyncGenerator[bytes]:
     async for line in lines:
         yield f"{line}\n".encode(errors="replace")
 
 
-async def _followed(gateway: Gateway, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+class _LogResponse(StreamingResponse):
+    """Stream whose source is closed with it, however it ends; a generator alone would wait to be collected."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            if isinstance(self.body_iterator, AsyncGenerator):
+                await self.body_iterator.aclose()
+
+
+async def _followed(gateway: Gateway, parts: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
     """Yield the parts, and count the reader for as long as it takes them."""
     with gateway.following():
-        async for part in parts:
-            yield part
+        async with aclosing(parts):
+            async for part in parts:
+                yield part
 
 
 def _label(text: str) -> tuple[str, str]:

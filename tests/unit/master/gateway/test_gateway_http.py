@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import ClientDisconnect
 
 from tests.support.training_backend import MemoryBackend
 from tests.unit.master.gateway.test_gateway_schemas import LEAST
@@ -24,6 +25,7 @@ from unified_master.gateway.app import create_app
 from unified_master.gateway.http import admission
 from unified_master.gateway.http.log_stream import encode_event, stream_events
 from unified_master.gateway.options import GatewayOptions
+from unified_master.gateway.schemas import TrainingRequest
 from unified_master.gateway.tokens import Tokens
 
 TOKEN = "trainer-demo-token"
@@ -200,6 +202,7 @@ async def test_the_health_check_alone_is_open(client: httpx.AsyncClient) -> None
 
 async def test_wrong_tokens_are_slowed_down(backend: MemoryBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "REJECTED_BURST", 3.0)
+    monkeypatch.setattr(admission, "REJECTED_PER_S", 0.001)
     app = create_app(GatewayOptions(), Tokens({"ci": TOKEN}), backend)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
         codes = [(await client.get("/train")).status_code for _ in range(6)]
@@ -225,6 +228,39 @@ async def test_without_a_token_pages_of_other_sites_may_not_write(
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client,
     ):
         assert (await client.post("/train", json=RUN, headers=headers)).status_code == status
+
+
+async def test_a_reader_that_takes_nothing_does_not_keep_its_place(
+    backend: MemoryBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "SEND_WITHIN_S", 0.05)
+    app = create_app(GatewayOptions(), Tokens({"ci": TOKEN}), backend)
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+        "http_version": "1.1",
+        "method": "GET",
+        "scheme": "http",
+        "path": "/train/train-r/logs",
+        "raw_path": b"/train/train-r/logs",
+        "root_path": "",
+        "query_string": b"follow=true",
+        "headers": [(b"x-trainer-token", TOKEN.encode())],
+        "server": ("127.0.0.1", 80),
+    }
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    async with app.router.lifespan_context(app):
+        await app.state.gateway.runs.submit(TrainingRequest.model_validate(RUN))
+        with pytest.raises((ClientDisconnect, TimeoutError)):
+            await app(scope, receive, send)
+        assert b"unified_gateway_log_followers 0.0" in app.state.gateway.telemetry.render([])
 
 
 async def test_metrics_and_events_of_a_run(client: httpx.AsyncClient) -> None:
@@ -253,7 +289,7 @@ async def test_a_stream_without_lines_is_kept_alive() -> None:
     events = stream_events(never(), final, keep_alive_s=0.01)
     got = [await anext(events) for _ in range(4)]
     assert got == [b": connected\n\n", encode_event("line", "one"), b": waiting\n\n", b": waiting\n\n"]
-    await events.aclose()  # type: ignore[attr-defined]
+    await events.aclose()
 
 
 async def test_lines_that_nobody_takes_are_not_read_ahead_without_end() -> None:
@@ -272,7 +308,7 @@ async def test_lines_that_nobody_takes_are_not_read_ahead_without_end() -> None:
     await anext(events)
     await asyncio.sleep(0.05)
     assert num_read < 1100
-    await events.aclose()  # type: ignore[attr-defined]
+    await events.aclose()
 
 
 def test_an_event_of_several_lines_has_a_field_for_each() -> None:
