@@ -14,7 +14,7 @@ NEEDS = {"hf": ["transformers", "accelerate"], "nemo": ["lightning"]}
 
 def needs(framework: str) -> str:
     """Skip the test where a package of the framework is missing; return the framework."""
-    for module in NEEDS[framework]:
+    for module in NEEDS.get(framework, []):
         pytest.importorskip(module, reason=f"framework {framework}: pip install 'unified-runtime[{framework}]'")
     return framework
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.training_runs import TrainingRuns
+from tests.support.training_runs import TrainingRuns, write_rows
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -28,6 +28,22 @@ def test_a_finished_run_is_not_begun_again(runs: TrainingRuns) -> None:
     assert "already has checkpoints up to step 2" in runs.refused(max_steps=2)
 
 
+def test_a_run_goes_on_with_the_rows_that_it_began_with(runs: TrainingRuns, tmp_path: Path) -> None:
+    runs.train(max_steps=2)
+    fewer = str(write_rows(tmp_path / "fewer.jsonl", 60))
+    said = runs.refused(max_steps=4, resume=True, dataset=fewer)
+    assert "checkpoint 2 is of a run on 76 rows, and there are 57 now" in said
+    runs.train(max_steps=4, resume=True)
+
+
+def test_larger_steps_do_not_end_the_epochs_of_hf_too_early(hf: TrainingRuns) -> None:
+    hf.train(num_epochs=2, save_steps=5)
+    hf.checkpoints().delete(38)
+    said = hf.refused(num_epochs=2, batch_size=8, resume=True)
+    assert "checkpoint 35 is of a run whose steps had 4 rows, and they have 8 now" in said
+    hf.train(max_steps=37, batch_size=8, resume=True)
+
+
 def test_a_model_of_nemos_toolkit_needs_the_toolkit(nemo: TrainingRuns) -> None:
     said = nemo.refused(model="/models/some.nemo", max_steps=2)
     assert "is a model of NeMo's toolkit, which is not installed (No module named 'nemo')" in said
@@ -40,8 +56,11 @@ def test_arguments_of_nemo(nemo: TrainingRuns) -> None:
     )
     nemo.train(dataloader_workers=1, num_epochs=2, gradient_accumulation=2, precision="bf16", save_steps=0)
     assert nemo.checkpoints().complete_steps() == [19]  # 38 passes
-    assert "strategy 'dpp' is none of Lightning's. Did you mean 'ddp'?" in nemo.refused(strategy="dpp", run_id="other")
-    assert "strategy 'ddp_spawn' starts processes" in nemo.refused(strategy="ddp_spawn", run_id="other")
+    said = nemo.refused(strategy="dpp", run_id="other")
+    assert "strategy 'dpp' is none of auto, ddp, fsdp. Did you mean 'ddp'?" in said
+    assert "strategy 'deepspeed' is none of" in nemo.refused(strategy="deepspeed", run_id="other")
+    said = nemo.refused(strategy="fsdp", max_grad_norm=1.0, run_id="other")
+    assert "strategy 'fsdp' does not clip gradients: leave max_grad_norm away, or give 0" in said
     assert "strategy 'fsdp': " in nemo.refused(strategy="fsdp", run_id="other")  # which needs a GPU
 
 

@@ -1,14 +1,18 @@
 """What the hf and the nemo framework have in common: steps, checkpoints, and how a run goes on."""
 
 import os
+import re
 import signal
+import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.training_runs import TINY, TrainingRuns
+from tests.support.training_runs import TINY, TrainingRuns, write_rows
+from tests.training.conftest import NEEDS, needs
 from unified.api.builder import DLJobBuilder
 from unified.storage import open_storage
 from unified.testing import eventually
@@ -67,6 +71,42 @@ def test_the_layout_is_the_documents(runs: TrainingRuns, tmp_path: Path) -> None
         (True, True),
     ]
     assert all(mark.framework == runs.framework and mark.run_id == "run" for mark in read)
+
+
+def test_the_loss_of_held_out_rows_is_the_same_on_several_ranks(nemo: TrainingRuns, tmp_path: Path) -> None:
+    """Three rows are held out: one rank has one more than the other."""
+    dataset = str(write_rows(tmp_path / "odd.jsonl", 60))
+    for world_size in (1, 2):
+        nemo.train(f"on-{world_size}", world_size, dataset=dataset, lr=0, max_steps=1)
+    one, two = (nemo.checkpoints(f"on-{world_size}").read_mark(1).metrics["eval_loss"] for world_size in (1, 2))
+    assert one == pytest.approx(two, rel=1e-6)
+
+
+def test_a_short_last_step_has_the_gradient_of_a_whole_one(nemo: TrainingRuns, tmp_path: Path) -> None:
+    dataset = str(write_rows(tmp_path / "few.jsonl", 12))
+    states = []
+    for passes in (3, 4):
+        run_id = f"passes-{passes}"
+        nemo.train(run_id, dataset=dataset, num_epochs=1, gradient_accumulation=passes, max_grad_norm=0)
+        saved = torch.load(nemo.fetch(1, run_id)["step-000001.ckpt"], weights_only=True)
+        states.append({name: each["exp_avg"] for name, each in saved["optimizer_states"][0]["state"].items()})
+    torch.testing.assert_close(*states)
+
+
+def test_the_order_of_hfs_rows_takes_little_memory() -> None:
+    needs("hf")
+    from unified.training.hf import TokenCountingTrainer
+
+    trainer = object.__new__(TokenCountingTrainer)
+    trainer.train_dataset = range(1_000_000)
+    trainer.args = SimpleNamespace(train_sampling_strategy="random", seed=1, data_seed=None)
+    tracemalloc.start()
+    rows = iter(trainer._get_train_sampler())
+    first = [next(rows) for _ in range(100)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(set(first)) == 100
+    assert peak < 1_000_000
 
 
 def test_a_killed_run_goes_on_to_the_same_end(runs: TrainingRuns) -> None:
@@ -143,9 +183,24 @@ def test_ranks_of_a_job_train_in_the_group_that_is_there(
     assert (mark.world_size, runs.checkpoints().latest()) == (2, 60)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
-def test_a_gpu_is_used_with_bf16(runs: TrainingRuns) -> None:
-    trained = runs.train(max_steps=4, save_steps=0)
-    assert "device=cuda:0 precision=bf16" in trained.text()
-    assert runs.checkpoints().latest() == 4
+HAS_GPU = torch.cuda.is_available()
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no NVIDIA GPU here")]
+
+
+@pytest.mark.parametrize("framework", ["meta", *NEEDS], indirect=True)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=ON_GPU)])
+def test_a_device_is_used_with_bf16(runs: TrainingRuns, device: str) -> None:
+    """As the device has it, where that is a GPU."""
+    asked: dict[str, Any] = {"env": {"CUDA_VISIBLE_DEVICES": ""}, "precision": "bf16"} if device == "cpu" else {}
+    sizes: dict[str, Any] = {"save_steps": 2, "lr": 1e-3, **asked}
+    trained = runs.train(max_steps=4, **sizes)
+    assert re.search(rf"^unified-train: rank 0 of 1 on \S+, {device}$", trained.text(), re.MULTILINE), trained.text()
+    assert re.search(
+        r"^unified-train: run run .* ranks=1 precision=bf16 resume_step=None$", trained.text(), re.MULTILINE
+    )
+    assert runs.checkpoints().complete_steps() == [2, 4]
+    metrics = runs.checkpoints().read_mark(4).metrics
+    assert 0 < metrics["loss"] < 10
+    assert 0 < metrics["eval_loss"] < 10
+    runs.train(max_steps=6, resume=True, **sizes)
+    assert runs.checkpoints().latest() == 6

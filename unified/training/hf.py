@@ -10,20 +10,23 @@ from __future__ import annotations
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import accelerate  # noqa: F401 - without it Trainer raises an error that names no extra of ours
 import torch
 import transformers
 
-from unified.errors import OptionError
+from unified.errors import OptionError, UsageError
 from unified.training.dataset import PaddingCollator, TokenRows, load_rows
 from unified.training.hf_arguments import training_arguments
 from unified.training.models import load_model, sequence_length
+from unified.training.sampling import ResumableSampler
 from unified.training.stopping import TrainingStopped
 from unified.training.tokenizer import PretrainedTokenizer
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
     from unified.training.run import TrainingRun
@@ -45,7 +48,8 @@ def run(run: TrainingRun) -> None:
     length = sequence_length(run, model)
     if not held_out:
         arguments.eval_strategy = transformers.IntervalStrategy.NO
-    callback = RunCallback(run, evaluates=bool(held_out))
+    rows_per_step = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * run.world_size
+    callback = RunCallback(run, RunSizes(len(texts), rows_per_step, arguments.max_steps), evaluates=bool(held_out))
     try:
         trainer = TokenCountingTrainer(
             model=model,
@@ -68,10 +72,36 @@ def run(run: TrainingRun) -> None:
         raise TrainingStopped(trainer.state.global_step)
 
 
+class RunSizes(NamedTuple):
+    """Sizes that a step of the Trainer depends on, which counts steps alone to find its place again."""
+
+    num_rows: int
+    rows_per_step: int
+    """Number for all ranks together."""
+    max_steps: int
+    """Below 1: as many as the epochs have."""
+
+    def check(self, step: int, before: Mapping[str, Any]) -> None:
+        """Raise UsageError if a run cannot go on from a step whose mark has `before` as its state."""
+        num_rows, rows_per_step = before.get("num_rows"), before.get("rows_per_step")
+        if num_rows not in (None, self.num_rows):
+            raise UsageError(
+                f"checkpoint {step} is of a run on {num_rows} rows, and there are {self.num_rows} now: resume it with "
+                "the same dataset and eval_fraction, or give the new run another run_id."
+            )
+        if rows_per_step not in (None, self.rows_per_step) and self.max_steps < 1:
+            raise UsageError(
+                f"checkpoint {step} is of a run whose steps had {rows_per_step} rows, and they have "
+                f"{self.rows_per_step} now, so that its epochs would end elsewhere: resume it with the same number of "
+                "ranks, batch_size and gradient_accumulation, or give max_steps."
+            )
+
+
 class RunCallback(transformers.TrainerCallback):
     """Has checkpoints made at the end and at a stop, brings all of them to the store, and reports progress.
 
     Args:
+        sizes: those of this run, which its marks keep.
         evaluates: the loss of held-out rows is computed at the end, whatever else was asked for.
 
     Attributes:
@@ -82,14 +112,15 @@ class RunCallback(transformers.TrainerCallback):
 
     trainer: TokenCountingTrainer
 
-    def __init__(self, run: TrainingRun, evaluates: bool) -> None:
+    def __init__(self, run: TrainingRun, sizes: RunSizes, evaluates: bool) -> None:
         self._run = run
+        self._sizes = sizes
         self._evaluates = evaluates
         self._metrics: dict[str, float] = {}
         self._saved_step: int | None = None
         self._logged_step = 0
         self._logged_at = 0.0
-        self.resumed_from = fetch(run)
+        self.resumed_from = fetch(run, sizes)
         self.is_stopped = False
 
     def on_train_begin(
@@ -99,6 +130,12 @@ class RunCallback(transformers.TrainerCallback):
             raise _NothingLeftError
         state.compute_steps(args, state.max_steps)  # a resumed state has the intervals of the run before
         self._start_clock(state)
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        if self.trainer.order is not None:  # which accelerate hides from the Trainer after it has skipped batches
+            self.trainer.order.set_epoch(int(state.epoch or 0))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         if self.resumed_from is not None:  # every rank has read it, or it would not have come through a step
@@ -112,7 +149,7 @@ class RunCallback(transformers.TrainerCallback):
             control.should_training_stop = True
             control.should_evaluate = False
         if self.is_stopped or is_last:
-            control.should_save = True
+            control.should_save = control.should_log = True
         if is_last:
             control.should_evaluate = self._evaluates
 
@@ -124,7 +161,9 @@ class RunCallback(transformers.TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
-        save(self._run, state.global_step, folder, self._metrics, {"epoch": state.epoch, "total": state.max_steps})
+        place = {"epoch": state.epoch, "total": state.max_steps}
+        place |= {"num_rows": self._sizes.num_rows, "rows_per_step": self._sizes.rows_per_step}
+        save(self._run, state.global_step, folder, self._metrics, place)
         shutil.rmtree(folder)
         self._saved_step = state.global_step
 
@@ -167,9 +206,20 @@ class TokenCountingTrainer(transformers.Trainer):
 
     Attributes:
         num_tokens: since somebody set it to 0.
+        order: the rows of an epoch, for all ranks, which accelerate deals out to them; None: one of transformers'.
     """
 
     num_tokens: torch.Tensor | int = 0
+    order: ResumableSampler | None = None
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """Return our sampler in the place of torch's, which makes a list of Python's numbers for each epoch."""
+        rows = self.train_dataset if train_dataset is None else train_dataset
+        if self.args.train_sampling_strategy != "random":
+            return super()._get_train_sampler(rows)
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        self.order = ResumableSampler(len(rows), rank=0, world_size=1, seed=seed)
+        return self.order
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *more: Any, **others: Any) -> torch.Tensor:
         self.num_tokens = self.num_tokens + inputs["attention_mask"].sum()
@@ -190,13 +240,18 @@ def save(run: TrainingRun, step: int, folder: Path, metrics: dict[str, float], s
     run.work.on_first(lambda: store.commit(step, everything, metrics, state=state))
 
 
-def fetch(run: TrainingRun) -> str | None:
-    """Copy the checkpoint to go on from to this node; return its folder. A collective."""
+def fetch(run: TrainingRun, sizes: RunSizes) -> str | None:
+    """Copy the checkpoint to go on from to this node; return its folder. A collective.
+
+    Raises:
+        UsageError: the run has other sizes now.
+    """
     step = run.resume_step
     if step is None:
         return None
 
     def copy() -> str:
+        sizes.check(step, run.checkpoints.read_mark(step).state)
         run.checkpoints.fetch(step, run.scratch)
         return str(run.scratch / f"checkpoint-{step}")
 

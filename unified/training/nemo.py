@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import lightning.pytorch as lightning
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
 
 Batch = dict[str, torch.Tensor]
 PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true"}
+STRATEGIES = ("auto", "ddp", "fsdp")
 TOOLKIT_SUFFIX = ".nemo"
 _TOOLKIT = ("nemo.core.classes", "nemo.utils.exp_manager")
 """Modules of the toolkit. No extra of ours has it: it brings a torch of its own."""
@@ -62,7 +62,7 @@ def run(run: TrainingRun) -> None:
     """Train to the end; see `FrameworkModule`."""
     arguments = cast(NemoArguments, run.arguments)
     _quieten()
-    check_strategy(arguments.strategy)
+    check_strategy(arguments)
     if run.options.model_id.endswith(TOOLKIT_SUFFIX):
         train_toolkit_model(run)
         return
@@ -70,7 +70,7 @@ def run(run: TrainingRun) -> None:
     model, tokenizer = load_model(run)
     torch.manual_seed(arguments.seed + run.rank)  # the weights are the same everywhere; dropout is not
     length = sequence_length(run, model)
-    begin = _begin(run)
+    begin = _begin(run, len(texts))
     sizes = (len(texts), run.world_size, arguments.batch_size)
     plan = TrainingPlan(*sizes, accumulation=1, num_epochs=arguments.num_epochs, max_steps=arguments.max_steps)
     total = arguments.max_steps
@@ -106,13 +106,14 @@ def _quieten() -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
-def check_strategy(name: str) -> None:
-    """Raise OptionError for a strategy that Lightning has not, or that starts processes of its own."""
-    known = {"auto", *StrategyRegistry.available_strategies()}
-    usable = sorted(each for each in known if not any(part in each for part in ("spawn", "fork", "notebook")))
-    if name not in usable:
-        reason = "starts processes, and those of the job are there" if name in known else "is none of Lightning's"
-        raise OptionError(f"extra_args: strategy {name!r} {reason}.{nearest(name, usable)} {', '.join(usable)} are.")
+def check_strategy(arguments: NemoArguments) -> None:
+    """Raise OptionError for a strategy that starts processes or writes checkpoints of more than one file."""
+    name = arguments.strategy
+    if name not in STRATEGIES:
+        hint = nearest(name, STRATEGIES)
+        raise OptionError(f"extra_args: strategy {name!r} is none of {', '.join(STRATEGIES)}.{hint}")
+    if name == "fsdp" and arguments.max_grad_norm and "max_grad_norm" in arguments.given:
+        raise OptionError("extra_args: strategy 'fsdp' does not clip gradients: leave max_grad_norm away, or give 0.")
 
 
 def make_trainer(run: TrainingRun, total: int, progress: LightningProgress) -> lightning.Trainer:
@@ -130,7 +131,7 @@ def make_trainer(run: TrainingRun, total: int, progress: LightningProgress) -> l
             max_steps=total,
             max_epochs=-1,
             accumulate_grad_batches=arguments.gradient_accumulation,
-            gradient_clip_val=arguments.max_grad_norm or None,
+            gradient_clip_val=arguments.max_grad_norm or None if arguments.strategy != "fsdp" else None,
             limit_val_batches=0,
             callbacks=[progress],
             default_root_dir=run.scratch,
@@ -211,9 +212,10 @@ class LanguageModule(lightning.LightningModule):
         self._total = total
 
     def training_step(self, batch: Batch, index: int) -> torch.Tensor:
-        return self._loss(batch)
+        return self._loss(batch) / count_targets(batch).clamp(min=1)
 
     def validation_step(self, batch: Batch, index: int) -> torch.Tensor:
+        """Return the sum of the losses of all tokens."""
         return self._loss(batch)
 
     def configure_optimizers(self) -> Any:
@@ -228,7 +230,7 @@ class LanguageModule(lightning.LightningModule):
     def _loss(self, batch: Batch) -> torch.Tensor:
         logits = self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         targets = batch["labels"][:, 1:].flatten()
-        return cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=IGNORED)
+        return cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=IGNORED, reduction="sum")
 
 
 class LightningProgress(lightning.Callback):
@@ -255,6 +257,7 @@ class LightningProgress(lightning.Callback):
         self._metrics: dict[str, float] = {}
         self._lr = self._arguments.lr
         self._loss = self._num_tokens = torch.zeros(())
+        self._passes_of_step = 0
         self._begin_interval()
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -265,6 +268,12 @@ class LightningProgress(lightning.Callback):
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         self._lr = float(optimizer.param_groups[0]["lr"])
+        missing = self._arguments.gradient_accumulation / (self._passes_of_step + 1)
+        if missing == 1:
+            return
+        for parameter in pl_module.parameters():  # the last step of a run: Lightning has divided as for the others
+            if parameter.grad is not None:
+                parameter.grad *= missing
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -272,12 +281,14 @@ class LightningProgress(lightning.Callback):
         """Count a forward pass; after the last one of a step, do what is due."""
         self._position = self._plan.after(self._position, 1)
         self._passes += 1
+        self._passes_of_step += 1
         self._loss = self._loss + outputs["loss"]  # which Lightning has divided by the number of passes of a step
         if isinstance(batch, dict) and "attention_mask" in batch:
             self._num_tokens = self._num_tokens + batch["attention_mask"].sum()
         if trainer.global_step == self._step:
             return
         self._step = step = trainer.global_step
+        self._passes_of_step = 0
         if self._resumed_from is not None:  # every rank has read it, or it would not have come through a step
             Path(self._resumed_from).unlink(missing_ok=True)
             self._resumed_from = None
@@ -316,23 +327,25 @@ class LightningProgress(lightning.Callback):
         """Report the mean loss of the tokens that are held out. A collective."""
         if self._held_out is None:
             return
-        totals = torch.zeros(2, device=trainer.strategy.root_device)
+        totals = torch.zeros(2, dtype=torch.float64, device=trainer.strategy.root_device)
         module.eval()
         with torch.no_grad():
             for number, batch in enumerate(self._held_out):
+                if number == len(self._held_out) - 1 and _ends_twice(cast(Any, self._held_out.sampler)):
+                    batch["labels"][-1] = IGNORED
                 batch = trainer.strategy.batch_to_device(batch)
-                num_tokens = (batch["labels"][:, 1:] != IGNORED).sum()
-                totals += torch.stack((trainer.strategy.validation_step(batch, number) * num_tokens, num_tokens))
+                loss = trainer.strategy.validation_step(batch, number)
+                totals += torch.stack((loss.double(), count_targets(batch).double()))
         module.train()
-        loss, num_tokens = trainer.strategy.reduce(totals).tolist()
-        self._metrics["eval_loss"] = loss / num_tokens
+        total, num_tokens = trainer.strategy.reduce(totals).tolist()
+        self._metrics["eval_loss"] = total / num_tokens if num_tokens else 0.0
         self._tell({"eval_loss": self._metrics["eval_loss"]})
 
     def _save(self, trainer: lightning.Trainer) -> None:
         """Save a checkpoint, and bring it to the store. A collective."""
         path = self._run.scratch / _file_name(self._step)
         trainer.save_checkpoint(path)
-        state = {"epoch": self._position.epoch, "row": self._position.row}
+        state = {"epoch": self._position.epoch, "row": self._position.row, "num_rows": self._plan.num_rows}
 
         def upload() -> None:
             self._run.checkpoints.save_checkpoint(self._step, self._metrics, {path.name: path}, state=state)
@@ -386,7 +399,7 @@ def train_toolkit_model(run: TrainingRun) -> None:
     passes = math.ceil(len(model.train_dataloader()) * arguments.num_epochs)
     total = arguments.max_steps if arguments.max_steps > 0 else math.ceil(passes / arguments.gradient_accumulation)
     sizes = (passes * arguments.batch_size * run.world_size, run.world_size, arguments.batch_size)
-    plan, begin = TrainingPlan(*sizes, accumulation=1, num_epochs=1, max_steps=total), _begin(run)
+    plan, begin = TrainingPlan(*sizes, accumulation=1, num_epochs=1, max_steps=total), _begin(run, None)
     trainer = make_trainer(run, total, LightningProgress(run, plan, begin, total, None))
     model.set_trainer(trainer)
     neither = {"create_tensorboard_logger": False, "create_checkpoint_callback": False}
@@ -394,14 +407,23 @@ def train_toolkit_model(run: TrainingRun) -> None:
     trainer.fit(model, ckpt_path=begin.checkpoint)
 
 
-def _begin(run: TrainingRun) -> _Begin:
-    """Return where to begin, with the checkpoint copied to this node. A collective."""
+def _begin(run: TrainingRun, num_rows: int | None) -> _Begin:
+    """Return where to begin, with the checkpoint copied to this node. A collective.
+
+    Raises:
+        UsageError: the checkpoint is of a run on another number of rows.
+    """
     step = run.resume_step
     if step is None:
         return _Begin()
 
     def fetch() -> tuple[int, int, str]:
         state = run.checkpoints.read_mark(step).state
+        if num_rows is not None and state.get("num_rows") not in (None, num_rows):
+            raise UsageError(
+                f"checkpoint {step} is of a run on {state['num_rows']} rows, and there are {num_rows} now: resume it "
+                "with the same dataset and eval_fraction, or give the new run another run_id."
+            )
         path = run.checkpoints.fetch(step, run.scratch).get(_file_name(step))
         if path is None:
             raise CheckpointCorruptError(
@@ -425,6 +447,15 @@ def _local_file(name: str, folder: Path) -> str:
 
 def _file_name(step: int) -> str:
     return str(Path(step_key(step)).with_suffix(".ckpt"))
+
+
+def count_targets(batch: Batch) -> torch.Tensor:
+    return (batch["labels"][:, 1:] != IGNORED).sum()
+
+
+def _ends_twice(sampler: DistributedSampler[int]) -> bool:
+    """Return whether the last row of this rank is one of another rank too, so that all have equally many."""
+    return sampler.rank + (sampler.num_samples - 1) * sampler.num_replicas >= len(cast(Any, sampler.dataset))
 
 
 def _is_due(step: int, every: int) -> bool:
