@@ -46,6 +46,8 @@ _KEY_FILE = "The cluster's key, for clients and daemons; made by `unified key ne
 _ARGUMENT_TYPES = {
     "Count": "int ≥ 1",
     "CountOrZero": "int ≥ 0",
+    "Count | ShareOfSteps": "int ≥ 1, or a share < 1",
+    "CountOrZero | ShareOfSteps": "int ≥ 0, or a share < 1",
     "Positive": "float > 0",
     "NotNegative": "float ≥ 0",
     "Share": "float, 0 to 0.5",

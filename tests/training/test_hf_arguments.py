@@ -1,5 +1,6 @@
 """Arguments of the hf framework: every name of TrainingArguments, the short ones, and those that are refused."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +85,14 @@ def test_arguments_reach_trainer(hf: TrainingRuns, tmp_path: Path) -> None:
     assert '"eval_loss"' not in state
     arguments = torch.load(files["checkpoint-20/training_args.bin"], weights_only=False)
     assert (arguments.bf16, arguments.num_train_epochs, arguments.report_to) == (True, 2, [])
+
+
+def test_steps_may_be_shares_and_whole_floats(hf: TrainingRuns) -> None:
+    hf.train(max_steps=10.0, save_steps=0.4, eval_steps=0.5, logging_steps=0.3, warmup_steps=0.2)
+    assert hf.checkpoints().complete_steps() == [4, 8, 10]
+    state = json.loads(hf.fetch(10)["checkpoint-10/trainer_state.json"].read_text())
+    assert [each["step"] for each in state["log_history"] if "eval_loss" in each] == [5, 10]
+    assert [each["step"] for each in state["log_history"] if "loss" in each] == [3, 6, 9, 10]
+    rates = {each["step"]: each["learning_rate"] for each in state["log_history"] if "learning_rate" in each}
+    assert rates[3] == pytest.approx(3e-3)
+    assert "save_steps=1.5 is not allowed" in hf.refused(save_steps=1.5, run_id="other")

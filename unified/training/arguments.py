@@ -19,6 +19,7 @@ Count = Annotated[int, Meta(ge=1)]
 CountOrZero = Annotated[int, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
+ShareOfSteps = Annotated[float, Meta(gt=0, lt=1)]
 Share = Annotated[float, Meta(ge=0, le=0.5)]
 
 ALIASES = {
@@ -77,8 +78,16 @@ class CommonArguments(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HfArguments(CommonArguments, frozen=True, kw_only=True):
-    """Arguments of the hf framework."""
+    """Arguments of the hf framework, whose numbers of steps may be shares of all steps, below 1, as the Trainer's."""
 
+    warmup_steps: CountOrZero | ShareOfSteps = 0  # type: ignore[assignment]
+    """Steps in which the learning rate rises to `lr`, or their share of all."""
+    logging_steps: Count | ShareOfSteps = 10  # type: ignore[assignment]
+    """Steps between lines of the log and reports of the loss, or their share of all."""
+    save_steps: CountOrZero | ShareOfSteps = 500  # type: ignore[assignment]
+    """Steps between checkpoints, or their share of all; 0: at the end alone."""
+    eval_steps: CountOrZero | ShareOfSteps = 0  # type: ignore[assignment]
+    """Steps between evaluations, or their share of all; 0: as `save_steps`."""
     rest: dict[str, Any] = {}
     """Fields of `transformers.TrainingArguments`, by its names, yet to be checked."""
 
@@ -91,7 +100,7 @@ class NemoArguments(CommonArguments, frozen=True, kw_only=True):
     dataloader_workers: CountOrZero = 0
     """Processes that tokenise ahead, of each rank."""
     strategy: str = "auto"
-    """Strategy of Lightning's `Trainer`, such as ``ddp`` or ``fsdp``."""
+    """Strategy of Lightning's `Trainer`: ``auto``, ``ddp`` or ``fsdp``."""
 
 
 class MetaArguments(CommonArguments, frozen=True, kw_only=True):
@@ -136,7 +145,8 @@ def parse_arguments(framework: str, extra_args: Mapping[str, Any]) -> CommonArgu
 
 
 def _convert(name: str, value: Any, wanted: Any) -> Any:
+    whole = int(value) if isinstance(value, float) and value.is_integer() else value  # YAML and jq write 50.0
     try:
-        return msgspec.convert(value, wanted)
+        return msgspec.convert(whole, wanted)
     except msgspec.ValidationError as error:
         raise OptionError(f"extra_args: {name}={value!r} is not allowed: {str(error).replace('`', '')}.") from None
