@@ -40,16 +40,16 @@ class CommonArguments(msgspec.Struct, frozen=True, kw_only=True):
     dataset_text_field: str = "text"
     """Field of each row that holds its text."""
     eval_fraction: Share = 0.05
-    """Share of the rows that is held out; none of a dataset of less than 20 rows."""
-    seed: CountOrZero = 42
+    """Share of the rows that is held out; none of less than 20 rows, and by default 1 000 at most."""
+    seed: Annotated[int, Meta(ge=0, lt=2**32)] = 42
     """Seed of the weights, of the order of the rows, and of dropout."""
     max_seq_len: Annotated[int, Meta(ge=2)] = 512
     """Tokens; longer texts are cut."""
-    lr: NotNegative = 5e-5
+    lr: Annotated[float, Meta(ge=0, le=1e6)] = 5e-5
     """Learning rate of AdamW."""
     batch_size: Count = 8
     """Rows of one rank in one forward pass."""
-    num_epochs: Positive = 1.0
+    num_epochs: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
     """Passes over the rows; the last one may be a part."""
     max_steps: int = 0
     """Optimizer steps in all, above `num_epochs`; 0 or less: as many as the epochs have."""

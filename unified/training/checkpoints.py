@@ -136,7 +136,8 @@ class RunCheckpointManager(ClosedOnExit):
     def discard(self, step: int) -> None:
         """Delete the mark of a step, if there is one: files of an earlier attempt may then be replaced, since a kill in
         the middle leaves no mixture that counts."""
-        self._delete([step_key(step)])
+        if self._checkpoints.backend.exists(self._key(step_key(step))):  # else no right to delete is needed
+            self._delete([step_key(step)])
 
     def upload(self, files: Mapping[str, FileSource]) -> list[MarkedFile]:
         """Write files of a checkpoint, which several ranks may do, between `discard` and `commit` of rank 0.

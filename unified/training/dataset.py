@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import zlib
 from array import array
@@ -33,6 +34,8 @@ READ_NBYTES = 32 << 20
 LONGEST_LINE = 64 << 20
 FEWEST_ROWS = 20
 """A dataset of fewer rows holds none out."""
+MOST_HELD_OUT = 1000
+"""Rows that are held out at most, where nobody says which share: evaluations shall stay short."""
 IGNORED = -100
 """Label of a position without a target."""
 
@@ -59,6 +62,8 @@ def load_rows(run: TrainingRun) -> tuple[TextSplit, TextSplit]:
     parts = run.work.on_each_node(lambda: copy_dataset(run.options.dataset_uri, field, folder))
     rows = TextRows(parts, field)
     every = round(1 / run.arguments.eval_fraction) if run.arguments.eval_fraction and len(rows) >= FEWEST_ROWS else 0
+    if every and "eval_fraction" not in run.arguments.given:
+        every = max(every, math.ceil(len(rows) / MOST_HELD_OUT))
     return TextSplit(rows, every, is_held_out=False), TextSplit(rows, every, is_held_out=True)
 
 

@@ -20,7 +20,7 @@ from unified.errors import OptionError, UsageError
 from unified.training.dataset import PaddingCollator, TokenRows, load_rows
 from unified.training.hf_arguments import training_arguments
 from unified.training.models import load_model, sequence_length
-from unified.training.sampling import ResumableSampler
+from unified.training.sampling import ResumableSampler, check_rows
 from unified.training.stopping import TrainingStopped
 from unified.training.tokenizer import PretrainedTokenizer
 
@@ -84,11 +84,7 @@ class RunSizes(NamedTuple):
     def check(self, step: int, before: Mapping[str, Any]) -> None:
         """Raise UsageError if a run cannot go on from a step whose mark has `before` as its state."""
         num_rows, rows_per_step = before.get("num_rows"), before.get("rows_per_step")
-        if num_rows not in (None, self.num_rows):
-            raise UsageError(
-                f"checkpoint {step} is of a run on {num_rows} rows, and there are {self.num_rows} now: resume it with "
-                "the same dataset and eval_fraction, or give the new run another run_id."
-            )
+        check_rows(step, num_rows, self.num_rows)
         if rows_per_step not in (None, self.rows_per_step) and self.max_steps < 1:
             raise UsageError(
                 f"checkpoint {step} is of a run whose steps had {rows_per_step} rows, and they have "

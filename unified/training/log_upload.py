@@ -9,9 +9,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from unified.errors import StorageError
+from unified.errors import StorageError, UnifiedError
 from unified.storage import open_storage
 from unified.threads import start_thread
+from unified.training.stopping import TrainingStopped
 
 INTERVAL_S = 10.0
 CHUNK_NBYTES = 1 << 20
@@ -59,7 +60,8 @@ class LogUploader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         sys.stdout, sys.stderr = self._streams
         if error is not None:
-            self.write("".join(traceback.format_exception(error)))
+            is_told = isinstance(error, TrainingStopped | UnifiedError)
+            self.write(f"unified-train: {error}\n" if is_told else "".join(traceback.format_exception(error)))
         self._is_closed.set()
         assert self._thread is not None
         self._thread.join(CLOSE_WITHIN_S)

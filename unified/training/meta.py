@@ -29,7 +29,7 @@ from unified.training.arguments import MetaArguments
 from unified.training.dataset import IGNORED, PaddingCollator, TextSplit, TokenRows, load_rows
 from unified.training.models import load_model, sequence_length
 from unified.training.run import TrainingRun
-from unified.training.sampling import Position, ResumableSampler, TrainingPlan
+from unified.training.sampling import Position, ResumableSampler, TrainingPlan, check_rows
 from unified.training.stopping import TrainingStopped
 from unified.training.tokenizer import Tokenizer
 
@@ -128,6 +128,7 @@ class MetaTrainer:
             self._run.report(eval_loss=self._metrics["eval_loss"])
         if is_saved:
             self._save()
+        self._metrics.pop("eval_loss", None)  # a mark has only that of its own step
         if is_stopping and not is_last:
             self._saver.finish()
             raise TrainingStopped(self._step)
@@ -186,6 +187,7 @@ class MetaTrainer:
             self._arguments.batch_size,
             sampler=sampler,
             collate_fn=self._collate,
+            generator=torch.Generator(),  # else each iterator draws from the generator of dropout
             pin_memory=self._run.device.type == "cuda",
         )
         return map(self._to_device, loader)
@@ -224,12 +226,14 @@ class MetaTrainer:
                 "randomness": randomness,
                 "step": self._step,
                 "position": tuple(self._position),
+                "num_rows": self._plan.num_rows,
             }
             self._saver.save(self._step, state, self._metrics)
 
     def _restore(self, step: int) -> None:
         shapes = {name: tuple(values.shape) for name, values in self._model.state_dict().items()}
         state = self._run.work.on_first(lambda: self._saver.load(step, shapes))
+        check_rows(step, state.get("num_rows"), self._plan.num_rows)
         sizes = self._run.world_size
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=sizes > 1)
         held = self._saver.take_loaded()

@@ -36,7 +36,7 @@ from unified.training.dataset import IGNORED, PaddingCollator, TokenRows, copy_d
 from unified.training.layout import step_key
 from unified.training.meta import lr_factor
 from unified.training.models import load_model, sequence_length
-from unified.training.sampling import Position, ResumableSampler, TrainingPlan
+from unified.training.sampling import Position, ResumableSampler, TrainingPlan, check_rows
 from unified.training.stopping import TrainingStopped
 
 if TYPE_CHECKING:
@@ -419,11 +419,8 @@ def _begin(run: TrainingRun, num_rows: int | None) -> _Begin:
 
     def fetch() -> tuple[int, int, str]:
         state = run.checkpoints.read_mark(step).state
-        if num_rows is not None and state.get("num_rows") not in (None, num_rows):
-            raise UsageError(
-                f"checkpoint {step} is of a run on {state['num_rows']} rows, and there are {num_rows} now: resume it "
-                "with the same dataset and eval_fraction, or give the new run another run_id."
-            )
+        if num_rows is not None:
+            check_rows(step, state.get("num_rows"), num_rows)
         path = run.checkpoints.fetch(step, run.scratch).get(_file_name(step))
         if path is None:
             raise CheckpointCorruptError(

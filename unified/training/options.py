@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
 
 from unified.errors import OptionError, UsageError
-from unified.training.arguments import CommonArguments, parse_arguments
+from unified.training.arguments import ALIASES, CommonArguments, parse_arguments
 from unified.training.layout import FRAMEWORKS, RunLayout
 
 
@@ -113,7 +113,9 @@ class TrainingOptions:
         )
         extra = parse_extra_args(values["extra-args-json"])
         if values["config"]:
-            extra = {**read_config_file(values["config"]), **extra}
+            own = {ALIASES.get(name, name) for name in extra}
+            defaults = read_config_file(values["config"])
+            extra = {**{name: each for name, each in defaults.items() if ALIASES.get(name, name) not in own}, **extra}
         return cls(
             layout=layout,
             model_id=values["model-id"],
@@ -183,8 +185,10 @@ def parse_config(text: str, name: str) -> dict[str, Any]:
     """
     from omegaconf import OmegaConf
 
+    if "${" in text:  # omegaconf would put variables of this process there, such as the credentials of the store
+        raise OptionError(f"{name} has a reference, ${{…}}: write the value itself.")
     try:
-        found = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
+        found = OmegaConf.to_container(OmegaConf.create(text))
     except Exception as error:  # of yaml, of omegaconf, of Python: one line of it will do
         raise OptionError(f"{name} is neither YAML nor JSON: {' '.join(str(error).split())}") from error
     if not isinstance(found, dict):

@@ -36,9 +36,12 @@ if TYPE_CHECKING:
 
     from unified.training.checkpoints import RunCheckpointManager
     from unified.training.run import FrameworkModule
+    from unified.worker.rank_group import Ranks
 
 NAME = "unified-train"
 EXIT_USAGE = 2
+FILE_WORK_WITHIN = datetime.timedelta(days=1)
+"""Time for which ranks wait for one that copies data, or reads or writes a checkpoint."""
 REACH_WITHIN_S = 10.0
 """Seconds for an answer of a store, before the training begins; two tries."""
 _FINAL = (UsageError, DatasetError, StorageDeniedError, NotFoundError)
@@ -108,7 +111,7 @@ def _train(options: TrainingOptions, worker: Worker | None) -> None:
     with ExitStack() as stack:
         place = _of_worker(worker, stack) if worker is not None else _of_environment(stack)
         ranks = ranks_here()
-        work = RankWork(ranks, place.node, place.local_rank)
+        work = RankWork(_patient(ranks), place.node, place.local_rank)
         checkpoints = stack.enter_context(
             RunCheckpointManager(
                 options.layout, world_size=ranks.size, save_total_limit=options.arguments.save_total_limit
@@ -125,7 +128,8 @@ def _train(options: TrainingOptions, worker: Worker | None) -> None:
             report=worker.report if worker is not None and ranks.rank == 0 else _no_report,
             scratch=stack.enter_context(scratch_folder()),
         )
-        start = work.on_first(lambda: prepare(options, checkpoints, ranks.size))
+        is_restart = worker is not None and worker.incarnation > 0
+        start = work.on_first(lambda: prepare(options, checkpoints, ranks.size, is_restart=is_restart))
         run = run.resuming(start.resume_step)
         stack.enter_context(LogUploader(f"{options.layout.logs_uri}/{start.log_folder}", f"rank-{ranks.rank}"))
         # A line of each rank, so that each has a log.
@@ -143,20 +147,35 @@ def _train(options: TrainingOptions, worker: Worker | None) -> None:
         module.run(run)
 
 
-def prepare(options: TrainingOptions, checkpoints: RunCheckpointManager, world_size: int) -> _RunStart:
+def _patient(ranks: Ranks) -> Ranks:
+    """Return the same ranks in a group for work on files, which takes longer than a collective may."""
+    from torch import distributed
+
+    from unified.worker.rank_group import ranks_here
+
+    if ranks.size == 1:
+        return ranks
+    return ranks_here(distributed.new_group(backend="gloo", timeout=FILE_WORK_WITHIN))
+
+
+def prepare(
+    options: TrainingOptions, checkpoints: RunCheckpointManager, world_size: int, *, is_restart: bool = False
+) -> _RunStart:
     """Look for checkpoints, decide whether to go on from one, and make the layout.
 
     Raises:
         UsageError: there are checkpoints, and nobody said to resume; a store does not answer.
+        StorageUnavailableError: a store does not answer at a restart, which may be tried again.
         StorageError: a store refuses.
     """
     _check_reachable(
-        [options.dataset_uri, options.model_id, options.layout.prefix, options.layout.logs_uri, options.config_path]
+        [options.dataset_uri, options.model_id, options.layout.prefix, options.layout.logs_uri, options.config_path],
+        is_restart=is_restart,
     )
     latest = checkpoints.latest()
     before = checkpoints.read_config() or {}
-    is_restart = bool(options.attempt_id) and before.get("attempt_id") == options.attempt_id
-    if latest is not None and not options.resume and not is_restart:
+    is_same_attempt = bool(options.attempt_id) and before.get("attempt_id") == options.attempt_id
+    if latest is not None and not options.resume and not is_same_attempt:
         raise UsageError(
             f"run {options.run_id!r} already has checkpoints up to step {latest} in {options.layout.checkpoints_uri}: "
             "resume it (resume_from_checkpoint, --resume), or give the new run another run_id."
@@ -167,7 +186,7 @@ def prepare(options: TrainingOptions, checkpoints: RunCheckpointManager, world_s
     return _RunStart(latest, now.strftime("%Y%m%dT%H%M%SZ"))
 
 
-def _check_reachable(uris: Sequence[str]) -> None:
+def _check_reachable(uris: Sequence[str], *, is_restart: bool) -> None:
     """Raise UsageError soon if a bucket's store does not answer; later requests have minutes for that."""
     from unified.data.files import is_remote
     from unified.storage import S3Backend
@@ -177,6 +196,8 @@ def _check_reachable(uris: Sequence[str]) -> None:
             try:
                 backend.exists(NAME)
             except StorageUnavailableError as error:
+                if is_restart:
+                    raise
                 raise UsageError(str(error)) from error
             except StorageError:  # it answers; whether it allows what is needed, each request will say by itself
                 pass

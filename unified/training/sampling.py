@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch.utils.data import DistributedSampler
 
+from unified.errors import UsageError
+
 
 class Position(NamedTuple):
     """Rows seen so far."""
@@ -46,11 +48,10 @@ class TrainingPlan(NamedTuple):
         """Return the number of steps of the whole run that has done `step` at `position`."""
         if self.max_steps > 0:
             return self.max_steps
-        steps, epoch, row = step, position.epoch, position.row
-        while rows := self.rows_of(epoch):
-            steps += self._steps_of(rows - row)
-            epoch, row = epoch + 1, 0
-        return steps
+        steps = step + self._steps_of(max(0, self.rows_of(position.epoch) - position.row))
+        num_whole = max(0, math.floor(self.num_epochs) - position.epoch - 1)
+        last = max(position.epoch + 1, math.floor(self.num_epochs))
+        return steps + num_whole * self._steps_of(self.num_rows) + self._steps_of(self.rows_of(last))
 
     def after(self, position: Position, num_passes: int) -> Position:
         """Return the position after so many forward passes of every rank."""
@@ -60,6 +61,15 @@ class TrainingPlan(NamedTuple):
     def _steps_of(self, rows: int) -> int:
         passes = math.ceil(math.ceil(rows / self.world_size) / self.batch_size)
         return math.ceil(passes / self.accumulation)
+
+
+def check_rows(step: int, before: int | None, now: int) -> None:
+    """Raise UsageError if a checkpoint is of a run on another number of rows; None: it does not say."""
+    if before not in (None, now):
+        raise UsageError(
+            f"checkpoint {step} is of a run on {before} rows, and there are {now} now: resume it with the same dataset "
+            "and eval_fraction, or give the new run another run_id."
+        )
 
 
 class ResumableSampler(DistributedSampler[int]):

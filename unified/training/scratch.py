@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from pathlib import Path
 PREFIX = "unified-train-"
 LOCK = ".lock"
 SAFE_AGE_S = 60.0
-"""Age at which a folder that nobody has locked is an orphan: its process locks it at once after making it."""
+"""Age of the lock file from which on a folder that nobody has locked is an orphan: its process locks it at once."""
 
 
 @contextlib.contextmanager
@@ -38,8 +39,13 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
 
 def _remove_orphan(folder: Path) -> None:
     with contextlib.suppress(OSError):  # another user's, in use, or gone already
-        if time.time() - os.stat(folder).st_mtime < SAFE_AGE_S:
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
             return
-        with (folder / LOCK).open("wb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            if time.time() - os.fstat(lock).st_mtime >= SAFE_AGE_S:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)

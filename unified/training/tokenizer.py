@@ -8,6 +8,8 @@ from unified.errors import UsageError
 
 BOS, EOS, PAD = 256, 257, 258
 BYTE_VOCAB_SIZE = 259
+CHARS_OF_TOKEN = 64
+"""Characters that a token has at most, as far as a text is looked at: the rest of a very long one is not."""
 
 
 class Tokenizer(Protocol):
@@ -33,7 +35,7 @@ class ByteTokenizer:
 
     def tokens(self, text: str, limit: int) -> list[int]:
         """See `Tokenizer`."""
-        return [BOS, *text.encode("utf-8", "replace"), EOS][:limit]
+        return [BOS, *text[:limit].encode("utf-8", "replace"), EOS][:limit]
 
     def text(self, tokens: list[int]) -> str:
         """Return the text of tokens; what is no byte is left out."""
@@ -68,7 +70,8 @@ class PretrainedTokenizer:
     def tokens(self, text: str, limit: int) -> list[int]:
         """See `Tokenizer`. A text that ends before the limit ends with the token for that."""
         end = int(self.tokenizer.eos_token_id)
-        found: list[int] = self.tokenizer(text, truncation=True, max_length=limit)["input_ids"]
+        begin = text[: limit * CHARS_OF_TOKEN].encode("utf-8", "replace").decode()  # half a surrogate pair is no text
+        found: list[int] = self.tokenizer(begin, truncation=True, max_length=limit)["input_ids"]
         if len(found) < limit and found[-1:] != [end]:
             found.append(end)
         return found if len(found) > 1 else [end, end]

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import re
 import signal
 import socket
@@ -20,6 +21,7 @@ from tests.support.s3 import S3Server, faulty
 from tests.support.training import Ranks, complete_steps, keys, losses, options, run_ranks
 from unified.storage import open_storage
 from unified.training.program import main
+from unified.training.scratch import scratch_folder
 
 pytestmark = pytest.mark.timeout(180)  # several processes that load torch, on a machine that may be busy
 SAVED = [f"checkpoints/step-{step:06}.{kind}" for step in (10, 20) for kind in ("json", "pt")]
@@ -165,6 +167,31 @@ def test_a_gpu_is_used_in_bf16(data: str, base: str, capsys: pytest.CaptureFixtu
     assert torch.cuda.max_memory_allocated() > 0
     assert main([*options(base, data, max_steps=30), "--resume"]) == 0
     assert complete_steps(base)[-1] == 30
+
+
+def test_a_checkpoint_of_other_rows(data: str, base: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(options(base, data, max_steps=4)) == 0
+    code, error = said([*options(base, data, max_steps=8, eval_fraction=0.5), "--resume"], capsys)
+    assert code == 2
+    assert "is of a run on" in error
+
+
+def test_a_folder_of_a_killed_process_is_removed_and_no_link_is_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    for name in ("killed", "evil", "young"):
+        (tmp_path / f"unified-train-{name}").mkdir()
+    (tmp_path / "unified-train-killed/.lock").touch()
+    os.utime(tmp_path / "unified-train-killed/.lock", (1, 1))
+    (tmp_path / "unified-train-evil/.lock").symlink_to(victim)
+    with scratch_folder(tmp_path) as own:
+        assert {path.name for path in tmp_path.glob("unified-train-*")} == {
+            "unified-train-evil",
+            "unified-train-young",
+            own.name,
+        }
+    assert victim.read_text() == "precious"
+    assert not own.exists()
 
 
 def test_a_checkpoint_of_another_model(data: str, base: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,3 +74,22 @@ def test_epochs_have_orders_of_their_own() -> None:
 def test_step_counts(epochs: float, steps: int, total: int) -> None:
     plan = TrainingPlan(num_rows=100, world_size=2, batch_size=4, accumulation=1, num_epochs=epochs, max_steps=steps)
     assert plan.total_steps(0, Position()) == total
+
+
+@pytest.mark.parametrize("num_epochs", [0.3, 1.0, 2.5, 3.0])
+@pytest.mark.parametrize(("epoch", "row"), [(0, 0), (0, 40), (1, 99), (2, 8), (5, 0)])
+def test_the_number_of_steps_is_that_of_walking_through_them(num_epochs: float, epoch: int, row: int) -> None:
+    plan = TrainingPlan(num_rows=100, world_size=2, batch_size=4, accumulation=3, num_epochs=num_epochs, max_steps=0)
+    steps, position = 10, Position(epoch, row)
+    while (rows := plan.rows_of(position.epoch)) > 0:
+        if position.row < rows:
+            steps += 1
+            position = plan.after(position, 3)
+        else:
+            position = Position(position.epoch + 1)
+    assert plan.total_steps(10, Position(epoch, row)) == steps
+
+
+def test_very_many_epochs_are_counted_at_once() -> None:
+    plan = TrainingPlan(num_rows=100, world_size=1, batch_size=1, accumulation=1, num_epochs=1e6, max_steps=0)
+    assert plan.total_steps(0, Position()) == 100_000_000

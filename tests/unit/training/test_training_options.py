@@ -98,3 +98,17 @@ def test_help_needs_no_torch(command: list[str]) -> None:
     assert done.returncode == 0, done.stderr
     assert "--checkpoint-base-uri" in done.stdout
     assert "[EXTRA_ARGS_JSON]" in done.stdout
+
+
+def test_extra_args_win_over_another_name_of_the_same_in_a_config_file(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text("learning_rate: 0.1")
+    argv = ["--config", str(tmp_path / "config"), "--extra-args-json", '{"lr": 0.2}']
+    assert TrainingOptions.parse(argv, ENVIRONMENT).arguments.lr == 0.2
+
+
+def test_a_config_file_reads_no_variable_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_SECRET", "secret-value")
+    (tmp_path / "config").write_text("tokenizer_name: ${oc.env:A_SECRET}")
+    with pytest.raises(OptionError, match="has a reference") as caught:
+        TrainingOptions.parse(["--config", str(tmp_path / "config")], ENVIRONMENT)
+    assert "secret-value" not in str(caught.value)
