@@ -25,6 +25,9 @@ hypothesis.settings.load_profile("unified")
 # unified_agent.environment). Set here, before anything resolves a name.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
+# gRPC makes its descriptors anew whenever the process forks, which other tests then take for something left behind.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 # A tester who has a cluster of their own has a key, which the clusters of these tests have not.
 os.environ["UNIFIED_KEY_FILE"] = ""
 
