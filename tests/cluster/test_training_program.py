@@ -64,6 +64,7 @@ def await_step(handle: JobHandle, step: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_layout_and_a_run_that_is_stopped_resumed_and_killed(local_cluster: Cluster, bucket: str) -> None:
     cluster = local_cluster(nodes=1, devices=2)
     base = f"s3://{bucket}/runs"

@@ -82,7 +82,7 @@ def test_ranks_train_as_one_would(data: str, base: str, capsys: pytest.CaptureFi
     assert accumulated == pytest.approx(one, rel=1e-3)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_resumed_run_is_the_same_run(data: str, base: str, world_size: int) -> None:
     """Stopped in the middle of the second epoch and resumed: the same losses, step for step."""
     arguments: dict[str, Any] = {"num_epochs": 6, "batch_size": 16 // world_size, "warmup_steps": 5}
@@ -108,6 +108,7 @@ def test_a_resumed_run_is_the_same_run(data: str, base: str, world_size: int) ->
     assert rest == pytest.approx({step: whole[step] for step in rest}, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_resumed_with_other_ranks(data: str, base: str) -> None:
     codes, outputs = run_ranks(options(base, data, run_id="whole", max_steps=120), 2)
     whole = losses(outputs[0])
