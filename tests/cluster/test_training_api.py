@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 META = {**document(ROOT), "framework": "meta"}
 HAS_HF = find_spec("transformers") is not None
 FLAT_MB = 100
-"""What 300 MB of data may add to the memory of a rank: buffers of a download, and the order of 2.4 million rows."""
+"""What 300 MB of data may add to the memory of a rank: buffers of a download, mostly."""
 
 
 @pytest.fixture(autouse=True)

@@ -7,10 +7,10 @@ the epoch alone, and a position counts the rows that all ranks have seen, so tha
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
 from torch.utils.data import DistributedSampler
 
 from unified.errors import UsageError
@@ -72,11 +72,36 @@ def check_rows(step: int, before: int | None, now: int) -> None:
         )
 
 
+class Permutation:
+    """A pseudo-random order of the numbers below `size` that takes no memory: a Feistel network over the smallest even
+    number of bits that holds them, walked on from where its value is none of them (Black and Rogaway, cycle walking).
+    """
+
+    _ROUNDS = 6
+    _WORD = (1 << 64) - 1
+
+    def __init__(self, size: int, seed: int) -> None:
+        self._size = size
+        self._bits = max(1, ((size - 1).bit_length() + 1) // 2)
+        self._mask = (1 << self._bits) - 1
+        draws = random.Random(seed)
+        self._keys = [draws.getrandbits(64) for _ in range(self._ROUNDS)]
+
+    def __getitem__(self, place: int) -> int:
+        while True:
+            left, right = place >> self._bits, place & self._mask
+            for key in self._keys:
+                mixed = (right ^ key) * 0x9E3779B97F4A7C15 & self._WORD
+                mixed = (mixed ^ mixed >> 32) * 0xD6E8FEB86659FD93 & self._WORD
+                left, right = right, left ^ (mixed >> 64 - self._bits)
+            place = left << self._bits | right
+            if place < self._size:
+                return place
+
+
 class ResumableSampler(DistributedSampler[int]):
     """The rows of one rank in an epoch, from a position on. Every rank gets equally many: at the end of an epoch some
     rows come twice.
-
-    Its memory is 4 bytes a row, not a list of Python's numbers.
     """
 
     def __init__(self, num_rows: int, *, rank: int, world_size: int, seed: int) -> None:
@@ -93,8 +118,7 @@ class ResumableSampler(DistributedSampler[int]):
         return math.ceil((self._last - self._first) / self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = torch.randperm(self._num_rows, generator=generator, dtype=torch.int32)
+        order = Permutation(self._num_rows, self.seed + self.epoch)
         for index in range(len(self)):
             place = self._first + index * self.num_replicas + self.rank
-            yield int(order[place if place < self._last else (place - self._last) % self._last])
+            yield order[place if place < self._last else (place - self._last) % self._last]
