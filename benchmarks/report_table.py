@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -36,3 +37,13 @@ def show(
 def markdown(headings: Sequence[str], lines: Iterable[Sequence[str]], note: str) -> str:
     rows = [headings, ["---", *["---:"] * (len(headings) - 1)], *lines]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + f"\n\n{note}"
+
+
+def footnote(result: dict[str, Any]) -> str:
+    """Return the line below a table of two contenders, measured in turn."""
+    machine = result["machine"]
+    return (
+        f"Medians of {result['rounds']} rounds, the two in turn, on {machine['cores']} cores, Python "
+        f"{machine['python']}, {machine['date']}, load {machine['load_1min']} at the start. “×” is how many times "
+        "better ours is."
+    )

@@ -88,20 +88,11 @@ def verdicts(found: Medians) -> Iterator[Judged]:
 
 
 def show(result: dict[str, Any]) -> None:
-    report_table.show(HEADINGS, lines(result["medians"]), result["problems"], footnote(result), 160)
+    report_table.show(HEADINGS, lines(result["medians"]), result["problems"], report_table.footnote(result), 160)
 
 
 def markdown(result: dict[str, Any]) -> str:
-    return report_table.markdown(HEADINGS, lines(result["medians"]), footnote(result))
-
-
-def footnote(result: dict[str, Any]) -> str:
-    machine = result["machine"]
-    return (
-        f"Medians of {result['rounds']} rounds, the two in turn, on {machine['cores']} cores, Python "
-        f"{machine['python']}, {machine['date']}, load {machine['load_1min']} at the start. “×” is how many times "
-        "better ours is."
-    )
+    return report_table.markdown(HEADINGS, lines(result["medians"]), report_table.footnote(result))
 
 
 def _short(value: float | None) -> str:

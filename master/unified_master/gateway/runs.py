@@ -83,26 +83,25 @@ def decide(request: TrainingRequest, run: RunRecord | None, named: RunRecord | N
         if named is None or named.is_ended:
             return Decision("begin", follows)
         raise RunConflictError(f"the name {named.name} is that of another job, {named.job_id}, which goes on.", named)
-    known = run
     differences = stored.differences(request)
     told = ", ".join(differences)
-    if not known.is_ended:
+    if not run.is_ended:
         if differences:
-            reason = f"run {request.run_id} goes on as {known.name} with another payload; different: {told}."
-            raise RunConflictError(reason, known, differences)
+            reason = f"run {request.run_id} goes on as {run.name} with another payload; different: {told}."
+            raise RunConflictError(reason, run, differences)
         return Decision("return")
     if not differences:
-        is_again = known.status == "failed" and request.resume_from_checkpoint
+        is_again = run.status == "failed" and request.resume_from_checkpoint
         return Decision("begin", follows) if is_again else Decision("return")
     if not request.resume_from_checkpoint:
         reason = (
-            f"run {request.run_id} has ended as {known.name} with another payload; different: {told}. Choose another "
+            f"run {request.run_id} has ended as {run.name} with another payload; different: {told}. Choose another "
             f"run_id, or set {RESUME} to go on from its checkpoints."
         )
-        raise RunConflictError(reason, known, differences)
+        raise RunConflictError(reason, run, differences)
     if others := [each for each in NEEDED_TO_RESUME if each in differences]:
         reason = f"run {request.run_id} cannot be resumed with another {', '.join(others)}: choose another run_id."
-        raise RunConflictError(reason, known, differences)
+        raise RunConflictError(reason, run, differences)
     return Decision("begin", follows)
 
 
