@@ -20,7 +20,7 @@ NOT_HERE := not gpu and not slurm and not browser
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo example test test-slow test-training check lint types layers suite unit fix sim bench bench-launch bench-bus bench-coordinator bench-checkpoint bench-gateway bench-scale peers soak docs clean
+.PHONY: help setup demo demo-failover example test test-slow test-training check lint types layers suite unit fix sim bench bench-launch bench-bus bench-coordinator bench-checkpoint bench-gateway bench-recovery bench-scale peers soak docs clean
 
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ setup: $(VENV)/.installed-test ## install everything that developing needs into 
 
 demo: $(VENV)/.installed-examples ## train a small GPT on 2 ranks over 2 local agents (about a minute)
 	@$(BIN)/python examples/nanogpt/submit.py
+
+demo-failover: $(VENV)/.installed-examples ## train on 4 ranks, kill ranks and a node, and see what each kill cost (about a minute)
+	@$(BIN)/python examples/elastic/submit.py --kill
 
 example: $(VENV)/.installed-examples ## run another example: make example N=actors
 	@$(BIN)/python examples/$(N)/submit.py
@@ -66,10 +69,10 @@ fix: setup ## format, and mend what the linter can mend
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-sim: setup ## the cores in virtual time; REWRITE=1 writes the golden transcripts anew
-	REWRITE=$(REWRITE) $(PYTEST) tests/sim
+sim: setup ## the cores in virtual time; REWRITE=1 writes the golden transcripts anew; SEED=17 plays one seed, WRITE=name keeps it
+	@$(if $(SEED),$(BIN)/python -m tests.support.sim.transcript $(SEED) $(WRITE),REWRITE=$(REWRITE) $(PYTEST) tests/sim)
 
-bench: bench-launch bench-bus bench-coordinator bench-checkpoint bench-gateway bench-scale ## all of them, with tables, JSON and pictures in out/bench; README=1 puts the tables into the pages
+bench: bench-launch bench-bus bench-coordinator bench-checkpoint bench-gateway bench-recovery bench-scale ## all of them, with tables, JSON and pictures in out/bench; README=1 puts the tables into the pages
 
 bench-launch: setup ## start-up and recovery against torchrun (about ten minutes)
 	$(BIN)/python benchmarks/launch/run.py $(TABLES)
@@ -79,12 +82,19 @@ bench-bus: setup peers ## calls, arrays and queues against Ray, Monarch and xosc
 
 bench-coordinator: setup ## heartbeats, look-ups, barriers and assignment, held against our floors (about two minutes)
 	$(BIN)/python benchmarks/coordinator/run.py --check $(TABLES)
+	$(BIN)/python benchmarks/coordinator/waiting.py --check
 
 bench-checkpoint: setup ## stall, throughput and memory of saves, held against our floors (about five minutes)
 	$(BIN)/python benchmarks/checkpoint/run.py --check $(TABLES)
 
 bench-gateway: setup ## status reads over HTTP beside a bare FastAPI route, and what they cost the master (about two minutes)
 	$(BIN)/python benchmarks/gateway/run.py --check $(TABLES)
+
+bench-recovery: setup $(PEERS)/torchft/.installed ## what the death of a rank costs beside torchrun and torchft, and that of the master, and goodput (about twenty minutes)
+	$(BIN)/python benchmarks/recovery/run.py --check $(TABLES)
+	$(BIN)/python benchmarks/recovery/outage.py --check
+	$(BIN)/python benchmarks/recovery/goodput.py --check
+	$(BIN)/python benchmarks/recovery/snapshots.py --check
 
 bench-scale: setup ## what 1 000 and 5 000 inboxes cost the master, and a call beside them (about two minutes)
 	$(BIN)/python benchmarks/bus/scale.py $(TABLES)
@@ -117,6 +127,11 @@ $(PEERS)/%/bin/python:
 $(PEERS)/ray/.installed: | $(PEERS)/ray/bin/python
 	@echo "installing Ray into $(@D)"
 	@{ $(PEER_PIP) ray==2.60.0 numpy psutil && touch $@; } || echo "Ray cannot be installed: it is left out"
+
+$(PEERS)/torchft/.installed: | $(PEERS)/torchft/bin/python
+	@echo "installing torchft into $(@D)"
+	@{ $(PEER_PIP) $(TORCH) && $(PEER_PIP) torchft-nightly==2026.10.26 numpy && touch $@; } \
+	  || echo "torchft cannot be installed: it is left out"
 
 $(PEERS)/xoscar/.installed: | $(PEERS)/xoscar/bin/python
 	@echo "installing xoscar into $(@D)"

@@ -194,6 +194,7 @@ def installation_variables() -> Iterator[list[str]]:
     yield ["`UNIFIED_INSECURE`", "`0`", "`1`: daemons may listen beyond loopback without a cluster key."]
     yield ["`UNIFIED_HOME`", "`$XDG_STATE_HOME/unified`, else `~/.local/state/unified`", "State and logs."]
     yield ["`UNIFIED_RUN_DIR`", "`$XDG_RUNTIME_DIR/unified`, else `/tmp/unified-UID`", "Sockets; 0700."]
+    yield ["`UNIFIED_WORKER_NICE`", "`1`", "Of agents: by how much their workers are niced, 0 to 19."]
     yield ["`UNIFIED_COMPAT`", "`0`", "`1`, `force`: have upstream's import paths, see [other scripts](compat.md)."]
     for field in source_text.fields(source_text.class_of(settings.Intervals)):
         yield [f"`UNIFIED_{field.name.upper()}`", _code(f"{field.default} s"), _cell(field.text)]

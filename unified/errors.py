@@ -42,6 +42,18 @@ class ClusterError(UnifiedError, RuntimeError):
     """The cluster could not do what was asked."""
 
 
+class RoundMeetingError(ClusterError):
+    """Ranks of a round waited for others in vain: to begin it, to agree on a state, or to end it.
+
+    Attributes:
+        missing: ranks that did not come; empty if the round's store is gone.
+    """
+
+    def __init__(self, message: str, missing: Iterable[int]) -> None:
+        super().__init__(message)
+        self.missing = list(missing)
+
+
 class MasterUnreachableError(ClusterError, ConnectionError):
     """Nobody answered at the master's address before the deadline."""
 
@@ -138,6 +150,14 @@ class BusOverloadedError(RpcError):
     """More bytes are in flight to one peer than the limit allows, and the caller would not wait."""
 
     retryable = True
+
+
+class SnapshotError(UnifiedError, RuntimeError):
+    """A snapshot was not taken, or cannot be restored; the message says which, and why."""
+
+
+class SnapshotQuotaError(SnapshotError):
+    """The snapshots of a node would be larger than it gives them."""
 
 
 class QueueError(UnifiedError, RuntimeError):
@@ -303,6 +323,10 @@ class CheckpointTimeoutError(CheckpointError, TimeoutError):
     """The saves that were accepted were not done in the time given; they go on."""
 
 
+class ElasticError(UnifiedError, RuntimeError):
+    """A training loop cannot go on in another round: nothing has the state, or the ranks' states do not fit."""
+
+
 class StorageError(UnifiedError, OSError):
     """An object of a store could not be read, written, listed or deleted; the message says which and why."""
 
@@ -336,3 +360,10 @@ def nearest(word: str, known: Iterable[str]) -> str:
     by_lower = {name.lower(): name for name in sorted(known, reverse=True)}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return f" Did you mean {by_lower[close[0]]!r}?" if close else ""
+
+
+def listed(items: Iterable[object], most: int = 10) -> str:
+    """Return ``a, b, c`` for a message; of many the first, and how many more."""
+    found = [str(item) for item in items]
+    more = f" and {len(found) - most} more" if len(found) > most else ""
+    return ", ".join(found[:most]) + more

@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
@@ -96,6 +97,16 @@ def facts(pid: int) -> ProcessFacts | None:
     # The name is in brackets and may itself hold brackets and spaces.
     fields = line[line.rindex(b")") + 2 :].split()
     return ProcessFacts(pid, fields[0].decode(), int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]))
+
+
+def unreaped_code(pid: int) -> int | None:
+    """Return the exit code, or minus the signal, of a process that has ended; None if it has not, or was reaped."""
+    try:
+        line = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    fields = line[line.rindex(b")") + 2 :].split()
+    return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == b"Z" else None
 
 
 def is_alive(pid: int) -> bool:

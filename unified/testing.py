@@ -81,6 +81,7 @@ class LocalCluster:
         home: for logs and state.
         env: more environment for daemons and workers, above the short intervals.
         restart_agents: times that an agent that dies is started again; 0 leaves it dead.
+        restart_master: likewise for the master.
     """
 
     def __init__(
@@ -91,11 +92,17 @@ class LocalCluster:
         home: Path | None = None,
         env: Mapping[str, str] | None = None,
         restart_agents: int = 0,
+        restart_master: int = 0,
     ) -> None:
         from unified.client.embedded import EmbeddedCluster
 
         self._cluster = EmbeddedCluster(
-            nodes, devices, home=home, env={**FAST, **(env or {})}, max_agent_restarts=restart_agents
+            nodes,
+            devices,
+            home=home,
+            env={**FAST, **(env or {})},
+            max_agent_restarts=restart_agents,
+            max_master_restarts=restart_master,
         )
         self._connection: MasterConnection | None = None
         self._handles: list[JobHandle] = []

@@ -124,6 +124,8 @@ class TimerThread:
 
     def _await(self) -> bool:
         with self._changed:
+            if self._thread is not threading.current_thread():
+                return False  # an interrupt came between its start and the note of it: another one is started
             while not self._is_closed and (self._stays or self._at != math.inf):
                 left_s = self._at - time.monotonic()
                 if left_s <= 0:

@@ -33,6 +33,12 @@ def limits(proc: Path = Path("/proc/self")) -> Limits:
     return Limits(min(cpus, default=None), min(memory, default=None))
 
 
+def oom_counter(proc: Path) -> Path | None:
+    """Return the file that has the number of out-of-memory kills (``oom_kill N``) in a process's own control group."""
+    files = (group / name for group in _groups(proc) for name in ("memory.events", "memory.oom_control"))
+    return next((file for file in files if "oom_kill " in read_text(file)), None)
+
+
 def _groups(proc: Path) -> Iterator[Path]:
     """Yield the folders of this process's groups, and of all groups that those are in."""
     within: dict[str, str] = {}

@@ -28,6 +28,9 @@ from unified_agent.orphans import NodeClaim, claim
 
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")
 _MB = 1024 * 1024
+WORKERS_PER_CPU = 64
+LEAST_WORKERS = 256
+"""Most processes that even a small node starts in sensible time: at some 20 a second and CPU."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -43,11 +46,15 @@ def build_parser() -> argparse.ArgumentParser:
     add("--cpus", type=float, metavar="N", help="offer N CPUs (default: those its affinity and control groups allow)")
     add("--memory-mb", type=float, metavar="MB",
         help="offer this much memory (default: what its control groups allow, or all)")  # fmt: skip
+    add("--max-workers", type=int, metavar="N",
+        help="worker processes of all jobs at most (default: 64 a CPU, and 256 at least)")  # fmt: skip
     add("--address", metavar="ADDRESS", help="at which other nodes reach this one (default: that towards the master)")
     add("--state-dir", type=Path, metavar="DIR", help=f"default: {settings.home()}/agent-NAME")
     add("--log-dir", type=Path, metavar="DIR", help="workers' output (default: STATE_DIR/logs)")
     add("--log-max-mb", type=float, default=64.0, metavar="MB", help="rotate a worker's output at this size (64)")
     add("--log-files", type=int, default=4, metavar="N", help="files kept of each stream, the newest included (4)")
+    add("--snapshot-mb", type=float, metavar="MB",
+        help="memory for snapshots of training states, of all jobs (default: half of what is offered)")  # fmt: skip
     add("--connect-timeout", type=float, metavar="S", help="give up after so long without a master (default: never)")
     add("--insecure", action="store_true",
         help="have workers listen beyond loopback without a cluster key (also: UNIFIED_INSECURE=1)")  # fmt: skip
@@ -127,6 +134,7 @@ def _facts(arguments: argparse.Namespace, node: str, own: NodeClaim, master: str
             disk_mb=host_resources.disk_mb(log_dir),
             devices=devices,
             user_defined=_resources(arguments.resources),
+            max_workers=_max_workers(arguments),
         ),
         host_cpus=host_resources.cpus(),
         labels=_labels(arguments.labels),
@@ -138,6 +146,9 @@ def _facts(arguments: argparse.Namespace, node: str, own: NodeClaim, master: str
 
 
 def _options(arguments: argparse.Namespace, key: ClusterKey | None, parent: int | None) -> AgentOptions:
+    if arguments.snapshot_mb is not None and not 0 <= arguments.snapshot_mb < math.inf:
+        raise UsageError(f"--snapshot-mb {arguments.snapshot_mb:g} is not an amount of memory: 0 or more.")
+    offered_mb = host_resources.memory_mb() if arguments.memory_mb is None else arguments.memory_mb
     if arguments.log_max_mb <= 0 or arguments.log_files < 1:
         raise UsageError("--log-max-mb must be above 0 and --log-files at least 1.")
     return AgentOptions(
@@ -146,8 +157,17 @@ def _options(arguments: argparse.Namespace, key: ClusterKey | None, parent: int 
         log_files=arguments.log_files,
         connect_timeout_s=arguments.connect_timeout,
         key=key,
+        snapshot_mb=offered_mb / 2 if arguments.snapshot_mb is None else arguments.snapshot_mb,
         parent=parent,
     )
+
+
+def _max_workers(arguments: argparse.Namespace) -> int:
+    if arguments.max_workers is None:
+        return max(LEAST_WORKERS, int(WORKERS_PER_CPU * host_resources.cpus()))
+    if arguments.max_workers < 1:
+        raise UsageError(f"--max-workers {arguments.max_workers} is not a number of processes: 1 or more.")
+    return int(arguments.max_workers)
 
 
 def _check_offer(arguments: argparse.Namespace) -> None:

@@ -19,6 +19,9 @@ RESOLVER = "timeout:1 attempts:2"
 """glibc's RES_OPTIONS. torch's TCPStore looks up the names of its peers' addresses again and again, and glibc waits 5 s
 for each packet that a name server loses: long enough to be taken for a hang. Two tries of a second each remain."""
 
+RECORDER, RECORDED = "TORCH_FR_BUFFER_SIZE", "2000"
+"""Number of collectives that torch's flight recorder keeps, by which `unified stack` tells who did not enter one. It is
+the default of newer releases, and costs less than can be measured beside a collective."""
 TUNABLES = "GLIBC_TUNABLES"
 _PAST_CACHES = "glibc.cpu.x86_non_temporal_threshold"
 
@@ -114,6 +117,8 @@ def worker_environment(
     if worker.kind == "store":
         return env
     env |= _network_environment(node)
+    if RECORDER not in node.inherited:
+        env[RECORDER] = RECORDED
     env |= _device_environment(devices_of(spec, worker.devices, node), seen_devices(spec, worker, node), node)
     if "OMP_NUM_THREADS" not in node.inherited:  # as torchrun does, but with a share of the node instead of 1
         of_node = node.resources.cpu / max(1, num_local_workers)

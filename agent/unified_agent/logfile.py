@@ -15,8 +15,10 @@ from typing import NamedTuple
 
 log = logging.getLogger("unified_agent")
 MAX_SLICE_BYTES = 1024 * 1024
-_TAIL_BYTES = 8192
-_TAIL_LINES = 20
+_TAIL_BYTES = 16384
+_TAIL_LINES = 40
+_NOISE = "Extension modules: "
+"""Beginning of the last line of `faulthandler`, which is long and says nothing of the fault."""
 
 
 class LogFile:
@@ -140,7 +142,8 @@ def last_lines(path: Path) -> str:
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            return "\n".join(file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])
+            lines = file.read().decode(errors="replace").splitlines()
+            return "\n".join([line for line in lines if not line.startswith(_NOISE)][-_TAIL_LINES:])
     except OSError:
         return ""
 

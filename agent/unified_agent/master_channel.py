@@ -29,6 +29,18 @@ _A_TURN = 64
 """Messages that are taken before other sources have their turn."""
 
 
+def make_socket(context: zmq.Context[zmq.Socket[bytes]], key: ClusterKey | None) -> zmq.Socket[bytes]:
+    """Return a socket to be connected to the master, which connects again by itself and queues nothing meanwhile."""
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.IMMEDIATE, 1)
+    socket.setsockopt(zmq.IPV6, 1)
+    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_FIRST_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MOST_MS)
+    secure_client(socket, key)
+    return socket
+
+
 class MasterChannel:
     """The connection to the master; messages from it go to `on_event`."""
 
@@ -43,13 +55,7 @@ class MasterChannel:
         self._socket, self._monitor = self._connect()
 
     def _connect(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(zmq.IPV6, 1)
-        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_FIRST_MS)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MOST_MS)
-        secure_client(socket, self._key)
+        socket = make_socket(self._context, self._key)
         monitor = socket.get_monitor_socket(EVENTS)
         self._handshakes = Handshakes(self._address, self._key)
         self._loop.watch(monitor, self._on_monitor)

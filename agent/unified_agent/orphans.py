@@ -194,20 +194,27 @@ def clean_up(record: AgentRecord, run_root: Path) -> list[int]:
     user, and it started after that agent did.
     """
 
+    killed = kill_processes(record.node, record.life, record.start_ticks)
+    run_dir = Path(record.run_dir)
+    if run_dir.parent == run_root and run_dir.name.startswith(_RUN_DIR_PREFIX):
+        shutil.rmtree(run_dir, ignore_errors=True)
+    return killed
+
+
+def kill_processes(node: str, life: str, start_ticks: int) -> list[int]:
+    """Kill what this life of an agent has started, its own process excluded; return the pids found at first."""
+
     def left() -> list[int]:
         return [
             one.pid
             for one in process.every_process()
             if one.is_alive
-            and one.start_ticks >= record.start_ticks
+            and one.start_ticks >= start_ticks
             and one.pid != os.getpid()
-            and process.has_environment(one.pid, f"{MARKER_INCARNATION}={record.life}")
-            and process.has_environment(one.pid, f"{MARKER_NODE}={record.node}")
+            and process.has_environment(one.pid, f"{MARKER_INCARNATION}={life}")
+            and process.has_environment(one.pid, f"{MARKER_NODE}={node}")
         ]
 
-    killed = left()
+    found = left()
     process.kill_until_none(left)
-    run_dir = Path(record.run_dir)
-    if run_dir.parent == run_root and run_dir.name.startswith(_RUN_DIR_PREFIX):
-        shutil.rmtree(run_dir, ignore_errors=True)
-    return killed
+    return found

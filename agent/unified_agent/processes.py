@@ -2,7 +2,8 @@
 
 Workers are children of a zygote. The zygote says when one was forked and how it ended; the agent signals by pidfd. When
 a zygote itself is killed, the kernel kills its workers, and they become the agent's own children (it is a subreaper),
-so that their exit codes are still known.
+so that their exit codes are still known. One that hangs takes no more orders: its workers go on, and it is killed after
+the last of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -24,42 +24,26 @@ import msgspec
 
 from unified import process
 from unified.bus.shm.files import Sweeper
+from unified.core.timers import earliest
 from unified.errors import ProtocolError
 from unified.protocol.agent_zygote import ChildExited, Fork, Forked, ForkFailed, ZygoteToAgent, ZygoteUp
 from unified.protocol.framing import PROTOCOL_VERSION
 from unified.protocol.records import Failure, JobWorkerIncarnation
 from unified.protocol.worker_agent import AgentToWorker, Hello, Launch, worker_to_agent
 from unified_agent.child_channel import ChannelOverflowError, ChildChannel
-from unified_agent.core.messages import AgentEvent, WorkerNotStarted, WorkerSaid, WorkerStarted
+from unified_agent.core.messages import AgentEvent, StartWorker, WorkerNotStarted, WorkerSaid, WorkerStarted
+from unified_agent.evidence import ProcessEnd
 from unified_agent.orphans import sweep
 from unified_agent.poll_loop import PollLoop
-from unified_agent.zygote import ZygoteHandle
+from unified_agent.zygote import ForkedWorker, ZygoteHandle
 
 log = logging.getLogger("unified_agent")
 CLOSE_S = 2.0
 """Time that zygotes have to kill their workers and leave, before they are killed themselves."""
-SETTLED_S = 10.0
-"""Age below which a zygote that ends is not replaced before a worker needs one: what ended it may end the next."""
+LATE_S = 1.0
+"""Time by which the agent itself may be late to judge a zygote that hangs."""
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 """Reasons why a process cannot be started now, that say nothing of its interpreter."""
-
-
-@dataclass(eq=False)
-class _Child:
-    """A worker's process, from the wish for it to its end."""
-
-    life: JobWorkerIncarnation
-    channel: ChildChannel
-    order: Fork
-    descriptors: list[int]
-    zygote: ZygoteHandle | None = None
-    """None while the order waits for a zygote that is up."""
-    pid: int = 0
-    pidfd: int = -1
-    is_kill_asked: bool = False
-    routes: Sequence[str] = ()
-    """Routes to its inbox, since its hello."""
-    inbox_id: str = ""
 
 
 class Processes:
@@ -73,31 +57,40 @@ class Processes:
         entry: str,
         run_dir: Path,
         env: Mapping[str, str],
+        fork_s: float,
         on_event: Callable[[AgentEvent], None],
-        on_end: Callable[[JobWorkerIncarnation, int], None],
+        on_end: Callable[[JobWorkerIncarnation, ProcessEnd], None],
     ) -> None:
         """Make the handle; nothing is started.
 
         Args:
             python: the interpreter of workers that name none.
             entry: ``module:function`` that a worker runs.
+            fork_s: time for which a zygote may say nothing while it has to tell of a fork or an end.
             on_event: what happened, for the core.
-            on_end: a worker's process has ended with this code, and all it said has been handed on.
+            on_end: a worker's process has ended so, and all it said has been handed on.
         """
         self._loop = loop
         self._python = python
         self._entry = entry
         self._run_dir = run_dir
         self._env = dict(env)
+        self._fork_s = fork_s
         self._on_event = on_event
         self._on_end = on_end
         self._zygotes: dict[str, ZygoteHandle] = {}
         """Zygotes that take orders, by interpreter."""
         self._running: dict[int, ZygoteHandle] = {}
         """Zygotes that take orders or are on their way out, by pid."""
+        self._helpers: dict[int, Callable[[int], None]] = {}
+        """Other children of the agent, by pid, with what is called at their ends."""
         self._kept: set[str] = {python}
-        self._children: dict[int, _Child] = {}
-        self._by_life: dict[JobWorkerIncarnation, _Child] = {}
+        self._children: dict[int, ForkedWorker] = {}
+        self._by_life: dict[JobWorkerIncarnation, ForkedWorker] = {}
+        self._ends = select.epoll()
+        """Waits for the ends of workers, which their zygotes have to tell of then."""
+        self._by_pidfd: dict[int, ForkedWorker] = {}
+        loop.watch(self._ends.fileno(), self._on_processes_ended)
         self._count = 0
         self._num_zygotes = 0
         self._sweeper = Sweeper()
@@ -113,39 +106,37 @@ class Processes:
         for python in [python for python in self._zygotes if python not in self._kept]:
             self._close_if_idle(python)
 
-    def start(
-        self,
-        life: JobWorkerIncarnation,
-        launch: Launch,
-        python: str | None,
-        is_fresh: bool,
-        env: Mapping[str, str],
-        descriptors: tuple[int, int],
-    ) -> None:
-        """Have a worker's process made. `descriptors`, its stdout and stderr, are closed here in every case.
+    def start(self, order: StartWorker, launch: Launch, passed: Sequence[int], streams: tuple[int, int]) -> None:
+        """Have a worker's process made, which is sent `launch`.
 
-        `env` is that of a fresh interpreter, above its zygote's. OSError: there are no descriptors left.
+        Args:
+            passed: descriptors that go with the launch.
+            streams: its stdout and stderr. All of them are closed here in every case.
+
+        Raises:
+            OSError: there are no descriptors left.
         """
+        life, python = order.life, order.python or self._python
         try:
             ours, theirs = socket.socketpair()
         except OSError:
-            for descriptor in descriptors:
+            for descriptor in (*passed, *streams):
                 os.close(descriptor)
             raise
         channel = ChildChannel(ours)
         self._count += 1
         marker = f"UNIFIED_WORKER={launch.env.get('UNIFIED_WORKER', '')}"
-        order = Fork(child=self._count, fresh=is_fresh, marker=marker, env=dict(env))
-        child = _Child(life, channel, order, [theirs.detach(), *descriptors])
-        self._children[order.child] = self._by_life[life] = child
+        fork = Fork(child=self._count, fresh=order.is_fresh, marker=marker, env=order.env)
+        child = ForkedWorker(life, channel, fork, [theirs.detach(), *streams])
+        self._children[fork.child] = self._by_life[life] = child
         self._loop.watch_channel(channel, lambda: self._hear(child))
-        channel.send(launch)
+        channel.send(launch, passed)
         try:
-            zygote = self._zygote(python or self._python)
+            zygote = self._zygote(python)
         except (OSError, ValueError) as error:  # ValueError: a name that no file can have
             is_passing = isinstance(error, OSError) and error.errno in _PASSING
             why = error.strerror if isinstance(error, OSError) else error
-            text = f"the interpreter {python or self._python} cannot be started: {why}"
+            text = f"the interpreter {python} cannot be started: {why}"
             self._fail(child, "crash" if is_passing else "setup", text)
             return
         child.zygote = zygote
@@ -161,6 +152,7 @@ class Processes:
             child.channel.send(message)
         except ChannelOverflowError as error:
             log.warning("event=worker-killed life=%s reason=%r", life, str(error))
+            child.killed_for = f"its agent did, because {error}"
             self._loop.unwatch_channel(child.channel)
             self.signal(life, "kill")
 
@@ -178,25 +170,58 @@ class Processes:
         elif child.pidfd >= 0 and self._signal_pidfd(child, signal.SIGKILL):
             process.signal_group(child.pid, signal.SIGKILL)
 
+    def pidfd(self, life: JobWorkerIncarnation) -> int:
+        """Return a descriptor of a worker's process, which the caller closes; -1: there is none any more."""
+        child = self._by_life.get(life)
+        return -1 if child is None or child.pidfd < 0 else os.dup(child.pidfd)
+
     def reap(self) -> None:
         """Reap every child of the agent's own that has ended, upon SIGCHLD."""
         has_lost_stray = False
         while (ended := _ended_child()) is not None:
-            pid, code = ended
+            pid, code, peak_kb = ended
             zygote = self._running.pop(pid, None)
             if zygote is not None:
                 self._on_zygote_ended(zygote, code)
                 continue
+            helper = self._helpers.pop(pid, None)
+            if helper is not None:
+                helper(code)
+                continue
             has_lost_stray = True
             for child in [child for child in self._children.values() if child.pid == pid]:
-                self._end(child, code)  # adopted from a dead zygote
+                self._end(child, code, peak_kb)  # adopted from a dead zygote
         if has_lost_stray:  # its own children are ours now
             self._kill_strays()
 
+    def add_helper(self, pid: int, on_end: Callable[[int], None]) -> None:
+        """Have `on_end(exit code)` called when a child that somebody else has started ends."""
+        self._helpers[pid] = on_end
+
+    def forget_helper(self, pid: int) -> None:
+        """Leave the end of such a child to whoever has started it."""
+        self._helpers.pop(pid, None)
+
     @property
     def next_deadline(self) -> float | None:
-        """Time at which `sweep` is to be called, on the monotonic clock."""
-        return self._sweeper.due_at
+        """Time at which `tick` is to be called, on the monotonic clock."""
+        return earliest(self._sweeper.due_at, *map(self._deadline, self._zygotes.values()))
+
+    def tick(self) -> None:
+        """Do what is due: give up zygotes that hang, and remove shared memory."""
+        now = time.monotonic()
+        for zygote in list(self._zygotes.values()):
+            deadline = self._deadline(zygote)
+            if deadline is None or now < deadline:
+                continue
+            if now > deadline + LATE_S:  # what stopped the agent may have stopped the zygote, too
+                zygote.has_told()
+            else:
+                self._give_up(zygote)
+        self.sweep()
+
+    def _deadline(self, zygote: ZygoteHandle) -> float | None:
+        return None if zygote.silent_since is None else zygote.silent_since + self._fork_s
 
     def sweep(self) -> None:
         """Remove the shared memory that dead workers left and nobody reads."""
@@ -210,24 +235,14 @@ class Processes:
             self._loop.unwatch_channel(zygote.channel)
             zygote.close()
         for zygote in zygotes:
-            self._await_end(zygote, deadline)
+            zygote.await_end(deadline)
         self._running.clear()
         self._kill_strays()
         for child in list(self._children.values()):
             self._drop(child)
         self._zygotes.clear()
-
-    def _await_end(self, zygote: ZygoteHandle, deadline: float) -> None:
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            pidfd = os.pidfd_open(zygote.pid)
-            poll = select.poll()
-            poll.register(pidfd, select.POLLIN)
-            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-                poll.poll()
-            os.close(pidfd)
-            _, status = os.waitpid(zygote.pid, 0)
-            zygote.reaped(os.waitstatus_to_exitcode(status))
+        self._loop.unwatch(self._ends.fileno())
+        self._ends.close()
 
     # Zygotes
 
@@ -257,6 +272,7 @@ class Processes:
         if isinstance(word, ZygoteUp):
             self._on_zygote_up(zygote, word)
             return
+        zygote.has_told(word.child)
         child = self._children.get(word.child)
         if child is None:
             return
@@ -266,8 +282,9 @@ class Processes:
             case ForkFailed():
                 self._fail(child, "crash", f"could not be started: {word.error}")
             case ChildExited():
-                self._end(child, word.code)
+                self._end(child, word.code, word.peak_kb)
                 self._close_if_idle(zygote.python)
+                self._kill_if_unused(zygote)
 
     def _on_zygote_up(self, zygote: ZygoteHandle, word: ZygoteUp) -> None:
         log.info("event=zygote-up pid=%d python=%s torch=%s", word.pid, zygote.python, word.has_torch)
@@ -282,12 +299,13 @@ class Processes:
         if not zygote.is_up:  # whoever needs it next shall be told the same, and not wait for it
             self._dismiss(zygote)
 
-    def _order(self, child: _Child) -> None:
+    def _order(self, child: ForkedWorker) -> None:
         assert child.zygote is not None
         descriptors, child.descriptors = child.descriptors, []
         child.zygote.channel.send(child.order, descriptors)
+        child.zygote.expect(child.order.child)
 
-    def _on_forked(self, child: _Child, pid: int) -> None:
+    def _on_forked(self, child: ForkedWorker, pid: int) -> None:
         child.pid = pid
         with contextlib.suppress(ProcessLookupError):
             child.pidfd = os.pidfd_open(pid)
@@ -295,6 +313,11 @@ class Processes:
             if child.zygote is None or found is None or found.parent != child.zygote.pid:
                 os.close(child.pidfd)  # it has ended, and the number belongs to somebody else
                 child.pidfd = -1
+            else:
+                self._by_pidfd[child.pidfd] = child
+                self._ends.register(child.pidfd, select.EPOLLIN | select.EPOLLONESHOT)
+        if child.pidfd < 0 and child.zygote is not None:
+            child.zygote.expect(child.order.child)
         self._on_event(WorkerStarted(life=child.life, pid=pid))
         if child.is_kill_asked:
             self.signal(child.life, "kill")
@@ -313,19 +336,19 @@ class Processes:
             )
         for child in children:
             if not zygote.is_up:
-                self._fail(child, "crash" if code < 0 else "setup", _why_no_zygote(zygote, how))
+                self._fail(child, "crash" if code < 0 else "setup", zygote.why_useless(how))
             elif child.pid:
+                child.killed_for = f"the zygote that it was forked from was {how}"
                 self._adopt(child)
             else:
                 self._fail(child, "crash", f"could not be started: its zygote was {how}")
         if code == 0:
             zygote.remove_log()
-        is_settled = time.monotonic() - zygote.began_at > SETTLED_S
-        if zygote.is_up and zygote.python in self._kept and is_settled:
+        if zygote.is_up and zygote.python in self._kept and zygote.is_settled:
             with contextlib.suppress(OSError):
                 self._zygote(zygote.python)
 
-    def _adopt(self, child: _Child) -> None:
+    def _adopt(self, child: ForkedWorker) -> None:
         """Kill a child of a dead zygote; the agent reaps it now, unless the zygote has done so unsaid."""
         found = process.facts(child.pid)
         if found is None or found.parent != os.getpid():
@@ -338,9 +361,51 @@ class Processes:
         own = os.getpid()
         process.kill_until_none(
             lambda: [
-                found.pid for found in process.every_process() if found.parent == own and found.pid not in self._running
+                found.pid
+                for found in process.every_process()
+                if found.parent == own and found.pid not in {*self._running, *self._helpers}
             ]
         )
+
+    def _give_up(self, zygote: ZygoteHandle) -> None:
+        """Put another zygote in the place of one that hangs. Its workers live on, and the agent sees their ends."""
+        fault = f"its zygote (pid {zygote.pid}) hangs: it has said nothing for {self._fork_s:g} s"
+        log.error("event=zygote-hangs pid=%d python=%s reason=%r", zygote.pid, zygote.python, fault)
+        zygote.is_given_up = True
+        del self._zygotes[zygote.python]
+        for child in [child for child in self._children.values() if child.zygote is zygote]:
+            if not child.pid:
+                self._fail(child, "crash", f"could not be started: {fault}")
+            elif process.facts(child.pid) is None:
+                self._adopt(child)  # reaped, and not told of
+            else:
+                self._end_unreaped(child)
+        self._kill_if_unused(zygote)
+        if zygote.python in self._kept:
+            with contextlib.suppress(OSError):
+                self._zygote(zygote.python)
+
+    def _on_processes_ended(self) -> None:
+        for pidfd, _ in self._ends.poll(0):
+            child = self._by_pidfd[pidfd]
+            if child.zygote is not None and child.zygote.is_given_up:
+                self._end_unreaped(child)
+                self._kill_if_unused(child.zygote)
+            elif child.zygote is not None:
+                child.zygote.expect(child.order.child)
+
+    def _end_unreaped(self, child: ForkedWorker) -> None:
+        """Take in the end of a child whose zygote hangs, if it has ended."""
+        code = process.unreaped_code(child.pid)
+        if code is not None:
+            process.signal_group(child.pid, signal.SIGKILL)
+            self._end(child, code)
+
+    def _kill_if_unused(self, zygote: ZygoteHandle) -> None:
+        """Kill a zygote that hangs, once it has no workers."""
+        is_used = any(child.zygote is zygote for child in self._children.values())
+        if zygote.is_given_up and not is_used and zygote.pid in self._running:
+            os.kill(zygote.pid, signal.SIGKILL)
 
     def _close_if_idle(self, python: str) -> None:
         zygote = self._zygotes.get(python)
@@ -357,7 +422,7 @@ class Processes:
 
     # Workers
 
-    def _hear(self, child: _Child) -> None:
+    def _hear(self, child: ForkedWorker) -> None:
         try:
             for body in child.channel.receive():
                 word = worker_to_agent.decode(body)
@@ -365,13 +430,15 @@ class Processes:
                     child.routes, child.inbox_id = word.inbox.routes, word.inbox.inbox_id
                 self._on_event(WorkerSaid(life=child.life, word=word))
         except (msgspec.DecodeError, ProtocolError) as error:
-            log.error("event=worker-killed life=%s reason=%r", child.life, f"it said no message of ours: {error}")
+            reason = f"it said no message of ours: {error}"
+            child.killed_for = f"its agent did, because {reason}"
+            log.error("event=worker-killed life=%s reason=%r", child.life, reason)
             child.channel.close()
             self.signal(child.life, "kill")
         if not child.channel.is_open:
             self._loop.unwatch_channel(child.channel)
 
-    def _signal_pidfd(self, child: _Child, number: int) -> bool:
+    def _signal_pidfd(self, child: ForkedWorker, number: int) -> bool:
         if child.pidfd < 0:
             return False
         try:
@@ -380,22 +447,24 @@ class Processes:
             return False
         return True
 
-    def _fail(self, child: _Child, category: Literal["crash", "setup"], summary: str) -> None:
+    def _fail(self, child: ForkedWorker, category: Literal["crash", "setup"], summary: str) -> None:
         self._drop(child)
         self._on_event(WorkerNotStarted(life=child.life, failure=Failure(category=category, summary=summary)))
 
-    def _end(self, child: _Child, code: int) -> None:
+    def _end(self, child: ForkedWorker, code: int, peak_kb: int = 0) -> None:
         self._hear(child)
         self._drop(child)
-        self._on_end(child.life, code)
+        self._on_end(child.life, ProcessEnd(code, peak_kb, child.killed_for))
 
-    def _drop(self, child: _Child) -> None:
+    def _drop(self, child: ForkedWorker) -> None:
         self._loop.unwatch_channel(child.channel)
         child.channel.close()
         for descriptor in child.descriptors:
             os.close(descriptor)
         child.descriptors = []
         if child.pidfd >= 0:
+            del self._by_pidfd[child.pidfd]
+            self._ends.unregister(child.pidfd)
             os.close(child.pidfd)
             child.pidfd = -1
         self._children.pop(child.order.child, None)
@@ -404,7 +473,7 @@ class Processes:
         self._remove_sockets(child)
         self.sweep()
 
-    def _remove_sockets(self, child: _Child) -> None:
+    def _remove_sockets(self, child: ForkedWorker) -> None:
         """Remove the file of its inbox, which a worker that was killed leaves behind."""
         for route in child.routes:
             path = Path(route.removeprefix("ipc://"))
@@ -413,18 +482,10 @@ class Processes:
                     path.unlink()
 
 
-def _ended_child() -> tuple[int, int] | None:
-    """Return pid and exit code of a child that has ended; None if there is no other."""
+def _ended_child() -> tuple[int, int, int] | None:
+    """Return pid, exit code and most resident KiB of a child that has ended; None if there is no other."""
     try:
-        pid, status = os.waitpid(-1, os.WNOHANG)
+        pid, status, usage = os.wait4(-1, os.WNOHANG)
     except ChildProcessError:
         return None
-    return (pid, os.waitstatus_to_exitcode(status)) if pid else None
-
-
-def _why_no_zygote(zygote: ZygoteHandle, how: str) -> str:
-    words = zygote.last_words()
-    hint = ""
-    if "No module named 'unified" in words:
-        hint = f" Install it there: {zygote.python} -m pip install unified-runtime."
-    return f"the interpreter {zygote.python} cannot start workers: {words} ({how}).{hint}"
+    return (pid, os.waitstatus_to_exitcode(status), usage.ru_maxrss) if pid else None

@@ -1,73 +1,88 @@
-"""The agent's handle on one zygote: a child that has everything imported, and forks workers for it."""
+"""The agent's handles on one zygote, a child that has everything imported and forks workers, and on each of these."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
-import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from unified.protocol.agent_zygote import ZygoteToAgent, zygote_to_agent
+from unified.protocol.agent_zygote import Fork, ZygoteToAgent, zygote_to_agent
+from unified.protocol.records import JobWorkerIncarnation
 from unified_agent.child_channel import ChildChannel
-from unified_agent.logfile import last_lines
+from unified_agent.helper_process import HelperProcess
 
 MARKER_NODE = "UNIFIED_AGENT_NODE"
 MARKER_INCARNATION = "UNIFIED_AGENT_LIFE"
 """Markers in the environment of everything an agent starts, so that the next agent knows what the last one left."""
+SETTLED_S = 10.0
+"""Age below which a zygote that ends is not replaced before a worker needs one: what ended it may end the next."""
 
 
-class ZygoteHandle:
+class ZygoteHandle(HelperProcess):
     """A running zygote process, made and forgotten by `Processes`, which also reaps it."""
 
     def __init__(self, python: str, entry: str, run_dir: Path, env: Mapping[str, str], number: int) -> None:
         """Start the process. Raises OSError where the interpreter cannot be started."""
+        log = run_dir / f"zygote-{number}.log"
+        super().__init__(python, "unified.worker.zygote", ["--entry", entry], log=log, env=env)
         self.python = python
         self.is_up = False
-        self.began_at = time.monotonic()
-        self._log = run_dir / f"zygote-{number}.log"
-        options = ["--parent", str(os.getpid()), "--entry", entry]
-        ours, theirs = socket.socketpair()
-        try:
-            with self._log.open("wb") as log:
-                self._process = subprocess.Popen(
-                    [python, "-m", "unified.worker.zygote", str(theirs.fileno()), *options],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    cwd=run_dir,
-                    env=env,
-                    start_new_session=True,  # Ctrl-C in the agent's terminal is the agent's business
-                )
-        except OSError:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        self.pid = self._process.pid
-        self.channel = ChildChannel(ours)
+        self.is_given_up = False
+        """True if it hangs: it is sent no more orders, and lives on for the sake of its workers."""
+        self._owed: set[int | None] = set()
+        """Children of which it has to tell the fork or the end."""
+        self._silent_since = 0.0
 
     def receive(self) -> list[ZygoteToAgent]:
         """Return the messages that have come."""
         return [zygote_to_agent.decode(body) for body in self.channel.receive()]
 
-    def reaped(self, code: int) -> None:
-        """Note that its exit was seen; `subprocess` must not look for it again."""
-        self._process.returncode = code
+    def expect(self, child: int) -> None:
+        """Note that it has to tell of a child, from now on."""
+        if not self._owed:
+            self._silent_since = time.monotonic()
+        self._owed.add(child)
 
-    def last_words(self) -> str:
-        """Return the last line of its own output: why it could not start."""
-        lines = last_lines(self._log).strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
+    def has_told(self, child: int | None = None) -> None:
+        """Note that it has told of a child, and so does not hang; None: that its time begins anew."""
+        self._owed.discard(child)
+        self._silent_since = time.monotonic()
 
-    def remove_log(self) -> None:
-        """Remove the log of a zygote that ended in order, which nobody will want to read."""
-        with contextlib.suppress(OSError):
-            self._log.unlink()
+    @property
+    def silent_since(self) -> float | None:
+        """Time since which it has told nothing although it has to, on the monotonic clock; None: it has not to."""
+        return self._silent_since if self._owed else None
 
-    def close(self) -> None:
-        """Close the channel: at end of file the zygote kills its workers and leaves."""
-        self.channel.close()
+    @property
+    def is_settled(self) -> bool:
+        """True if it has lived for so long that another in its place may live, too."""
+        return self.age_s > SETTLED_S
+
+    def why_useless(self, how: str) -> str:
+        """Return why its interpreter cannot start workers, from what it has written; `how`: the way it ended."""
+        words = self.last_words()
+        hint = ""
+        if "No module named 'unified" in words:
+            hint = f" Install it there: {self.python} -m pip install unified-runtime."
+        return f"the interpreter {self.python} cannot start workers: {words} ({how}).{hint}"
+
+
+@dataclass(eq=False)
+class ForkedWorker:
+    """A worker's process, from the wish for it to its end."""
+
+    life: JobWorkerIncarnation
+    channel: ChildChannel
+    order: Fork
+    descriptors: list[int]
+    zygote: ZygoteHandle | None = None
+    """None while the order waits for a zygote that is up."""
+    pid: int = 0
+    pidfd: int = -1
+    is_kill_asked: bool = False
+    killed_for: str = ""
+    """Reason for which it is killed here, rather than by the core."""
+    routes: Sequence[str] = ()
+    """Routes to its inbox, since its hello."""
+    inbox_id: str = ""

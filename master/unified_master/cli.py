@@ -20,6 +20,7 @@ from unified.errors import UnifiedError
 from unified.security.keys import ClusterKey, check_listening, find_key, is_loopback, may_go_without
 from unified_master.daemon import MasterDaemon, MasterOptions
 from unified_master.gateway_process import GatewayAddress
+from unified_master.store import back_up
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -36,6 +37,8 @@ def build_parser() -> argparse.ArgumentParser:
         f"tcp://{RuntimeSettings().coordinator.address})")  # fmt: skip
     add("--state-dir", type=Path, metavar="DIR",
         help=f"where decisions are kept; one master a directory (default: {settings.home() / 'master'})")  # fmt: skip
+    add("--backup", type=Path, metavar="FILE",
+        help="copy the state of --state-dir to a new file, also while a master runs, and end")  # fmt: skip
     add("--relay-bind", metavar="tcp://HOST:PORT",
         help="where the bus relay listens (default: the host of --bind, any free port)")  # fmt: skip
     add("--insecure", action="store_true",
@@ -63,12 +66,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream=sys.stderr,
             format="%(asctime)s master %(levelname)s %(message)s",
         )
+        state_dir = arguments.state_dir or settings.home() / "master"
+        if arguments.backup is not None:
+            back_up(state_dir, arguments.backup)
+            return 0
         coordinator = RuntimeSettings.load_shared().coordinator
         bind = parse_flag("--bind", arguments.bind or coordinator.address).url
         relay_bind = parse_flag("--relay-bind", arguments.relay_bind).url if arguments.relay_bind else None
         options = MasterOptions(
             bind=bind,
-            state_dir=arguments.state_dir or settings.home() / "master",
+            state_dir=state_dir,
             intervals=settings.intervals(),
             worker_heartbeats=HeartbeatTimes(
                 coordinator.heartbeat_interval_ms / 1000, coordinator.heartbeat_timeout_ms / 1000

@@ -26,9 +26,10 @@ from unified.errors import ClusterError, ProtocolError, UnifiedError, VersionMis
 from unified.protocol.agent_master import AgentToMaster
 from unified.protocol.client_master import ClientToMaster, Refused
 from unified.protocol.coordinator import CoordinatorRequest, WorkerToCoordinator
-from unified.protocol.framing import MAX_MESSAGE, UNREADABLE, Codec
+from unified.protocol.framing import UNREADABLE, Codec
 from unified.protocol.records import EventRecord
 from unified.security.curve import Gatekeeper
+from unified.security.frames import Buffer, cut
 from unified.security.keys import ClusterKey
 from unified_master.coordinator_service import CoordinatorReceived, CoordinatorService
 from unified_master.core.master import MasterCore
@@ -50,10 +51,10 @@ _COPIED_BYTES = 65_536
 """Size below which a copy is cheaper than to keep the memory until ZeroMQ is done with it."""
 MAX_BATCH = 512
 """Messages taken in before their consequences are committed and sent."""
-CURVE_BYTES = 1024
-"""Upper bound of what encryption adds to a frame."""
 MAX_DEFECTS = 5
 DEFECT_WINDOW_S = 60.0
+FAREWELL_S = 1.0
+"""Time that agents have to answer the word that the master stops, without which they would end their workers."""
 _log = logging.getLogger("unified.master")
 _codec: Codec[AgentToMaster | ClientToMaster | WorkerToCoordinator] = Codec(
     AgentToMaster | ClientToMaster | WorkerToCoordinator
@@ -114,7 +115,6 @@ class MasterDaemon:
 
     def _bind(self) -> zmq.Socket[bytes]:
         router = self._context.socket(zmq.ROUTER)
-        router.set(zmq.MAXMSGSIZE, MAX_MESSAGE + CURVE_BYTES)
         router.set(zmq.SNDHWM, 10_000)
         router.set(zmq.RCVHWM, 10_000)
         router.set(zmq.TCP_KEEPALIVE, 1)
@@ -171,8 +171,12 @@ class MasterDaemon:
                 poller.poll(math.ceil(wait_s * 1000))
                 events = self._take_in(router)
                 if due is not None and self._now() >= due:
-                    events.append(MasterTick())
+                    events.append(MasterTick(is_behind=len(events) >= MAX_BATCH))
                 core = self._handle(core, events, router, store)
+            actions = core.stop(self._now())
+            self._record(actions, store)
+            self._perform(actions, router)
+            _hear_all(router, {action.peer for action in actions if isinstance(action, Send)})
         finally:
             signal.set_wakeup_fd(previous)
             for number, handler in handlers.items():
@@ -293,10 +297,19 @@ class MasterDaemon:
                 if action.message is not message:  # all whom a barrier releases are sent the same
                     message = action.message
                     body = _codec.encode_body(message)
-                _send(router, action.peer, _codec.encode_header(action.request_id), body)
+                _send(router, action.peer, _codec.encode_header(action.request_id), *cut(body))
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._is_stopping = True
+
+
+def _hear_all(router: zmq.Socket[bytes], peers: set[bytes]) -> None:
+    """Wait a moment for a word of each: what was sent on a connection that is closed too soon may be lost."""
+    deadline = time.monotonic() + FAREWELL_S
+    while peers and (left_s := deadline - time.monotonic()) > 0:
+        router.poll(math.ceil(left_s * 1000))
+        while (received := _receive(router)) is not None:
+            peers.discard(received[0])
 
 
 def describe(record: EventRecord) -> str:
@@ -356,11 +369,12 @@ def _receive(router: zmq.Socket[bytes]) -> tuple[bytes, list[bytes]] | None:
     return peer, frames
 
 
-def _send(router: zmq.Socket[bytes], peer: bytes, header: bytes, body: bytes) -> None:
+def _send(router: zmq.Socket[bytes], peer: bytes, *frames: Buffer) -> None:
     """Queue a message to a connection. If its peer is gone or does not read, the message is dropped."""
     try:
         router.send(peer, _MORE)
-        router.send(header, _MORE)
-        router.send(body, _NOBLOCK, copy=len(body) < _COPIED_BYTES)
+        for frame in frames[:-1]:
+            router.send(frame, _MORE, copy=len(frame) < _COPIED_BYTES)
+        router.send(frames[-1], _NOBLOCK, copy=len(frames[-1]) < _COPIED_BYTES)
     except zmq.ZMQError as error:  # agents and clients ask again, so nothing is lost for good
         _log.debug("event=not-sent reason=%r", str(error))

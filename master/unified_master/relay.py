@@ -1,7 +1,8 @@
 """The bus relay: forwards messages between workers that cannot reach each other directly.
 
 It is stateless. A worker connects a DEALER whose ZeroMQ identity is its inbox id, and may send through any other; a
-message goes to the inbox id that its envelope names. Nothing but the envelope is read, and nothing is kept.
+message goes to the inbox id that its envelope names. Nothing but the envelope is read, and nothing is kept but what
+became of the first pieces of a series, with which the others go, and the message at its end.
 """
 
 from __future__ import annotations
@@ -35,9 +36,13 @@ _TRACKED_BYTES = 64 * 1024
 """Size from which on frames are counted in bytes; smaller ones are bounded by their number."""
 _MAX_QUEUED_MESSAGES = 10_000
 _MAX_IDLE_QUEUES = 256
+_MAX_SERIES = 4096
 _BATCH = 200
 """Messages taken before the loop looks whether it shall end."""
 _HEARTBEAT_MS = 5_000
+_BACKLOG = 4096
+"""Workers that may connect at one moment, as they do when a large job starts."""
+_NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # `|` of enum members costs more than a send
 
 
 class BusRelay:
@@ -64,6 +69,8 @@ class BusRelay:
         self._key = key
         self._rejections = LogOnce()
         self._queued: dict[str, deque[tuple[zmq.MessageTracker, int]]] = {}
+        self._series: dict[tuple[str, str], tuple[int, LossCode | None]] = {}
+        """Numbers of the series that are on their way, by sender and target, and whether they are lost."""
         self._thread: threading.Thread | None = None
         self._stop: zmq.Socket[bytes] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -83,6 +90,7 @@ class BusRelay:
         router.set(zmq.ROUTER_MANDATORY, 1)
         router.set(zmq.SNDHWM, _MAX_QUEUED_MESSAGES)
         router.set(zmq.RCVHWM, _MAX_QUEUED_MESSAGES)
+        router.set(zmq.BACKLOG, _BACKLOG)
         router.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         router.set(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS)
         router.set(zmq.IPV6, "[" in self.bind)  # with it, IPv4 addresses would be shown in a mapped form
@@ -143,7 +151,9 @@ class BusRelay:
             if self._rejections.is_new(time.monotonic(), text):
                 logger.warning("event=relay-rejected reason=%r (more like it are only counted)", text)
             return
-        code = self._send(router, envelope.target, [target, *frames[1:]])
+        code = self._pass_on(router, envelope, [target, *frames[1:]])
+        if envelope.kind is Kind.PIECE:
+            return
         if code is None:
             self.num_forwarded += 1
             return
@@ -151,17 +161,36 @@ class BusRelay:
         if envelope.kind is not Kind.UNDELIVERABLE:
             self._give_back(router, envelope, code)
 
-    def _send(self, router: zmq.Socket[bytes], target: str, frames: list[bytes | zmq.Frame]) -> LossCode | None:
-        """Queue a message without waiting; None if that was done."""
+    def _pass_on(
+        self, router: zmq.Socket[bytes], envelope: Envelope, frames: list[bytes | zmq.Frame]
+    ) -> LossCode | None:
+        """Send a message, unless a piece that went ahead of it was lost."""
+        if envelope.series is None:
+            return self._send(router, envelope.target, frames)
+        way, number = (envelope.sender, envelope.target), envelope.series.number
+        begun, code = self._series.pop(way, (0, None))
+        if begun != number or code is None:
+            code = self._send(router, envelope.target, frames, has_begun=begun == number)
+        if envelope.kind is Kind.PIECE:
+            self._series[way] = number, code
+            if len(self._series) > _MAX_SERIES:  # of senders that are gone
+                del self._series[next(iter(self._series))]
+        return code
+
+    def _send(
+        self, router: zmq.Socket[bytes], target: str, frames: list[bytes | zmq.Frame], *, has_begun: bool = False
+    ) -> LossCode | None:
+        """Queue a message without waiting; None if that was done. There is room for a series that `has_begun`."""
         large = [frame for frame in frames if isinstance(frame, zmq.Frame) and len(frame) >= _TRACKED_BYTES]
-        if large and not self._has_room(target):
+        if large and not self._has_room(target) and not has_begun:
             return "overloaded"
-        # a received frame cannot be tracked, one over its memory can
-        tracked = {id(frame): zmq.Frame(frame.buffer, track=True) for frame in large}
+        # a received frame cannot be tracked, one over its memory can; the last leaves after all others
+        last = large[-1] if large else None
+        tracked = zmq.Frame(last.buffer, track=True) if last is not None else None
         try:
             for index, frame in enumerate(frames):
-                more = zmq.SNDMORE if index < len(frames) - 1 else 0
-                router.send(tracked.get(id(frame), frame), zmq.NOBLOCK | more, copy=False)
+                more = _MORE if index < len(frames) - 1 else _NOBLOCK
+                router.send(tracked if tracked is not None and frame is last else frame, more, copy=False)
         except zmq.Again:
             return "overloaded"
         except zmq.ZMQError as error:
@@ -169,8 +198,8 @@ class BusRelay:
                 logger.warning("event=relay-send-failed target=%s reason=%s", target, error)
             self._queued.pop(target, None)
             return "unknown-target"
-        for frame in tracked.values():
-            self._queued.setdefault(target, deque()).append((frame.tracker, len(frame)))
+        if tracked is not None:
+            self._queued.setdefault(target, deque()).append((tracked.tracker, sum(map(len, large))))
         if len(self._queued) > _MAX_IDLE_QUEUES:  # those of receivers that are gone
             for each in list(self._queued):
                 self._has_room(each)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import sqlite3
@@ -136,14 +137,59 @@ class Store:
         return database
 
     def _prepare(self, database: sqlite3.Connection) -> None:
+        is_new = _is_new(database, self.path)  # before anything is written: a file that is refused stays as it is
         database.execute("pragma journal_mode = wal")
         # Decisions leave the process only after they would survive a power cut.
         database.execute("pragma synchronous = full")
-        (version,) = database.execute("pragma user_version").fetchone()
-        if version == 0:
+        if is_new:
             database.executescript(f"begin; {_SCHEMA} pragma user_version = {SCHEMA_VERSION}; commit;")
-        elif version != SCHEMA_VERSION:
-            raise StoreError(
-                f"{self.path} has schema version {version}, this release reads {SCHEMA_VERSION}: run the release that "
-                "wrote it, or give another --state-dir."
-            )
+
+
+def back_up(directory: Path, target: Path) -> None:
+    """Copy the store of a state directory, of which a master may be running, to a new file.
+
+    StoreError: there is no store, it is damaged, or the copy cannot be written; the target is never replaced.
+    """
+    path = directory / "master.sqlite"
+    if target.exists():
+        raise StoreError(f"{target} is there already, and a backup never replaces a file: give another name.")
+    if not path.exists():
+        raise StoreError(f"there is no master's store at {path}: give the --state-dir of the master.")
+    part = target.with_name(f".{target.name}.part")
+    try:
+        os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))  # it has all that jobs were given
+        with (
+            contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as source,
+            contextlib.closing(sqlite3.connect(part)) as copy,
+        ):
+            source.backup(copy)
+            copy.execute("pragma journal_mode = delete")  # one file, which needs no other beside it
+            _is_new(copy, path)
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        part.replace(target)
+    except (sqlite3.Error, OSError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise StoreError(f"{path} could not be copied to {target}: {why}.") from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _is_new(database: sqlite3.Connection, path: Path) -> bool:
+    """Return True if the file holds nothing yet. StoreError: it is damaged, or another release or program wrote it."""
+    (version,) = database.execute("pragma user_version").fetchone()
+    if version not in (0, SCHEMA_VERSION):
+        raise StoreError(
+            f"{path} has schema version {version}, this release reads {SCHEMA_VERSION}: run the release that "
+            "wrote it, or give another --state-dir."
+        )
+    (found,) = database.execute("pragma quick_check(1)").fetchone()
+    if found != "ok":
+        raise StoreError(
+            f"{path} is damaged ({found}): restore it from a backup (`unified-master --backup` makes them), or give "
+            "another --state-dir to start with an empty one; workers that run will then be stopped."
+        )
+    (tables,) = database.execute("select count(*) from sqlite_schema").fetchone()
+    if version == 0 and tables:
+        raise StoreError(f"{path} is a database of another program: give another --state-dir.")
+    return bool(version == 0)

@@ -1,5 +1,7 @@
-"""Code for workers, written by a test, clusters that do without torch, and a bucket."""
+"""Code for workers, written by a test, clusters that do without torch, a control group, and a bucket."""
 
+import contextlib
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +14,8 @@ from tests.support.fake_nvml import fake_nvml  # noqa: F401 - a fixture
 from tests.support.s3 import s3_environment, s3_server  # noqa: F401 - fixtures, one server for the whole session
 from tests.support.training_api import service  # noqa: F401 - a fixture
 from unified.client.daemons import Daemon
-from unified.testing import LocalCluster
+from unified.testing import LocalCluster, eventually
+from unified_agent import cgroups
 
 Cluster = Callable[..., LocalCluster]
 PROGRAMS = Path(__file__).parents[1] / "support/programs"
@@ -60,3 +63,23 @@ class LightDaemon(Daemon):
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """For jobs that need none: preloading it takes each agent more than a second."""
     monkeypatch.setattr("unified.client.embedded.Daemon", LightDaemon)
+
+
+@contextlib.contextmanager
+def memory_group(max_bytes: int) -> Iterator[Path]:
+    """A control group with little memory, where this process may make one."""
+    counter = cgroups.oom_counter(Path("/proc/self"))
+    if counter is None:
+        pytest.skip("the kernel's out-of-memory kills cannot be read here")
+    group = counter.parent / f"unified-test-{os.getpid()}"
+    limit = "memory.max" if counter.name == "memory.events" else "memory.limit_in_bytes"
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(max_bytes))
+    except OSError as error:
+        pytest.skip(f"no control group can be made in {counter.parent}: {error.strerror}")
+    try:
+        yield group
+    finally:
+        eventually(lambda: not (group / "cgroup.procs").read_text(), timeout=40)
+        group.rmdir()

@@ -152,3 +152,19 @@ def test_rl_learns_though_a_rollout_is_killed(local_cluster: Cluster, tmp_path: 
     assert (tmp_path / "out/rl/curve.svg").stat().st_size > 1000
     lives = {worker.name: worker.incarnation for worker in cluster.status("rl").workers}
     assert {name for name, incarnation in lives.items() if incarnation} == {"ROLLOUT_2-1_2-1"}, lives
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("arguments", [[], ["--sharded"]], ids=["replicated", "sharded"])
+def test_elastic_says_what_each_kill_cost(tmp_path: Path, arguments: list[str]) -> None:
+    with started("elastic", tmp_path, "--kill", *arguments) as process:
+        output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    found = re.findall(r"^(rank 1|ranks 0 and 2|the node of rank 3) +[\d.]+ s +(\d+) +(\d) of 4$", output, re.MULTILINE)
+    assert [(what, int(kept)) for what, _, kept in found] == [
+        ("rank 1", 3),
+        ("ranks 0 and 2", 2),
+        ("the node of rank 3", 2),
+    ]
+    assert all(int(again) <= 1 for _, again, _ in found), output

@@ -212,3 +212,37 @@ def test_owner_of_a_durable_queue_is_killed_again_and_again(
     assert handle.wait(timeout=WAIT_S) == 0
     done = [tuple(map(int, line.split())) for line in lines(tmp_path, "done")]
     assert sorted(done) == [(rank, number) for rank in range(2) for number in range(150)]
+
+
+def test_a_durable_queue_whose_journal_stayed_on_a_lost_node_does_not_go_on_empty(
+    local_cluster: Cluster, write: Callable[[str], None], tmp_path: Path
+) -> None:
+    write(
+        """
+        def owner():
+            how = "anew" if (folder / "anew").exists() else True
+            try:
+                queue = DataQueue("q", is_master=True, durable=how)
+            except Exception as error:
+                note("refused", type(error).__name__, error)
+                raise
+            note("found", queue.qsize())
+            if current_worker().incarnation == 0:
+                queue.put(1, 2, 3)
+                note("full", 3)
+            pause()
+        """
+    )
+    cluster = local_cluster(nodes=2, devices=1)
+    builder: Any = DLJobBuilder().node_num(2).device_per_node(1).device_type("CPU")
+    role = builder.workload("owner", "queue_job.owner").total(1).resource(accelerator=1).restart_alone()
+    handle = cluster.submit(role.max_restart(50).per_node_max_failure(50).build(), "owner")
+    eventually(lambda: lines(tmp_path, "full"), timeout=WAIT_S)
+    (worker,) = handle.status().workers
+    cluster.kill_agent([node.node for node in cluster.nodes].index(worker.node or ""))
+    eventually(lambda: len(lines(tmp_path, "refused")) >= 2, timeout=WAIT_S, message="its later lives do not raise")
+    for line in lines(tmp_path, "refused"):
+        assert line.startswith("QueueJournalError the journal of the durable queue 'q' was ")
+        assert f"/q.sqlite on node {worker.node}, and this worker" in line
+    (tmp_path / "anew").touch()
+    eventually(lambda: lines(tmp_path, "found") == ["0", "0"], timeout=WAIT_S, message="it does not begin anew")

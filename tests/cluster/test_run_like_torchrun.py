@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import Cluster
+from tests.support.ports import unused_port
 from unified.errors import UnifiedError
 from unified.testing import LocalCluster, eventually
 
@@ -60,12 +60,6 @@ def facts_of(text: str) -> list[dict[str, Any]]:
     return sorted(found, key=lambda facts: facts["RANK"])
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def test_the_same_command_on_two_hosts_is_one_job_with_the_submitter_s_environment(
     tmp_path: Path, unified_run: Run, local_cluster: Cluster
 ) -> None:
@@ -74,7 +68,7 @@ def test_the_same_command_on_two_hosts_is_one_job_with_the_submitter_s_environme
     folder.mkdir()
     (folder / "train").write_text(TRAIN)
     (folder / "beside.py").touch()
-    port = free_port()
+    port = str(unused_port())
     line = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-id=exp7", "--rdzv-backend=c10d", "--rdzv-endpoint=h0:29400"]
     line += [f"--master-port={port}", "--env", "BAR=2", "code/train", "--lr", "1"]
     env = {"UNIFIED_MASTER": cluster.address, "FOO": "1", "NAME": "mine", "PYTHONHASHSEED": "7", "MY_TOKEN": "x"}

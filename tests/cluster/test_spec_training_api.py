@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -22,6 +21,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.ports import unused_port
 from tests.support.s3 import S3Server
 from tests.support.training_api import TINY, Service, answered, keys_of, payload_of, write_rows
 from unified.client.daemons import marked_processes
@@ -179,8 +179,7 @@ def checkout(tmp_path: Path) -> Path:
 @pytest.fixture
 def served(checkout: Path, s3_environment: S3Server, tmp_path: Path) -> Iterator[httpx.Client]:
     """The document's steps in a shell, with credentials, until the service answers; Ctrl-C at the end."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = unused_port()
     credentials = CREDENTIALS
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
         credentials = credentials.replace(f"{name}=...", f"{name}={os.environ[name]}")

@@ -60,6 +60,7 @@ def address_in(log: str) -> str:
     return rest.split(" ")[0] if "Application startup complete" in log else ""
 
 
+@pytest.mark.slow
 def test_a_run_trains_is_followed_stopped_and_resumed(service: httpx.Client, tmp_path: Path) -> None:
     dataset = tmp_path / "data.jsonl"
     dataset.write_text(

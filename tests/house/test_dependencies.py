@@ -10,7 +10,12 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = {"unified": ROOT / "unified", "unified_agent": ROOT / "agent", "unified_master": ROOT / "master"}
+PACKAGES = {
+    "unified": ROOT / "unified",
+    "unified_agent": ROOT / "agent",
+    "unified_master": ROOT / "master",
+    "unified_simulator": ROOT / "unified_simulator",
+}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FOR_DEVELOPERS = {"test", "examples", "training"}
 NOT_YET: set[str] = set()

@@ -11,7 +11,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CORES = ["unified.core", "unified.queue.core", "unified_agent.core", "unified_master.core"]
-PACKAGES = {"unified": ROOT, "unified_agent": ROOT / "agent", "unified_master": ROOT / "master"}
+PACKAGES = {
+    "unified": ROOT,
+    "unified_agent": ROOT / "agent",
+    "unified_master": ROOT / "master",
+    "unified_simulator": ROOT,
+}
 MODULES = {
     ".".join(file.relative_to(base).with_suffix("").parts).removesuffix(".__init__"): file
     for package, base in PACKAGES.items()

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from tests.support.agent_core import FACTS
-from tests.support.invariants.agent import check
 from unified.config.settings import Intervals
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.agent_master import (
@@ -35,6 +34,7 @@ from unified_agent.core.messages import (
     WorkerSaid,
     WorkerStarted,
 )
+from unified_simulator.invariants.agents import check_agent
 
 ROLE = RoleSpec(name="w", kind="simple", entry_point=EntryPoint(kind="attribute", target="m"), total=3)
 SPEC = JobSpec(name="job", roles=[ROLE], stop_grace_s=2)
@@ -70,7 +70,7 @@ class World:
                     assert life in self.born
                 case Exit():
                     self.is_over = True
-        broken = check(self.core)
+        broken = check_agent(self.core)
         assert not broken, broken
 
     def wish(self) -> None:
@@ -115,7 +115,7 @@ class World:
             self.step(WorkerSaid(life=life, word=self.random.choice(words)))
 
     def talk(self) -> None:
-        terms = AgentRegistered(lease_s=5, heartbeat_s=1)
+        terms = AgentRegistered(lease_s=15, heartbeat_s=1)
         news: list[AgentEvent] = [MasterSaid(message=terms), MasterSaid(message=HeartbeatSeen()), MasterReached()]
         self.step(self.random.choice(news))
         if self.random.random() < 0.1:
@@ -141,10 +141,10 @@ class World:
 @pytest.mark.parametrize("seed", range(40))
 def test_what_is_desired_comes_to_be_whatever_happened_before(seed: int) -> None:
     world = World(seed)
-    world.step(MasterSaid(message=AgentRegistered(lease_s=5, heartbeat_s=1)))
+    world.step(MasterSaid(message=AgentRegistered(lease_s=15, heartbeat_s=1)))
     for _ in range(STEPS):
         world.random.choice([world.wish, world.live, world.live, world.live, world.talk, world.pass_time])()
-    world.step(MasterSaid(message=AgentRegistered(lease_s=5, heartbeat_s=1)))
+    world.step(MasterSaid(message=AgentRegistered(lease_s=15, heartbeat_s=1)))
     world.generation += 1
     world.incarnations = [number + 1 for number in world.incarnations]
     world.desired = [world.worker(rank) for rank in range(3)]
@@ -153,6 +153,6 @@ def test_what_is_desired_comes_to_be_whatever_happened_before(seed: int) -> None
     wanted = {JobWorkerIncarnation("job-1", worker.name, worker.worker_incarnation) for worker in world.desired}
     assert set(world.alive) == wanted
     world.step(StopAsked(reason="the end"))
-    world.settle(within_s=20)
+    world.settle(within_s=40)
     assert world.is_over
     assert not world.alive

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.sim.transcript import LINE, Transcript, split
+from tests.support.sim.transcript import LINE, SCENARIOS, Transcript, split
 
-SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
+PATHS = sorted(SCENARIOS.glob("*.txt"))
 
 
-@pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_scenario(path: Path) -> None:
     commands, expected = split(path)
     found = Transcript().play(commands)
@@ -21,4 +21,4 @@ def test_scenario(path: Path) -> None:
 
 
 def test_there_are_scenarios() -> None:
-    assert len(SCENARIOS) >= 12
+    assert len(PATHS) >= 12

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from tests.support.invariants.agent import check
 from unified.config.settings import Intervals
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.agent_master import (
@@ -32,6 +31,7 @@ from unified_agent.core.messages import (
     WriteLog,
 )
 from unified_agent.environment import NodeFacts
+from unified_simulator.invariants.agents import check_agent
 
 FACTS = NodeFacts(
     node="n1",
@@ -61,13 +61,13 @@ class Driver:
         self.generation = 0
         if registered:
             self.pass_time(0)
-            self.hear(AgentRegistered(lease_s=5, heartbeat_s=1, relay="tcp://r:1"))
+            self.hear(AgentRegistered(lease_s=15, heartbeat_s=1, relay="tcp://r:1"))
             self.pass_time(0.01)
             self.take()
 
     def step(self, event: AgentEvent) -> None:
         self.actions += self.core.step(self.now, event)
-        assert check(self.core) == []
+        assert check_agent(self.core) == []
 
     def hear(self, message: MasterToAgent) -> None:
         self.step(MasterSaid(message=message))

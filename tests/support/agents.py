@@ -17,7 +17,9 @@ import zmq
 from unified import process, testing
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.agent_master import (
+    AgentDied,
     AgentHeartbeat,
+    AgentPulse,
     AgentRegistered,
     DesiredJob,
     DesiredWorker,
@@ -32,6 +34,7 @@ from unified.protocol.agent_master import (
     agent_to_master,
     master_to_agent,
 )
+from unified.protocol.framing import PROTOCOL_VERSION
 from unified.protocol.records import Failure, WorkerState
 from unified.security.curve import Gatekeeper
 from unified.security.keys import ClusterKey
@@ -51,6 +54,8 @@ class PlayedMaster:
         self.listen("tcp://127.0.0.1:*")
         self.generation = 0
         self.peer = b""
+        self.request_id = 0
+        """Request id of the message that was heard last."""
         self.seen: dict[str, ObservedWorker] = {}
         """The observed set that was heard last."""
 
@@ -83,10 +88,14 @@ class PlayedMaster:
         deadline = time.monotonic() + PATIENCE_S
         last: object = None
         while (left := deadline - time.monotonic()) > 0 and self._socket.poll(int(left * 1000)):
-            self.peer, *frames = self._socket.recv_multipart()
-            message = agent_to_master.decode(frames).message
+            peer, *frames = self._socket.recv_multipart()
+            self.request_id, message = agent_to_master.decode(frames)
+            if isinstance(message, AgentPulse | AgentDied):  # on a connection of its own
+                self._socket.send_multipart([peer, *master_to_agent.encode(HeartbeatSeen(), self.request_id)])
+            else:
+                self.peer = peer
             if isinstance(message, AgentHeartbeat):
-                self.say(HeartbeatSeen())
+                self.say(HeartbeatSeen(), self.request_id)
             if isinstance(message, ObservedWorkers):
                 self.seen = by_life(message)
             if isinstance(message, kind):
@@ -95,12 +104,12 @@ class PlayedMaster:
                     return message
         raise AssertionError(f"no such {kind.__name__} within {PATIENCE_S} s; the last was {last}")
 
-    def say(self, message: object, request_id: int = 0, version: int = 1) -> None:
+    def say(self, message: object, request_id: int = 0, version: int = PROTOCOL_VERSION) -> None:
         self._socket.send_multipart([self.peer, *master_to_agent.encode(message, request_id, version=version)])
 
     def welcome(self) -> RegisterAgent:
         registered = self.hear(RegisterAgent)
-        self.say(AgentRegistered(lease_s=2.0, heartbeat_s=0.1, relay="tcp://127.0.0.1:1"))
+        self.say(AgentRegistered(lease_s=2.0, heartbeat_s=0.1, relay="tcp://127.0.0.1:1"), self.request_id)
         self.hear(ObservedWorkers)
         return registered
 
@@ -138,7 +147,8 @@ class AgentProcess:
         self._stderr = folder / "agent.err"
         command = [sys.executable, "-m", "unified_agent", "--master", master, "--node-id", "n1"]
         command += ["--state-dir", str(folder / "state"), "--worker-entry", entry, *flags]
-        env = {**os.environ, "UNIFIED_RUN_DIR": str(self.run_root), "PYTHONPATH": str(ROOT / "tests/support/programs")}
+        env = {"UNIFIED_VACATE_S": "0.5", **os.environ, "UNIFIED_RUN_DIR": str(self.run_root)}
+        env["PYTHONPATH"] = str(ROOT / "tests/support/programs")
         with self._stderr.open("ab") as stderr:
             self.process = subprocess.Popen(command, env=env, stderr=stderr, start_new_session=True)
 

@@ -36,7 +36,7 @@ from unified.protocol.client_master import (
     client_to_master,
     master_to_client,
 )
-from unified.protocol.framing import Codec
+from unified.protocol.framing import PROTOCOL_VERSION, Codec
 from unified.protocol.records import Device, EventRecord, NodeResources, NodeState, Progress, Stage, WorkerState
 
 A = TypeVar("A")
@@ -51,7 +51,7 @@ class FakeMaster:
         self.requests: list[Any] = []
         self.codec: Codec[Any] = client_to_master
         """Of what is asked here."""
-        self.version = 1
+        self.version = PROTOCOL_VERSION
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
@@ -83,8 +83,10 @@ class FakeMaster:
             self.requests.append(message)
             answer = self.respond(message)
             if isinstance(answer, msgspec.Struct):
-                answer = master_to_client.encode(answer, request_id, version=self.version)
-            if answer is not None:
+                self._socket.send_multipart(
+                    [sender, *master_to_client.encode(answer, request_id, version=self.version)]
+                )
+            elif answer is not None:
                 self._socket.send_multipart([sender, *answer])
 
 

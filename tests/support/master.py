@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.support.sim.sim_agent import SimAgent, resources
+from tests.support.sim.sim_agent import REJOINS, SimAgent, resources
 from tests.support.sim.world import World
 from unified.job.spec import EntryPoint, JobSpec, Resources, RoleSpec
 from unified.protocol.client_master import SubmitJob
@@ -18,11 +18,20 @@ SETUP = Failure(summary="no run()", category="setup")
 class Bench:
     """One job, whose workers fail as told."""
 
-    def __init__(self, *roles: RoleSpec, nodes: int = 1, devices: int = 8, **options: Any) -> None:
+    def __init__(
+        self,
+        *roles: RoleSpec,
+        nodes: int = 1,
+        devices: int = 8,
+        labels: Any = (),
+        **options: Any,
+    ) -> None:
+        """`labels`: a dict for each node, if they have any."""
         self.world = World()
         options.setdefault("node_num", nodes)
         for number in range(1, nodes + 1):
-            self.world.add(SimAgent(f"n{number}", resources(devices=devices)))
+            label = labels[number - 1] if labels else None
+            self.world.add(SimAgent(f"n{number}", resources(devices=devices), labels=label))
         self.world.run(0.1)
         self.world.ask(SubmitJob(spec=JobSpec(name="job", roles=list(roles), **options)))
         self.running()
@@ -85,17 +94,32 @@ class Bench:
 
 
 def all_run(job: JobRecord) -> bool:
-    workers = [worker for worker in job.workers.values() if worker.kind == "worker"]
+    workers = [worker for worker in job.workers.values() if worker.kind == "worker" and not job.is_absent(worker)]
     return all(worker.state in (WorkerState.RUNNING, WorkerState.FINISHED) for worker in workers)
 
 
 ENTRY = EntryPoint(kind="attribute", target="m", attribute="f")
+LOOP = EntryPoint(kind="attribute", target=REJOINS, attribute="f")
 
 
 def simple(name: str = "s", total: int = 1, **more: Any) -> RoleSpec:
     return RoleSpec(name=name, kind="simple", entry_point=ENTRY, total=total, **more)
 
 
-def elastic(name: str = "e", total: int = 2, accelerator: float = 0, **more: Any) -> RoleSpec:
+def elastic(
+    name: str = "e", total: int = 2, accelerator: float = 0, entry_point: EntryPoint = ENTRY, **more: Any
+) -> RoleSpec:
     needs = Resources(accelerator=accelerator)
-    return RoleSpec(name=name, kind="elastic", entry_point=ENTRY, total=total, resources=needs, **more)
+    return RoleSpec(name=name, kind="elastic", entry_point=entry_point, total=total, resources=needs, **more)
+
+
+def rejoining(name: str = "e", total: int = 3, **more: Any) -> RoleSpec:
+    """An elastic role whose workers take part in round after round."""
+    return elastic(name, total, entry_point=LOOP, **more)
+
+
+def ranged(low: int, high: int, per_group: int = 1, *, rejoins: bool = True, **more: Any) -> RoleSpec:
+    """A role `e` that runs on any number of nodes within a range."""
+    entry_point = LOOP if rejoins else ENTRY
+    total = high * per_group
+    return elastic("e", total, entry_point=entry_point, per_group=per_group, min_nodes=low, max_nodes=high, **more)

@@ -9,14 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.ports import unused_port
+
 PATIENCE_MS = 15_000
 
 
 class MasterProcess:
-    def __init__(self, directory: Path, *flags: str, bind: str = "tcp://127.0.0.1:0") -> None:
+    def __init__(self, directory: Path, *flags: str, bind: str = "") -> None:
         self.address_file = directory / "address"
         self.address_file.unlink(missing_ok=True)
         self.log = directory / "master.log"
+        bind = bind or f"tcp://127.0.0.1:{unused_port()}"  # a test that starts it again finds the port free
         command = [sys.executable, "-m", "unified_master", "--bind", bind, "--state-dir", str(directory / "state")]
         command += ["--address-file", str(self.address_file), *flags]
         env = {**os.environ, "UNIFIED_HEARTBEAT_S": "0.1", "UNIFIED_LEASE_S": "1.0"}
@@ -45,7 +48,7 @@ def start_master(tmp_path: Path) -> Iterator[StartMaster]:
     """Starts masters that have one state; those that are left at the end of the test are killed."""
     started: list[MasterProcess] = []
 
-    def start(*flags: str, bind: str = "tcp://127.0.0.1:0") -> MasterProcess:
+    def start(*flags: str, bind: str = "") -> MasterProcess:
         started.append(MasterProcess(tmp_path, *flags, bind=bind))
         return started[-1]
 

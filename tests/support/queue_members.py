@@ -16,7 +16,7 @@ from tests.support.bus import HOST_ID
 from unified.bus.calls.registry import MethodRegistry
 from unified.bus.endpoint import BusEndpoint
 from unified.bus.identity import BusIdentity, BusNetwork
-from unified.protocol.records import DirectoryEntry, Inbox, NameClaims, NameRefusal, Reachability
+from unified.protocol.records import DirectoryEntry, Inbox, JournalPlace, NameClaims, NameRefusal, Reachability
 from unified.queue.client import DataQueue
 from unified.queue.server import host_of
 from unified.worker.context import Worker, set_current_worker
@@ -93,6 +93,7 @@ class QueueWorld:
         self.relay = relay
         self.members: list[Member] = []
         self.entries: dict[str, DirectoryEntry] = {}
+        self.journals: dict[str, JournalPlace] = {}
         self.said: queue.SimpleQueue[tuple[Member, NameClaims] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._decide, name="fake-master")
@@ -143,7 +144,15 @@ class QueueWorld:
                         names[name] = number
                     else:
                         refused[name] = NameRefusal(number=number, holder=holder)
-                entry = replace(member.entry, names=names, refused=refused, revision=member.entry.revision + 1)
+                for name, path in claims.journals.items():
+                    self.journals[name] = JournalPlace(node=member.entry.node, path=path)
+                entry = replace(
+                    member.entry,
+                    names=names,
+                    refused=refused,
+                    journals={name: self.journals[name] for name in names if name in self.journals},
+                    revision=member.entry.revision + 1,
+                )
                 member.entry = self.entries[entry.worker] = entry
                 self._tell(entry)
 

@@ -6,7 +6,6 @@ import os
 import random
 import re
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -16,6 +15,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+from tests.support.ports import unused_port
 from unified.storage import open_storage
 from unified.training import program
 from unified.training.checkpoints import RunCheckpointManager
@@ -48,10 +48,8 @@ class Ranks:
     """Processes of the program with the variables of torchrun, forked from one that has torch loaded."""
 
     def __init__(self, argv: Sequence[str], world_size: int = 2) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
         env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": str(world_size)}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port())}
         self._folder = Path(tempfile.mkdtemp())
         self._files = [self._folder / f"{rank}.txt" for rank in range(world_size)]
         self.processes = []

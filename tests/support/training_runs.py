@@ -5,7 +5,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from tests.support.ports import unused_port
 from unified.training import RunCheckpointManager, RunLayout
 
 TINY = (
@@ -40,9 +40,7 @@ class TrainingProcesses:
         self.output = output
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["unified.training.hf", "unified.training.nemo"])
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = unused_port()
         self.ranks: list[BaseProcess] = []
         for rank in range(world_size):
             ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}

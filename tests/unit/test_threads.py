@@ -25,6 +25,26 @@ def test_timer_rings_once_the_system_has_a_thread_for_it(monkeypatch: pytest.Mon
     timer.close()
 
 
+def test_interrupt_while_a_timer_starts_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    rung = threading.Event()
+    timer = TimerThread("timer", rung.set, stays=True)
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            timer.set(time.monotonic())
+    eventually(lambda: not _is_running("timer"))
+    timer.set(time.monotonic())
+    assert rung.wait(PATIENCE_S)
+    timer.close()
+    assert not _is_running("timer")
+
+
 def test_timer_goes_on_when_ringing_fails() -> None:
     num_rung, rung = 0, threading.Semaphore(0)
 

@@ -107,6 +107,11 @@ class BusEndpoint:
         """Messages that were dropped because they could not be read, were for somebody else, or came before."""
         return self._dispatcher.admission.num_rejected
 
+    @property
+    def num_received(self) -> int:
+        """Messages of calls that have come: calls, answers, items of streams."""
+        return self._dispatcher.admission.num_read
+
     def start(self) -> Inbox:
         """Bind the inbox, start to receive, and return where others find it.
 
@@ -350,7 +355,9 @@ class BusEndpoint:
 
     def _trim(self) -> None:
         now = time.monotonic()
-        if any([self._memory.trim(now), self._reader.trim(now), self._connections.look(now)]):  # each of them is asked
+        parts = (self._memory.trim, self._reader.trim, self._connections.look, self._dispatcher.pieces.trim)
+        left = [each(now) for each in parts]
+        if any(left):
             self._trimmer.soon()
 
     def peer_gone(self, inbox_id: str) -> None:
@@ -358,6 +365,7 @@ class BusEndpoint:
         self._connections.drop(inbox_id)  # first: what is granted later finds that its way is lost
         self._server.caller_died(inbox_id)
         self._dispatcher.admission.forget(inbox_id)
+        self._dispatcher.pieces.forget(inbox_id)
         self._sweeper.put(partial(self._memory.forget, inbox_id))
         self._sweeper.put(partial(self._reader.forget, inbox_id))
 

@@ -106,7 +106,11 @@ COMMANDS: dict[str, Command | Group] = {
     "call": Command("job_control", "Call a method of a job's workers and print the result as JSON."),
     "stop": Command("job_control", "Stop a job and wait until it has ended."),
     "nodes": Command("show", "List nodes: what each has, and what of it no job holds."),
+    "drain": Command("node_control", "Take a node out of service: its workers move, without a charge."),
+    "undrain": Command("node_control", "Put a node back into service."),
     "explain": Command("show", "Say what was decided about a job, or one worker of it, with the reasons."),
+    "stack": Command("stack", "Show where each worker of a job stands, and who waits for whom."),
+    "simulate": Command("simulate", "Simulate a cluster under faults, to see what it would spend on them."),
     "key": Group(_KEY, "Make the cluster's key, or see which one this host has."),
 }
 

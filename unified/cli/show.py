@@ -29,6 +29,7 @@ from unified.client.report import (
 from unified.errors import RefusedError, UsageError
 from unified.job.names import WorkerRef, parse_worker
 from unified.protocol.client_master import (
+    BudgetUse,
     Explain,
     GetJob,
     JobLine,
@@ -46,8 +47,21 @@ from unified.protocol.records import NodeState, Stage, WorkerState
 REASON_WIDTH = 160
 """Width of the last column, where no terminal says how wide it may be."""
 MAX_ROWS = 40
+MAX_BUDGETS = 8
 JOB_HEADER = ["JOB", "STAGE", "EXIT", "WORKERS", "SUBMITTED", "ENDED", "REASON"]
-NODE_HEADER = ["NODE", "STATE", "ADDRESS", "WORKERS", "FREE CPU", "MEMORY", "DEVICES", "ALSO", "SEEN", "REASON"]
+NODE_HEADER = [
+    "NODE",
+    "STATE",
+    "ADDRESS",
+    "WORKERS",
+    "FREE CPU",
+    "MEMORY",
+    "DEVICES",
+    "ALSO",
+    "SEEN",
+    "CHECK",
+    "REASON",
+]
 WORKER_HEADER = ["WORKER", "LIFE", "STATE", "NODE", "PID", "DEVICES", "FAILED", "PROGRESS", "REASON"]
 SEARCHED_JOBS = 20
 T = TypeVar("T")
@@ -135,10 +149,17 @@ def status_lines(status: JobStatus, now: float, width: int | None = None) -> lis
             lines.append(f"  {first_line(status.reason)}")
         lines += unread_lines(status)
     lines.append(f"  submitted {moment(status.submitted_at)} by {status.submitted_by or '-'}")
+    if status.budgets:
+        lines.append(f"  used up of its limits: {', '.join(_budget_text(use) for use in status.budgets[:MAX_BUDGETS])}")
     lines += ["", *(f"  {role.text}" for role in summarise(status))]
     if status.workers:
         lines += ["", *(f"  {line}" for line in _worker_lines(status, width))]
     return lines
+
+
+def _budget_text(use: BudgetUse) -> str:
+    """``max_restart 2 of 10 (trainer_2-1_1-0)``."""
+    return f"{use.limit} {use.used} of {use.allowed}" + (f" ({use.subject})" if use.subject else "")
 
 
 def _worker_lines(status: JobStatus, width: int | None) -> list[str]:
@@ -230,7 +251,7 @@ def _node_row(node: NodeStatus) -> list[object]:
     extras += [f"{name}={value}" for name, value in sorted(node.labels.items())]
     return [
         node.node,
-        node.state,
+        _node_state(node),
         node.address,
         node.num_workers,
         f"{amount(free.cpu)}/{amount(has.cpu)}",
@@ -238,8 +259,15 @@ def _node_row(node: NodeStatus) -> list[object]:
         f"{len(free.devices)}/{len(has.devices)} {kinds}".rstrip(),
         " ".join(extras) or "-",
         f"{node.seen_s_ago:.1f} s ago",
-        first_line(node.reason) if node.state != NodeState.ALIVE else "",
+        node.check or "-",
+        first_line(node.reason if node.state != NodeState.ALIVE else node.drained or ""),
     ]
+
+
+def _node_state(node: NodeStatus) -> str:
+    if node.drained is None or node.state != NodeState.ALIVE:
+        return node.state
+    return "DRAINING" if node.num_workers or node.num_leaving else "DRAINED"
 
 
 def _gb(megabytes: float) -> str:

@@ -359,13 +359,13 @@ class MasterConnection:
         while self._outbox:
             reply = self._outbox[0]
             if reply.request_id in self._waiting:
-                header, body = client_to_master.encode(reply.message_now(), reply.request_id)
-                if len(body) > MAX_MESSAGE:
+                frames = client_to_master.encode(reply.message_now(), reply.request_id)
+                if (nbytes := sum(map(len, frames))) > MAX_MESSAGE:
                     self.abandon(reply)
-                    reply.resolve(None, _too_large(reply.message, len(body)))
+                    reply.resolve(None, _too_large(reply.message, nbytes))
                 else:
                     try:
-                        socket.send_multipart((header, body), zmq.DONTWAIT)
+                        socket.send_multipart(frames, zmq.DONTWAIT)
                     except zmq.Again:
                         return
                     reply.is_sent = True

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from unified.protocol.client_master import EndReport, JobStatus, RoleStatus, WorkerStatus
-from unified.protocol.records import EventRecord, Progress, Stage, WorkerState
+from unified.protocol.records import EventRecord, Evidence, Progress, Stage, WorkerState
 
 UNSTARTED = "UNSTARTED"
 TRACEBACK_LINES = 20
@@ -176,6 +176,8 @@ def _failure_lines(status: JobStatus, end: EndReport) -> list[str]:
         lines.append(_row("limit", limit))
     if reason:
         lines.append(_row("reason", reason))
+    if failure.evidence is not None and failure.evidence.memory:
+        lines.append(_row("memory", _memory_text(failure.evidence)))
     if failure.traceback:
         lines += ["", *_traceback_lines(failure.traceback), ""]
     if end.log_file:
@@ -183,6 +185,13 @@ def _failure_lines(status: JobStatus, end: EndReport) -> list[str]:
         where = "" if failure.traceback or not end.log_file.endswith(".err") else " and .out"
         lines.append(_row("log", f"{end.log_file}{where}" + (f" (on node {end.node})" if end.node else "")))
     return lines
+
+
+def _memory_text(evidence: Evidence) -> str:
+    """``210, 800, 2100 MB in its last 15 s, 3900 MB at most``."""
+    samples = ", ".join(f"{sample.mb:.0f}" for sample in evidence.memory)
+    peak = f", {evidence.peak_mb:.0f} MB at most" if evidence.peak_mb else ""
+    return f"{samples} MB in its last {evidence.memory[0].age_s:.0f} s{peak}"
 
 
 def _told_apart(end: EndReport, reason: str) -> tuple[str, str]:

@@ -15,9 +15,8 @@ from unified.client.handle import JobHandle
 from unified.client.terminal import ending_at_once, is_watched
 from unified.config.addresses import find_master
 from unified.devices import has_accelerator
-from unified.job.spec import JobSpec, RoleSpec, has_range, with_nodes
+from unified.job.spec import JobSpec, RoleSpec, with_nodes
 from unified.protocol.client_master import Accepted, ListNodes, NodeList, NodeStatus, SubmitJob
-from unified.protocol.records import NodeState
 
 if TYPE_CHECKING:
     from unified.client.output import Prefix
@@ -28,9 +27,9 @@ def submit_job(spec: JobSpec, *, master: str | None = None, wait: bool = True, j
 
     Args:
         master: ``tcp://HOST:PORT``; None means ``UNIFIED_MASTER``, and without that an embedded cluster of
-            `spec.node_num` agents with `spec.device_per_node` virtual devices each, which ends with the job. (A range
-            of nodes is its lower end there. A GPU job for one node, on a host that has accelerators, gets the real
-            ones.) Its workers share the host's CPUs, however many they ask for.
+            `spec.node_num` agents with `spec.device_per_node` virtual devices each, which ends with the job. (For a
+            range of nodes it has as many as the lower end. A GPU job for one node, on a host that has accelerators,
+            gets the real ones.) Its workers share the host's CPUs, however many they ask for.
         wait: let a job that does not fit now wait for its place; False has it refused, and so has an embedded cluster,
             where no place can come free.
         joins: where a job of this name with the same workers runs already, be in front of that one instead.
@@ -97,12 +96,9 @@ def cluster_nodes(master: str) -> list[NodeStatus]:
 def _hand_over(spec: JobSpec, master: str | None, wait: bool, joins: bool) -> JobHandle:
     address = find_master(master)
     if address is None:
-        return _send_embedded(with_nodes(spec, 1))
+        return _send_embedded(spec)
     connection = connect_to(address)
     try:
-        if any(has_range(role) for role in spec.roles):
-            nodes = connection.ask(ListNodes(), NodeList).nodes
-            spec = with_nodes(spec, sum(node.state == NodeState.ALIVE for node in nodes))
         return JobHandle(connection, _submit(connection, spec, wait, joins))
     except BaseException:
         connection.close()
@@ -120,11 +116,12 @@ def _submit(connection: MasterConnection, spec: JobSpec, wait: bool, joins: bool
 def _send_embedded(spec: JobSpec) -> JobHandle:
     from unified.client.embedded import EmbeddedCluster
 
+    least = with_nodes(spec, 1)
     # One agent may have the host's real devices; several would each take all of them.
-    is_real = spec.accelerator_type == "GPU" and spec.node_num == 1 and has_accelerator()
-    cpus = spec.master_cpu + sum(role.total * role.resources.cpu for role in spec.roles)
+    is_real = spec.accelerator_type == "GPU" and least.node_num == 1 and has_accelerator()
+    cpus = spec.master_cpu + sum(role.total * role.resources.cpu for role in least.roles)
     cluster = EmbeddedCluster(
-        spec.node_num,
+        least.node_num,
         None if is_real else spec.device_per_node,
         cpus_per_node=max(cpus, len(os.sched_getaffinity(0))) if cpus else None,
         max_master_restarts=spec.master_max_restart,

@@ -21,14 +21,28 @@ class Intervals(msgspec.Struct, frozen=True, kw_only=True):
     """Intervals and time limits, in seconds. The master tells agents; tests use shorter ones."""
 
     heartbeat_s: float = 1.0
-    lease_s: float = 5.0
-    """Silence after which an agent is lost."""
+    lease_s: float = 15.0
+    """Silence after which an agent is lost. One whose process ends is lost at once."""
+    away_s: float = 300.0
+    """Time for which agents keep their workers after the master has stopped in order, even where its host is gone."""
     settle_s: float = 0.5
     """Time for which a failure that looks like collateral waits for its root cause."""
     connect_s: float = 10.0
     """Time for which a client or an agent tries to reach its master before it says so."""
     start_s: float = 120.0
     """Time that a worker's process may take to start, from a place to a hello."""
+    fork_s: float = 30.0
+    """Time for which a zygote that has to tell of a fork or of a worker's end may be silent before it is replaced."""
+    replace_s: float = 5.0
+    """Time for which a role with a range of nodes waits for another node in the place of one that was lost."""
+    grow_settle_s: float = 3.0
+    """Time for which a role with a range of nodes lets more nodes come before it grows."""
+    grow_every_s: float = 30.0
+    """Least time from one round of a role to the next that only makes it grow."""
+    change_s: float = 30.0
+    """Time that workers are given to leave their round before a planned change of its members."""
+    vacate_s: float = 10.0
+    """Time that an agent which is asked to stop gives its workers to move elsewhere, before it stops them."""
 
 
 def intervals() -> Intervals:
@@ -48,6 +62,18 @@ def intervals() -> Intervals:
             if given[field] <= 0:
                 raise UsageError(f"{name}={text!r} must be above 0 seconds.")
     return Intervals(**given)
+
+
+def worker_nice() -> int:
+    """Return by how much workers are niced, so that daemons are scheduled before them: ``$UNIFIED_WORKER_NICE``, or 1.
+
+    Raises:
+        UsageError: a variable that is no number from 0 to 19.
+    """
+    text = os.environ.get("UNIFIED_WORKER_NICE", "1")
+    if not text.isdecimal() or int(text) > 19:
+        raise UsageError(f"UNIFIED_WORKER_NICE={text!r} is not a number from 0 to 19.")
+    return int(text)
 
 
 def home() -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=object)
@@ -32,6 +33,9 @@ class TimerTable(Generic[K]):
     def cancel(self, key: K) -> None:
         """Forget a key; one that was never armed is no error."""
         self._deadline.pop(key, None)
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._deadline)
 
     def __contains__(self, key: K) -> bool:
         return key in self._deadline

@@ -22,7 +22,7 @@ from unified.data.worker_identity import (
     registered,
     session_of,
 )
-from unified.errors import CoordinatorError, UsageError, nearest
+from unified.errors import CoordinatorError, UsageError, listed, nearest
 from unified.protocol.client_master import Done
 from unified.protocol.coordinator import (
     AdvanceEpoch,
@@ -189,7 +189,7 @@ class DatasetRegistry(ClosedOnExit):
                 "files, or spread its rows: get_assignment with iter_samples, or ShardedDataset.",
                 dataset_id,
                 answer.num_files,
-                _listed(answer.idle),
+                listed(answer.idle, 20),
             )
         return answer.file_paths
 
@@ -463,9 +463,3 @@ def is_registered_as(
     """Return whether a known dataset has these values: path, format, shard size, shuffle, seed, metadata."""
     there = (known.path, known.format, known.shard_size, known.shuffle, known.seed, known.metadata)
     return there == asked and total_samples in (None, known.total_samples)
-
-
-def _listed(ranks: Sequence[int], limit: int = 20) -> str:
-    """Return ``2, 3``; of many the first, and how many more."""
-    more = f" and {len(ranks) - limit} more" if len(ranks) > limit else ""
-    return ", ".join(map(str, ranks[:limit])) + more

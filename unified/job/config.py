@@ -10,9 +10,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import AliasChoices, Field, field_serializer, field_validator, model_validator
+from pydantic import (
+    AliasChoices,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
-from unified.errors import nearest
+from unified.errors import listed, nearest
 from unified.job.description import Description, Envs, Seconds
 from unified.job.enums import AcceleratorType, DLStreamType, DLType, MasterStateBackendType
 from unified.job.job_info import JobInfo
@@ -20,6 +28,8 @@ from unified.job.names import MAX_NAME, check_job_name
 from unified.job.workloads import ResourceDesc, WorkloadDesc
 
 _ROLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
+MAX_ERRORS = 10
+"""Errors of one description that are told one by one; the rest of them are counted."""
 _SLACK = 1e-6  # sums of shares
 
 
@@ -54,6 +64,8 @@ class DLConfig(Description):
     stream_type: DLStreamType = DLStreamType.TASK_STREAM
     collocations: list[set[str]] = Field(default_factory=list)
     """Sets of roles that share groups and, by equal parts, devices."""
+    restart_window: Seconds = Field(default=0.0, ge=0)
+    """Default of the option `restart_window`."""
 
     @field_validator("user_config", mode="plain")
     @classmethod
@@ -72,6 +84,17 @@ class DLConfig(Description):
             return omegaconf.OmegaConf.to_object(value)
         return value
 
+    @field_validator("workloads", mode="wrap")
+    @classmethod
+    def _tell_few_errors(cls, value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return check(value)
+        except ValidationError as error:
+            if error.error_count() <= MAX_ERRORS:
+                raise
+            told = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+            raise ValueError(_first_errors(told)) from None
+
     @field_validator("workloads")
     @classmethod
     def _there_are_roles_with_good_names(cls, value: dict[str, WorkloadDesc]) -> dict[str, WorkloadDesc]:
@@ -89,7 +112,7 @@ class DLConfig(Description):
     def _check(self) -> Self:
         self._apply_collocations()
         if problems := list(self._problems()):
-            raise ValueError("\n".join(problems))
+            raise ValueError(_first_errors(problems))
         return self
 
     @property
@@ -136,7 +159,7 @@ class DLConfig(Description):
         if len(alike) != 1:
             raise ValueError(
                 f"role {role!r} is named in a collocation, and is not defined.{nearest(role, self.workloads)} "
-                f"Roles: {', '.join(self.workloads)}."
+                f"Roles: {listed(self.workloads)}."
             )
         return alike[0]
 
@@ -145,9 +168,9 @@ class DLConfig(Description):
         for group in self.workload_group:
             counts = {role: self.workloads[role].total // self.workloads[role].per_group for role in group.workloads}
             if len(set(counts.values())) > 1:
-                told = ", ".join(f"{role} makes {count}" for role, count in counts.items())
+                told = listed(f"{role} makes {count}" for role, count in counts.items())
                 yield (
-                    f"roles {', '.join(counts)} are collocated, so each must make the same number of groups, "
+                    f"roles {listed(counts)} are collocated, so each must make the same number of groups, "
                     f"total // per_group; {told}."
                 )
             if group.resource.accelerator > self.device_per_node + _SLACK:
@@ -158,7 +181,7 @@ class DLConfig(Description):
             needed += group.resource.accelerator * group.num
         if needed > self.node_number * self.device_per_node + _SLACK:
             yield (
-                f"all roles together ({', '.join(self.workloads)}) need {needed:g} accelerators (total times "
+                f"all roles together ({listed(self.workloads)}) need {needed:g} accelerators (total times "
                 f"accelerator of each), but there are node_num x device_per_node = {self.node_number} x "
                 f"{self.device_per_node} = {self.node_number * self.device_per_node}."
             )
@@ -203,6 +226,16 @@ class JobConfig(Description):
     failover_exec_strategy: Literal[0, 1, 2] = 1
     """Action on such a failure: 0 stop the job, 1 restart the job, 2 restart the role. A simple role may say
     `restart_alone()`: then 1 and 2 restart the worker."""
+    restart_window: Seconds | None = Field(default=None, ge=0)
+    """Seconds for which a failure, a lost node or a restart of the job counts against its limit (`max_restart`,
+    `per_node_max_failure`, `node_max_restart`, `job_max_restart`), so that a long job is not ended by what went wrong
+    weeks ago; an excluded node is used again, too. 0: for ever. None: as the job's description says, by default 0."""
+    restart_backoff: Seconds = Field(default=30.0, ge=0)
+    """Longest wait, in seconds, before a worker that fails within a second each time starts again. The waits are 0,
+    0.5, 1, 2, 4 … up to it."""
+    hang_timeout: Seconds | None = Field(default=None, ge=0)
+    """Seconds without progress after which an elastic role is diagnosed, fails and is restarted, unless the role says
+    its own; see Hangs. None or 0: never."""
     master_state_backend_type: MasterStateBackendType = MasterStateBackendType.SQLITE
     """Accepted for scripts of the reference API, without effect: the master always keeps a SQLite file."""
     master_state_backend_config: dict[str, Any] = Field(default_factory=dict)
@@ -259,6 +292,12 @@ def _resolved(value: Any) -> Any:
     return config
 
 
+def _first_errors(errors: list[str]) -> str:
+    """Return the first errors, a line each, and how many more there are."""
+    rest = [f"and {len(errors) - MAX_ERRORS} more errors."] if len(errors) > MAX_ERRORS else []
+    return "\n".join([*errors[:MAX_ERRORS], *rest])
+
+
 def _roles(group: WorkloadGroup) -> str:
-    names = ", ".join(group.workloads)
+    names = listed(group.workloads)
     return f"role {names}" if len(group.workloads) == 1 else f"a group of roles {names}"

@@ -39,6 +39,7 @@ def workload_of(role: RoleSpec) -> WorkloadDesc:
             group_label_key=role.failover_label or "",
             timeout=role.failover_timeout_s,
         ),
+        "hang_timeout": role.hang_timeout_s,
         "sub_stage": list(role.sub_stage),
         "auto_visible_devices": role.auto_visible_devices,
     }

@@ -4,16 +4,21 @@ Users write pydantic models (`unified.job.config`, `unified.job.workloads`); `su
 these records, which travel to the master, are kept in its store and are sent to agents. Values that only
 the job's own workers may decode are a `Blob`: the daemons carry it and never look inside.
 
-A job whose elastic roles name a range of nodes, made one for as many nodes as there are.
+An elastic role may name a range of nodes. Its `total` and its workers' names are those of the largest number.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from unified.values import Value
+
+if TYPE_CHECKING:
+    Bytes = bytes | memoryview
+else:
+    Bytes = memoryview  # the decoder copies nothing then, and makes views of what it is given
 
 
 class Blob(Value, frozen=True, kw_only=True):
@@ -21,7 +26,10 @@ class Blob(Value, frozen=True, kw_only=True):
 
     codec: Literal["none", "msgpack", "omegaconf", "pickle"] = "none"
     """Codec: `msgpack`: plain data. `omegaconf`: plain data that becomes a DictConfig. `pickle`: anything else."""
-    data: bytes = b""
+    data: Bytes = b""
+
+    def __repr__(self) -> str:
+        return f"Blob({self.codec}, {len(self.data)} bytes)"
 
 
 class Resources(Value, frozen=True, kw_only=True):
@@ -127,6 +135,8 @@ class RoleSpec(Value, frozen=True, kw_only=True):
     per_node_max_failure: int = 3
     restart_alone: bool = False
     """True to start a worker that fails again alone, unless the job's strategies forbid any restart. Not if elastic."""
+    hang_timeout_s: float | None = None
+    """Time without progress after which the role (elastic) or the worker (else) has failed; None: never."""
     rank_based_gpu_selection: bool = False
     auto_visible_devices: bool = True
     communication: Communication = Communication()
@@ -134,12 +144,19 @@ class RoleSpec(Value, frozen=True, kw_only=True):
     min_nodes: int | None = None
     max_nodes: int | None = None
     failover_label: str | None = None
+    """Label of nodes that fail together: those with the same value are a group."""
     failover_timeout_s: float = 300.0
+    """Seconds from the loss or exclusion of a node to the end of its whole group for the job, unless the role runs."""
     sub_stage: list[str] = []
 
     @property
     def num_groups(self) -> int:
         return self.total // self.per_group
+
+    @property
+    def min_groups(self) -> int:
+        """Least number of groups that the role runs with."""
+        return (self.min_nodes or 1) if has_range(self) else self.num_groups
 
     def worker(self, rank: int) -> str:
         """Return a worker's name, ``{role}_{total}-{rank}_{per_group}-{local_rank}``, as in ``trainer_4-2_2-0``."""
@@ -187,6 +204,10 @@ class JobSpec(Value, frozen=True, kw_only=True):
     """0 never, 1 when the other workers of the role are done, 2 now."""
     failover_exec: Literal[0, 1, 2] = 1
     """0 stop the job, 1 restart the job, 2 restart the role."""
+    restart_window_s: float = 0.0
+    """Age, in seconds, at which a failure, a lost node or a restart counts no more; 0: each counts for ever."""
+    restart_backoff_s: float = 30.0
+    """Longest wait before a worker that fails at once each time starts again."""
     stop_grace_s: float = 10.0
     """Seconds between SIGTERM and SIGKILL."""
     call_timeout_s: float | None = None
@@ -210,10 +231,29 @@ class JobSpec(Value, frozen=True, kw_only=True):
 
     def role(self, name: str) -> RoleSpec:
         """Return the role of this name; KeyError if there is none."""
+        if len(self.roles) > FEW_ROLES:
+            return _by_name(self.roles)[name]
         for role in self.roles:
             if role.name == name:
                 return role
         raise KeyError(name)
+
+
+FEW_ROLES = 16
+"""Number of roles up to which to look at each is as quick as an index of them."""
+_indexes: dict[int, tuple[list[RoleSpec], dict[str, RoleSpec]]] = {}
+"""Roles by name, of the jobs of many roles that were asked for last, by the identity of the list, which nobody
+changes."""
+_MAX_INDEXES = 64
+
+
+def _by_name(roles: list[RoleSpec]) -> dict[str, RoleSpec]:
+    known = _indexes.get(id(roles))
+    if known is None:
+        if len(_indexes) >= _MAX_INDEXES:
+            _indexes.clear()
+        known = _indexes[id(roles)] = (roles, {role.name: role for role in roles})
+    return known[1]
 
 
 def has_range(role: RoleSpec) -> bool:
@@ -222,7 +262,7 @@ def has_range(role: RoleSpec) -> bool:
 
 
 def with_nodes(spec: JobSpec, num_nodes: int) -> JobSpec:
-    """Return the job for a cluster of so many nodes: each range of nodes becomes the nearest number within it."""
+    """Return the job as it is on so many nodes: each range of nodes becomes the nearest number within it."""
     roles = []
     for role in spec.roles:
         number = max(role.min_nodes or 1, min(num_nodes, role.max_nodes or 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unified.job import entrypoint, payload
-from unified.job.config import DLConfig, JobConfig, device_share
+from unified.job.config import JobConfig, device_share
 from unified.job.driver import WORKING_DIR, Driver
 from unified.job.spec import Communication, JobSpec, OutputFiles, Resources, RoleSpec
 from unified.job.workloads import ElasticWorkloadDesc, IndependentWorkloadDesc, ResourceDesc
@@ -20,7 +20,7 @@ def to_spec(config: JobConfig, driver: Driver | None = None) -> JobSpec:
     job = config.dl_config
     return JobSpec(
         name=config.job_name,
-        roles=[_role(name, job, config.working_dir, driver) for name in job.workloads],
+        roles=[_role(name, config, driver) for name in job.workloads],
         node_num=job.node_number,
         device_per_node=job.device_per_node,
         accelerator_type=job.accelerator_type.value,
@@ -36,6 +36,8 @@ def to_spec(config: JobConfig, driver: Driver | None = None) -> JobSpec:
         worker_isolation_resource=config.worker_isolation_schedule_resource,
         failover_trigger=config.failover_trigger_strategy,
         failover_exec=config.failover_exec_strategy,
+        restart_window_s=job.restart_window if config.restart_window is None else config.restart_window,
+        restart_backoff_s=config.restart_backoff,
         stop_grace_s=config.stop_grace_s,
         call_timeout_s=config.call_timeout_s,
         python=config.python,
@@ -46,12 +48,14 @@ def to_spec(config: JobConfig, driver: Driver | None = None) -> JobSpec:
     )
 
 
-def _role(name: str, job: DLConfig, working_dir: str | None, driver: Driver) -> RoleSpec:
+def _role(name: str, config: JobConfig, driver: Driver) -> RoleSpec:
+    job = config.dl_config
     workload = job.workloads[name]
-    shared = {key: value for key, value in job.global_envs.items() if not (working_dir and key == WORKING_DIR)}
+    shared = {key: value for key, value in job.global_envs.items() if not (config.working_dir and key == WORKING_DIR)}
     failover = workload.node_group_failover
     grouped = sum(other.group == workload.group for other in job.workloads.values()) if workload.group else 1
     elastic = workload if isinstance(workload, ElasticWorkloadDesc) else None
+    hang_timeout = config.hang_timeout if elastic and workload.hang_timeout is None else workload.hang_timeout
     return RoleSpec(
         name=name,
         kind=workload.backend,
@@ -67,6 +71,7 @@ def _role(name: str, job: DLConfig, working_dir: str | None, driver: Driver) -> 
         role_max_restart=elastic.role_max_restart if elastic else None,
         per_node_max_failure=workload.per_node_max_failure,
         restart_alone=isinstance(workload, IndependentWorkloadDesc) and workload.restart_alone,
+        hang_timeout_s=hang_timeout or None,
         rank_based_gpu_selection=workload.rank_based_gpu_selection,
         auto_visible_devices=workload.auto_visible_devices,
         communication=_communication(elastic) if elastic else Communication(),

@@ -145,6 +145,9 @@ class BaseWorkloadDesc(Description):
     """True to let the job wait for this role. False suits roles that serve rpc until the drivers are done."""
     node_group_failover: NodeGroupFailoverDesc = Field(default_factory=NodeGroupFailoverDesc)
     """Groups of nodes that are lost together; not enabled by default."""
+    hang_timeout: Seconds | None = Field(default=None, ge=0)
+    """Seconds without progress after which an elastic role, or one worker of another role, is diagnosed, fails and is
+    restarted; see Hangs. 0: never. None: for an elastic role the job's `hang_timeout`, for others never."""
     sub_stage: list[str] = Field(default_factory=list)
     auto_visible_devices: bool = True
     """True to let the worker see its own devices alone; False: every device of its node."""
@@ -203,16 +206,16 @@ class ElasticWorkloadDesc(BaseWorkloadDesc):
     """Workers that train together under torch.distributed, and start a new round together after a loss.
 
     `nnodes` and `nproc_per_node` may be given instead of `total` and `per_group`: ``total = nnodes * nproc_per_node``.
-    `nnodes` may be a range, ``"2:8"``: `total` is then that of the *largest* number of nodes until the job is
-    submitted, when it becomes that of as many nodes of the range as the cluster has, or without a master of the lower
-    end.
+    `nnodes` may be a range, ``"2:8"``: `total` is then that of the *largest* number of nodes; each round has as many
+    groups as there are nodes for.
     """
 
     input_names: ClassVar[frozenset[str]] = frozenset({"nnodes", "nproc_per_node"})
 
     backend: Literal["elastic"] = "elastic"
     comm_pre_check: bool = True
-    """True to test the nodes' devices and links before the first round."""
+    """True to check the nodes' devices and links before the first round, and again after a failure that may be a
+    node's. Roles on one node are not checked: see Node check."""
     comm_auto_setup_process_group: bool = True
     """True to call `init_process_group` before the entry point and `destroy_process_group` after it."""
     comm_backend: str = "auto"

@@ -141,22 +141,22 @@ def stage_state(state: Any, pool: BufferPool) -> HostCopy:
     Plain dense tensors in dicts, lists and tuples go into one buffer of the pool; tensors that are tied (the same
     memory, shape and strides) stay tied. Everything else is deep-copied.
     """
-    tensors = {id(tensor): tensor for tensor in tensors_in(state) if _is_plain(tensor)}
+    tensors = {id(tensor): tensor for tensor in tensors_in(state) if is_plain(tensor)}
     starts: dict[object, int] = {}
     nbytes = 0
     for tensor in tensors.values():
-        if (identity := _identity(tensor)) not in starts:
+        if (identity := identity_of(tensor)) not in starts:
             starts[identity] = nbytes
             nbytes += -(-tensor.nbytes // ALIGN) * ALIGN
     memory = pool.take(nbytes, pinned=any(tensor.is_cuda for tensor in tensors.values())) if nbytes else None
     copies: dict[object, torch.Tensor] = {}
     sources: list[torch.Tensor] = []
     for tensor in tensors.values():
-        if (identity := _identity(tensor)) not in copies:
+        if (identity := identity_of(tensor)) not in copies:
             copies[identity] = _place(tensor, memory, starts[identity])
             sources.append(tensor.detach())
     arrived = stage([each.detach() for each in copies.values()], sources)
-    memo: dict[int, Any] = {number: copies[_identity(tensor)] for number, tensor in tensors.items()}
+    memo: dict[int, Any] = {number: copies[identity_of(tensor)] for number, tensor in tensors.items()}
     return HostCopy(copy.deepcopy(state, memo), nbytes, memory, arrived, pool)
 
 
@@ -205,7 +205,8 @@ def tensors_in(tree: Any, *, in_modules: bool = False) -> Iterator[torch.Tensor]
             pending.extend(node.values() if isinstance(node, Mapping) else node)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is no more than dense numbers in memory."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout == torch.strided
@@ -215,7 +216,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _identity(tensor: torch.Tensor) -> object:
+def identity_of(tensor: torch.Tensor) -> object:
     """Return a key that is equal for tensors that are tied."""
     if tensor.numel() == 0:
         return id(tensor)

@@ -15,10 +15,13 @@ from unified.protocol.records import (
     Failure,
     Inbox,
     NameClaims,
+    NodeCheckReport,
     NodeResources,
     Progress,
     WorkerState,
 )
+from unified.protocol.snapshots import ServerAddress, SnapshotHost
+from unified.protocol.stacks import StackReport
 from unified.values import Value
 
 
@@ -42,6 +45,9 @@ class RegisterAgent(AgentMessage, tag="register-agent", frozen=True, kw_only=Tru
     labels: dict[str, str] = {}
     log_dir: str = ""
     release: str = ""
+    cut_off: str = ""
+    """Reason why this agent ended all its workers, where it did since it was last registered: its lease ran out."""
+    snapshots: SnapshotHost | None = None
 
 
 class AgentHeartbeat(AgentMessage, tag="heartbeat", frozen=True, kw_only=True):
@@ -49,6 +55,20 @@ class AgentHeartbeat(AgentMessage, tag="heartbeat", frozen=True, kw_only=True):
 
     generation: int
     """Generation of the last desired set that the agent took."""
+    stops: str = ""
+    """Reason why this agent is about to stop; empty: it is not."""
+    stops_in_s: float = 0.0
+    """Time after which it stops the workers that are left here."""
+
+
+class AgentPulse(AgentMessage, tag="agent-pulse", frozen=True, kw_only=True):
+    """Heartbeat in the stead of an agent that is busy, by the process beside it that keeps its lease."""
+
+
+class AgentDied(AgentMessage, tag="agent-died", frozen=True, kw_only=True):
+    """Word of the lease keeper: the agent's process has ended without a word, and its workers are gone."""
+
+    reason: str
 
 
 class ObservedWorker(Value, frozen=True, kw_only=True):
@@ -70,8 +90,14 @@ class ObservedWorker(Value, frozen=True, kw_only=True):
     """Failure of an incarnation that ended badly; one that EXITED without it ended well."""
     log_file: str = ""
     """Path of its stderr on the node."""
+    node_check: NodeCheckReport | None = None
+    """Outcome of its last node check."""
     claims: NameClaims = NameClaims()
     """Newest claims that it said."""
+    can_rejoin: bool = False
+    """True if its process can take part in a further round without a restart."""
+    left_round: int = 0
+    """Highest round whose process group it has left while its process goes on; 0: none."""
 
 
 class ObservedWorkers(AgentMessage, tag="observed-workers", frozen=True, kw_only=True):
@@ -92,6 +118,12 @@ class LogRead(AgentMessage, tag="log-read", frozen=True, kw_only=True):
     """Bytes ever written."""
     path: str = ""
     error: str = ""
+
+
+class StacksRead(AgentMessage, tag="stacks-read", frozen=True, kw_only=True):
+    """Answer to `ReadStacks`."""
+
+    report: StackReport
 
 
 class AgentLeaving(AgentMessage, tag="agent-leaving", frozen=True, kw_only=True):
@@ -121,7 +153,14 @@ class AgentRefused(MasterOrder, tag="agent-refused", frozen=True, kw_only=True):
 
 
 class HeartbeatSeen(MasterOrder, tag="heartbeat-seen", frozen=True, kw_only=True):
-    """Answer to a heartbeat; it tells the agent that its master lives."""
+    """Answer to a heartbeat or a pulse, with its request id: the lease was renewed. Also the answer to `AgentDied`."""
+
+
+class MasterStopping(MasterOrder, tag="master-stopping", frozen=True, kw_only=True):
+    """Last word of a master that stops in order. Its next life gives nobody up before this time is over."""
+
+    away_s: float
+    """Time for which the agent may keep its workers, reach a master or not."""
 
 
 class RegisterAgain(MasterOrder, tag="register-again", frozen=True, kw_only=True):
@@ -139,6 +178,23 @@ class RunOrder(Value, frozen=True, kw_only=True):
     store_port: int = 0
     store_prefix: str = ""
     """Prefix of the round's keys; no two rounds share one."""
+    node_rank: int = 0
+    """Rank of its group among the groups of the round."""
+    checks_nodes: bool = False
+    """True if the ranks are to check their nodes before they begin."""
+
+
+class RoundNotice(Value, frozen=True, kw_only=True):
+    """Notice to a running worker that its round ends. A further round follows, or the worker's end."""
+
+    round: int
+    """The round that ends."""
+    kind: Literal["broken", "planned"]
+    """`broken`: a peer is gone, so leave now, also out of a collective that will never end. `planned`: the members
+    change, so leave at the next point from which the others can go on."""
+    reason: str
+    within_s: float = 0.0
+    """Time that a planned change waits for workers to leave, from the moment at which they are told."""
 
 
 class DesiredWorker(Value, frozen=True, kw_only=True):
@@ -160,13 +216,16 @@ class DesiredWorker(Value, frozen=True, kw_only=True):
     group_devices: list[int] = []
     """Indices for all its role's workers in its group, in the order it sees them; empty if it sees its own alone."""
     run: RunOrder | None = None
+    notice: RoundNotice | None = None
+    """Notice that stands; None as soon as the next round is ordered."""
 
 
 class DesiredJob(Value, frozen=True, kw_only=True):
     """Facts that the workers of one job have in common."""
 
     job_id: str
-    spec: JobSpec
+    spec: JobSpec | None = None
+    """Description of the job; None where the agent has been sent it. One that lacks it takes nothing of the message."""
     directory: list[DirectoryEntry] = []
     """The whole directory, as of now; empty where the agent has been sent all of it already."""
     stop_grace_s: float | None = None
@@ -175,6 +234,8 @@ class DesiredJob(Value, frozen=True, kw_only=True):
     stops gives its workers the spec's, unless this is 0."""
     is_interrupted: bool = False
     """True if somebody pressed Ctrl-C: its workers are stopped by SIGINT and not by SIGTERM."""
+    copy_node: ServerAddress | None = None
+    """Snapshot server of a node that holds copies for the job, while all ranks of a role are on one node."""
 
 
 class DesiredWorkers(MasterOrder, tag="desired-workers", frozen=True, kw_only=True):
@@ -209,9 +270,29 @@ class ReadAgentLog(MasterOrder, tag="read-agent-log", frozen=True, kw_only=True)
     """Same as `ReadLog.keep`."""
 
 
-AgentToMaster = RegisterAgent | AgentHeartbeat | ObservedWorkers | LogRead | AgentLeaving
+class ReadStacks(MasterOrder, tag="read-stacks", frozen=True, kw_only=True):
+    """Ask for the stacks of workers; answered by `StacksRead` with the same request id."""
+
+    job_id: str
+    workers: list[str]
+    """Full names."""
+    within_s: float
+    """Time within which to answer with what is known by then."""
+
+
+AgentToMaster = (
+    RegisterAgent | AgentHeartbeat | AgentPulse | AgentDied | ObservedWorkers | LogRead | StacksRead | AgentLeaving
+)
 MasterToAgent = (
-    AgentRegistered | AgentRefused | HeartbeatSeen | RegisterAgain | DesiredWorkers | DirectoryChanged | ReadAgentLog
+    AgentRegistered
+    | AgentRefused
+    | HeartbeatSeen
+    | MasterStopping
+    | RegisterAgain
+    | DesiredWorkers
+    | DirectoryChanged
+    | ReadAgentLog
+    | ReadStacks
 )
 agent_to_master: Codec[AgentToMaster] = Codec(AgentToMaster)
 master_to_agent: Codec[MasterToAgent] = Codec(MasterToAgent)

@@ -49,6 +49,8 @@ class ChildExited(ZygoteWord, tag="child-exited", frozen=True, kw_only=True):
     child: int
     pid: int
     code: int
+    peak_kb: int = 0
+    """Most resident memory that it had, in KiB."""
 
 
 ZygoteToAgent = ZygoteUp | Forked | ForkFailed | ChildExited

@@ -16,6 +16,7 @@ from unified.protocol.records import (
     Stage,
     WorkerState,
 )
+from unified.protocol.stacks import StackReport
 from unified.values import Value
 
 
@@ -45,7 +46,8 @@ class ListJobs(ClientRequest, tag="list-jobs", frozen=True, kw_only=True):
 
 
 class GetJob(ClientRequest, tag="get-job", frozen=True, kw_only=True):
-    """Request for a `JobStatus`: at once, or when its version is above `after_version`, or when `wait_s` is over."""
+    """Request for a `JobStatus`: at once, or when its version is above `after_version`, or when `wait_s` is over: then,
+    without a newer version, the answer leaves the workers out."""
 
     job: str
     after_version: int = -1
@@ -84,6 +86,15 @@ class StopJob(ClientRequest, tag="stop-job", frozen=True, kw_only=True):
     """True for Ctrl-C: the workers are stopped by SIGINT and not by SIGTERM."""
 
 
+class DrainNode(ClientRequest, tag="drain-node", frozen=True, kw_only=True):
+    """Take a node out of service, or put it back: workers on it move, and no other begins there. Nothing is charged."""
+
+    node: str
+    reason: str = "asked by the user"
+    is_over: bool = False
+    """True to put it back."""
+
+
 class RestartWorkers(ClientRequest, tag="restart-workers", frozen=True, kw_only=True):
     job: str
     workers: list[str]
@@ -96,6 +107,17 @@ class Explain(ClientRequest, tag="explain", frozen=True, kw_only=True):
     job: str
     worker: str = ""
     limit: int = 500
+
+
+class GetStacks(ClientRequest, tag="get-stacks", frozen=True, kw_only=True):
+    """Request for `JobStacks`: where the workers of a job stand, as far as they or their agents say within `wait_s`."""
+
+    job: str
+    role: str = ""
+    """Only this role; empty: all."""
+    rank: int | None = None
+    """Only this rank of each role; None: all."""
+    wait_s: float = 5.0
 
 
 class GetDirectory(ClientRequest, tag="get-directory", frozen=True, kw_only=True):
@@ -163,6 +185,17 @@ class RoleStatus(Value, frozen=True, kw_only=True):
     num_restarts: int = 0
 
 
+class BudgetUse(Value, frozen=True, kw_only=True):
+    """Part of one limit that is used up."""
+
+    limit: str
+    """Name of the limit: ``max_restart``, ``per_node_max_failure``, ``node_max_restart``, …"""
+    subject: str
+    """Worker, role and node, or node that it is counted for; empty: the job."""
+    used: int
+    allowed: int
+
+
 class EndReport(Value, frozen=True, kw_only=True):
     """Reasons why a job ended badly."""
 
@@ -196,6 +229,8 @@ class JobStatus(MasterAnswer, tag="job-status", frozen=True, kw_only=True):
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
     """Annotations, if they were asked for."""
+    budgets: list[BudgetUse] = []
+    """Limits of which anything is used up, in the order in which they are compared."""
 
 
 class JobLine(Value, frozen=True, kw_only=True):
@@ -231,6 +266,12 @@ class NodeStatus(Value, frozen=True, kw_only=True):
     num_workers: int = 0
     seen_s_ago: float = 0.0
     reason: str = ""
+    drained: str | None = None
+    """Reason for which the node is out of service; None: it is not."""
+    num_leaving: int = 0
+    """Incarnations that shall run there no more, and have not ended yet."""
+    check: str = ""
+    """Outcome of the last node check of any job there; empty if there was none."""
 
 
 class NodeList(MasterAnswer, tag="node-list", frozen=True, kw_only=True):
@@ -267,7 +308,28 @@ class Story(MasterAnswer, tag="story", frozen=True, kw_only=True):
     events: list[EventRecord]
 
 
-ClientToMaster = SubmitJob | ListJobs | GetJob | ListNodes | ReadLog | StopJob | RestartWorkers | Explain | GetDirectory
-MasterToClient = Accepted | Done | Refused | JobStatus | JobList | NodeList | LogChunk | Story | JobDirectory
+class JobStacks(MasterAnswer, tag="job-stacks", frozen=True, kw_only=True):
+    """The stacks of a job's workers."""
+
+    job_id: str
+    report: StackReport
+
+
+ClientToMaster = (
+    SubmitJob
+    | ListJobs
+    | GetJob
+    | ListNodes
+    | DrainNode
+    | ReadLog
+    | StopJob
+    | RestartWorkers
+    | Explain
+    | GetStacks
+    | GetDirectory
+)
+MasterToClient = (
+    Accepted | Done | Refused | JobStatus | JobList | NodeList | LogChunk | Story | JobStacks | JobDirectory
+)
 client_to_master: Codec[ClientToMaster] = Codec(ClientToMaster)
 master_to_client: Codec[MasterToClient] = Codec(MasterToClient)

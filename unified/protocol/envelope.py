@@ -1,7 +1,7 @@
 """The outside of a bus message: all that a relay reads, and the first frame of every message.
 
 A message is ``[envelope][body][buffer…]``. What body and buffers hold is `unified.bus.codec.codec`'s business, except
-for HELLO (an `Inbox`), UNDELIVERABLE (an `Undelivered`), which are of this file, and WAITS.
+for HELLO (an `Inbox`), UNDELIVERABLE (an `Undelivered`), PIECE (a `PiecePlace`), which are of this file, and WAITS.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unified.protocol.records import Inbox
 from unified.values import Value
 
 Bytes = bytes | bytearray | memoryview
-BUS_VERSION = 3
+BUS_VERSION = 5
 OUTSIDE = "outside:"
 """First character of the names of callers that are no workers, such as the driver of a job; no worker's begins so."""
 MAX_ENVELOPE_BYTES = 8192
@@ -48,6 +48,17 @@ class Kind(IntEnum):
     """Credit from the caller, which can take `count` more ITEMs."""
     WAITS = 10
     """Notice from the callee that a call does not go on, and what it waits for (`unified.bus.calls.deadlock.graph`)."""
+    PIECE = 11
+    """Piece of a large buffer of a message that follows. Body: a `PiecePlace`; its one buffer has the bytes."""
+
+
+class PieceSeries(msgspec.Struct, frozen=True, array_like=True):
+    """Series of pieces: the large buffers of one message, which go ahead of it and leave empty frames in it."""
+
+    number: int
+    """Number of the series, larger than those that its sender made before."""
+    nbytes: int
+    """Size of all of them."""
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
@@ -75,6 +86,8 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     count: int = 0
     """Number of a CALL among those of its sender, to all targets (the same when it is sent again); of the items that a
     MORE allows; of an ITEM in its stream; of the items that came before a stream's RESULT."""
+    series: PieceSeries | None = None
+    """Series of pieces to which a PIECE belongs, or which went ahead of any other message."""
 
 
 class Undelivered(Value, frozen=True, kw_only=True):
@@ -86,11 +99,23 @@ class Undelivered(Value, frozen=True, kw_only=True):
     code: Literal["unknown-target", "overloaded"]
 
 
+class PiecePlace(Value, frozen=True, kw_only=True):
+    """Place of a piece. The pieces of one series come in order, and none has bytes of two buffers."""
+
+    index: int
+    """Number of the buffer in its message."""
+    start: int
+    """Offset in the buffer."""
+    nbytes: int
+    """Size of the whole buffer."""
+
+
 _encoder = msgspec.msgpack.Encoder()
 _envelope = msgspec.msgpack.Decoder(Envelope)
 _any = msgspec.msgpack.Decoder(list)
 _inbox = msgspec.msgpack.Decoder(Inbox)
 _undelivered = msgspec.msgpack.Decoder(Undelivered)
+_piece = msgspec.msgpack.Decoder(PiecePlace)
 
 
 def encode_envelope(envelope: Envelope) -> bytes:
@@ -112,8 +137,8 @@ def decode_envelope(frame: Bytes) -> Envelope:
     return envelope
 
 
-def encode_record(record: Inbox | Undelivered) -> bytes:
-    """Return the body of a HELLO or of an UNDELIVERABLE."""
+def encode_record(record: Inbox | Undelivered | PiecePlace) -> bytes:
+    """Return the body of a HELLO, of an UNDELIVERABLE or of a PIECE."""
     return _encoder.encode(record)
 
 
@@ -131,6 +156,14 @@ def decode_undelivered(body: Bytes) -> Undelivered:
         return _undelivered.decode(body)
     except UNREADABLE as error:
         raise ProtocolError(f"not the body of an UNDELIVERABLE: {error}") from None
+
+
+def decode_piece(body: Bytes) -> PiecePlace:
+    """Read the body of a PIECE; ProtocolError if it is none."""
+    try:
+        return _piece.decode(body)
+    except UNREADABLE as error:
+        raise ProtocolError(f"not the body of a PIECE: {error}") from None
 
 
 def _first_number(frame: Bytes) -> object:

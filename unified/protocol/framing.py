@@ -1,7 +1,8 @@
 """Framing of control messages, for ZeroMQ sockets and for byte streams.
 
-Over ZeroMQ a message is two frames: ``[header, body]``. The header is a short MessagePack array
-``[protocol version, request id]``; an answer carries the request's id, a message that nobody asked for carries 0.
+Over ZeroMQ a message is two frames: ``[header, body]``; of a body of 4 MiB or more the pieces are frames. The header is
+a short MessagePack array ``[protocol version, request id]``; an answer carries the request's id, a message that nobody
+asked for carries 0.
 Over a stream (a socket pair between parent and child) it is a 4-byte little-endian length and the body.
 
 Nothing here touches a socket, and nothing is ever unpickled.
@@ -16,12 +17,13 @@ from typing import Generic, NamedTuple, TypeVar
 import msgspec
 
 from unified.errors import ProtocolError, VersionMismatchError
+from unified.security.frames import Buffer, cut, join
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors of msgspec for bytes that cannot be read: text that is not UTF-8, and nesting without end, have their own."""
 MAX_MESSAGE = 64 * 1024 * 1024
-"""Most bytes of a message to the master; ZeroMQ closes a connection that sends more, without a word to either side."""
+"""Most bytes of a message to the master."""
 MAX_STREAM_MESSAGE = 256 * 1024 * 1024
 _LENGTH = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
@@ -43,26 +45,27 @@ class Codec(Generic[M]):
     def __init__(self, union: object) -> None:
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(union)
 
-    def encode(self, message: object, request_id: int = 0, *, version: int = PROTOCOL_VERSION) -> list[bytes]:
-        """Return the two frames of a message."""
-        return [_encoder.encode((version, request_id)), _encoder.encode(message)]
+    def encode(self, message: object, request_id: int = 0, *, version: int = PROTOCOL_VERSION) -> list[Buffer]:
+        """Return the frames of a message."""
+        return [_encoder.encode((version, request_id)), *cut(_encoder.encode(message))]
 
     def encode_header(self, request_id: int = 0) -> bytes:
-        """Return the first frame alone, for a message whose second is at hand."""
+        """Return the first frame alone, for a message whose body is at hand."""
         return _encoder.encode((PROTOCOL_VERSION, request_id))
 
     def encode_body(self, message: object) -> bytes:
-        """Return the second frame alone, which may go to many."""
+        """Return the body alone, which may go to many."""
         return _encoder.encode(message)
 
-    def decode(self, frames: Sequence[bytes]) -> Control[M]:
-        """Return the message in two frames; ProtocolError if they are none, VersionMismatchError if the peer's version
+    def decode(self, frames: Sequence[Buffer]) -> Control[M]:
+        """Return the message in these frames; ProtocolError if it is none, VersionMismatchError if the peer's version
         is another."""
-        if len(frames) != 2:
-            raise ProtocolError(f"a control message has 2 frames, this one has {len(frames)}.")
-        return Control(self.read_header(frames[0]), self.decode_body(frames[1]))
+        if len(frames) < 2:
+            raise ProtocolError(f"a control message has a header and a body, this one has {len(frames)} frames.")
+        request_id = self.read_header(frames[0])
+        return Control(request_id, self.decode_body(join(frames[1:])))
 
-    def read_header(self, frame: bytes) -> int:
+    def read_header(self, frame: Buffer) -> int:
         """Return the request id, after a check of the version."""
         try:
             version, request_id = _header.decode(frame)
@@ -75,7 +78,7 @@ class Codec(Generic[M]):
             )
         return request_id
 
-    def decode_body(self, frame: bytes) -> M:
+    def decode_body(self, frame: Buffer) -> M:
         try:
             return self._decoder.decode(frame)
         except UNREADABLE as error:

@@ -108,10 +108,35 @@ class NodeState(StrEnum):
 
     ALIVE = "ALIVE"
     LOST = "LOST"
-    """Lost: its lease ran out, or its agent said goodbye."""
+    """Lost: its lease ran out, or its agent ended."""
 
 
 NODE_MOVES = TransitionTable("node", {NodeState.ALIVE: (NodeState.LOST,), NodeState.LOST: (NodeState.ALIVE,)})
+
+
+class MemorySample(NamedTuple):
+    """Resident memory of a process at one time."""
+
+    age_s: float
+    """Seconds before its end."""
+    mb: float
+
+
+class Evidence(Value, frozen=True, kw_only=True, omit_defaults=True):
+    """Facts about the end of a process, as its agent found them."""
+
+    killed_for: str = ""
+    """Reason of a kill by its agent, or with its zygote; empty: neither of them sent the signal."""
+    out_of_memory: str = ""
+    """The kernel's record of its out-of-memory kill, or else the count of its control group, which rose."""
+    out_of_memory_here: str = ""
+    """Count of the host's out-of-memory kills, which rose meanwhile: maybe by this one. Empty if the record is read."""
+    is_memory_counted: bool = False
+    """True if the kernel's count of out-of-memory kills can be read on this node."""
+    memory: list[MemorySample] = []
+    """Resident memory over the last minute, oldest first."""
+    peak_mb: float = 0.0
+    """Most resident memory that it ever had; 0: not known."""
 
 
 class Failure(Value, frozen=True, kw_only=True):
@@ -120,7 +145,10 @@ class Failure(Value, frozen=True, kw_only=True):
     summary: str
     """One line: ``ValueError: no such file``, ``killed by SIGKILL``, ``exited with code 3``, ``node n2 was lost``."""
     category: str = "user"
-    """`user`: the entry point raised or exited. `crash`: a signal or an exit without a word. `node`: the node was lost.
+    """`user`: the entry point raised or exited. `crash`: a signal or an exit without a word. `oom`: killed by the
+    kernel for want of memory. `node`: the node was lost.
+    `node-check`: its node failed the check before a round.
+    `hang`: no progress for longer than the role's `hang_timeout`; the traceback has the stacks of its ranks.
     `setup`: the entry point cannot be imported or called; the same would happen again, so it is never retried."""
     exception_type: str = ""
     traceback: str = ""
@@ -130,6 +158,8 @@ class Failure(Value, frozen=True, kw_only=True):
     """True if the worker believes that it failed because a peer did (a broken collective): it is not the root cause."""
     is_cut: bool = False
     """True if the program was ending (threads, `atexit`), and a stop cut that short."""
+    evidence: Evidence | None = None
+    """Evidence from its agent; None: the process did not end by itself, or there was none."""
 
 
 class Progress(Value, frozen=True, kw_only=True):
@@ -140,6 +170,30 @@ class Progress(Value, frozen=True, kw_only=True):
     metrics: dict[str, float | int | str] = {}
     num_unread_errors: int = 0
     """Calls of its code, in this incarnation, that failed and whose errors nobody read."""
+    num_activities: int = 0
+    """Times at which collectives or calls were seen to go on; counted in roles with a `hang_timeout` alone."""
+
+
+class NodeCheckReport(Value, frozen=True, kw_only=True):
+    """Outcome of the node check of one round, as one rank has it."""
+
+    round: int
+    matmul_s: float = 0.0
+    """Time of this rank's device."""
+    copy_s: float = 0.0
+    collective_s: float = 0.0
+    """Time of its node's better collective; 0 if none succeeded, or none was due."""
+    slow: dict[str, float] = {}
+    """Slow measurements of its node: how many times the median of all nodes they took, by their names."""
+    faulty: dict[int, str] = {}
+    """Ranks whose nodes are at fault, and why."""
+    undecided: dict[int, str] = {}
+    """Ranks on nodes that could not work together; at fault are some of these nodes."""
+
+    @property
+    def is_good(self) -> bool:
+        """True if the round may begin."""
+        return not self.faulty and not self.undecided
 
 
 class WorkerReport(Value, frozen=True, kw_only=True):
@@ -184,6 +238,15 @@ class NameClaims(Value, frozen=True, kw_only=True):
     """Number of the last claim or withdrawal, from 1 in each incarnation: of two sets the higher is newer."""
     names: Annotated[dict[ClaimedName, int], msgspec.Meta(max_length=MAX_NAMES)] = {}
     """Names, each with the number of its claim. A name that is claimed anew has a new number, and gets a new answer."""
+    journals: dict[ClaimedName, str] = {}
+    """Paths on this node of files that belong to held names, and that the next holder has to find again."""
+
+
+class JournalPlace(Value, frozen=True, kw_only=True):
+    """Place of the file that belongs to a name, such as the journal of a durable queue."""
+
+    node: str
+    path: str
 
 
 class NameRefusal(Value, frozen=True, kw_only=True):
@@ -218,12 +281,15 @@ class DirectoryEntry(Value, frozen=True, kw_only=True, omit_defaults=True):
     inbox: Inbox | None = None
     node: str = ""
     reason: str = ""
+    """Reason of its end. While it is ALIVE: of the end of the incarnation before it, for who was not told of that."""
     names: dict[str, int] = {}
     """Names that it holds, each with the number of the claim that was granted; empty once it is over."""
     refused: dict[str, NameRefusal] = {}
     """Claims of it that were refused, for the claimant."""
+    journals: dict[str, JournalPlace] = {}
+    """Places of the files of names that it holds, as their last holder said."""
     revision: int = 0
-    """Number that grows with each change of `names` and `refused` of this incarnation."""
+    """Number that grows with each change of `names`, `refused` and `journals` of this incarnation."""
 
 
 class Device(Value, frozen=True, kw_only=True):
@@ -245,6 +311,8 @@ class NodeResources(Value, frozen=True, kw_only=True):
     disk_mb: float
     devices: list[Device] = []
     user_defined: dict[str, float] = {}
+    max_workers: int = 0
+    """Most worker processes of all jobs; 0: no limit."""
 
 
 class EventRecord(Value, frozen=True, kw_only=True):

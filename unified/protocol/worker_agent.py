@@ -7,8 +7,9 @@ from typing import Literal
 from msgspec.msgpack import Decoder
 
 from unified.job.spec import JobSpec
-from unified.protocol.agent_master import RunOrder
-from unified.protocol.records import Device, DirectoryEntry, Failure, Inbox, NameClaims, Progress
+from unified.protocol.agent_master import RoundNotice, RunOrder
+from unified.protocol.records import Device, DirectoryEntry, Failure, Inbox, NameClaims, NodeCheckReport, Progress
+from unified.protocol.stacks import StackReport
 from unified.security.keys import ClusterKey
 from unified.values import Value
 
@@ -22,6 +23,7 @@ class Launch(AgentOrder, tag="launch", frozen=True, kw_only=True):
 
     job_id: str
     spec: JobSpec
+    """The description of its job; a stand-in without roles if `spec_bytes` is given."""
     kind: Literal["worker", "store"]
     name: str
     incarnation: int
@@ -46,14 +48,27 @@ class Launch(AgentOrder, tag="launch", frozen=True, kw_only=True):
     env: dict[str, str] = {}
     """Variables for `os.environ`, put there before anything of the user's is imported."""
     directory: list[DirectoryEntry] = []
+    spec_bytes: int = 0
+    """Size of the file in memory that has the description, and whose descriptor comes with this message; 0: none."""
+    snapshot_token: str = ""
+    """Token by which the node's snapshot server knows the job."""
     key: ClusterKey | None = None
     """Key of the cluster. It goes this way alone: never through an environment, a command line, or the master."""
 
 
 class Run(AgentOrder, tag="run", frozen=True, kw_only=True):
-    """Order to run the entry point, in this round. A round already begun is not begun again."""
+    """Order to run the entry point, in this round. A round already begun is not begun again.
+
+    A worker that runs and said that it `Rejoins` gets another one for each further round.
+    """
 
     order: RunOrder
+
+
+class Notice(AgentOrder, tag="notice", frozen=True, kw_only=True):
+    """Notice that the round ends; a worker that is no member of that round any more ignores it."""
+
+    notice: RoundNotice
 
 
 class DirectoryNews(AgentOrder, tag="directory-news", frozen=True, kw_only=True):
@@ -71,6 +86,12 @@ class Stop(AgentOrder, tag="stop", frozen=True, kw_only=True):
     """True if somebody pressed Ctrl-C: the signal that comes with it is SIGINT."""
 
 
+class DumpStacks(AgentOrder, tag="dump-stacks", frozen=True, kw_only=True):
+    """Request for `StacksDumped` with the same number."""
+
+    number: int
+
+
 class WorkerWord(Value, tag_field="type", frozen=True, kw_only=True):
     """Base of messages from a worker to its agent."""
 
@@ -84,11 +105,19 @@ class Hello(WorkerWord, tag="hello", frozen=True, kw_only=True):
 
 
 class Running(WorkerWord, tag="running", frozen=True, kw_only=True):
-    """Acknowledgement of the order to run."""
+    """Acknowledgement of the order to run: the worker has left its last round, if it had one, and joins this one."""
 
     round: int
     is_ending: bool = False
     """True when a stop comes after the entry point has returned, while the program is ending, which takes time."""
+
+
+class Rejoins(WorkerWord, tag="rejoins", frozen=True, kw_only=True):
+    """Ability of the process to take part in a further round without a restart, and the rounds that it has left."""
+
+    is_able: bool = False
+    left_round: int = 0
+    """Highest round whose process group it has left. Left unasked, the round counts as broken."""
 
 
 class Reported(WorkerWord, tag="reported", frozen=True, kw_only=True):
@@ -113,7 +142,20 @@ class Failed(WorkerWord, tag="failed", frozen=True, kw_only=True):
     failure: Failure
 
 
-AgentToWorker = Launch | Run | DirectoryNews | Stop
-WorkerToAgent = Hello | Running | Reported | Claimed | Finished | Failed
+class NodesChecked(WorkerWord, tag="nodes-checked", frozen=True, kw_only=True):
+    """Outcome of the node check of a round. A worker that says one that is not good waits to be stopped."""
+
+    report: NodeCheckReport
+
+
+class StacksDumped(WorkerWord, tag="stacks-dumped", frozen=True, kw_only=True):
+    """Stacks of this worker: the answer to `DumpStacks`."""
+
+    number: int
+    report: StackReport
+
+
+AgentToWorker = Launch | Run | Notice | DirectoryNews | Stop | DumpStacks
+WorkerToAgent = Hello | Running | Rejoins | Reported | Claimed | Finished | Failed | NodesChecked | StacksDumped
 agent_to_worker: Decoder[AgentToWorker] = Decoder(AgentToWorker)
 worker_to_agent: Decoder[WorkerToAgent] = Decoder(WorkerToAgent)

@@ -7,7 +7,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
 import msgspec
 
@@ -18,7 +18,7 @@ from unified.queue.core.state import QueueStats
 from unified.queue.items import pack
 from unified.queue.owner_lookup import OwnerLookup
 from unified.queue.producer import QueueProducer
-from unified.queue.server import QueueService, host_of, journal_path
+from unified.queue.server import KeptJournal, QueueService, host_of, journal_path
 from unified.worker.context import current_worker
 
 T = TypeVar("T")
@@ -46,7 +46,9 @@ class DataQueue(Generic[T]):
         is_master: this worker owns it: the queue lives in its memory, and its incarnation is the queue's.
         size: items that may wait in it. What consumers have on lease does not count.
         durable: the owner keeps a journal, and its next incarnation goes on from there: nothing that was acknowledged
-            is lost, and meanwhile all others wait. Without it the queue is gone with the owner's incarnation.
+            is lost, and meanwhile all others wait. Without it the queue is gone with the owner's incarnation. Where an
+            earlier incarnation's journal is not found, since its node was lost, `QueueJournalError` names node and
+            path; with ``"anew"`` the queue begins with nothing then.
         path: the journal's file; default: a file beside the job's logs on the owner's node. Where the owner may be
             started again on another node, a place that both see.
         fsync: a durable queue acknowledges nothing before it is on disk, and so outlives a power failure, too.
@@ -68,20 +70,21 @@ class DataQueue(Generic[T]):
         is_master: bool = False,
         size: int = 1000,
         *,
-        durable: bool = False,
+        durable: bool | Literal["anew"] = False,
         path: str | Path | None = None,
         fsync: bool = False,
         max_bytes: int | None = None,
         owner_timeout: float = 300.0,
     ) -> None:
         worker = current_worker()
-        _check(name, size, max_bytes, is_master, durable=durable, path=path, fsync=fsync)
+        _check(name, size, max_bytes, is_master, durable=bool(durable), path=path, fsync=fsync)
         self.name = name
         self.is_master = is_master
         if is_master:
             journal = (Path(path) if path is not None else journal_path(worker, name)) if durable else None
             make = partial(QueueService, name, size=size, max_bytes=max_bytes, journal=journal, fsync=fsync)
-            host_of(worker.bus).open(worker, name, partial(make, host=worker.bus))
+            keep = KeptJournal(journal, begins_anew=durable == "anew") if journal is not None else None
+            host_of(worker.bus).open(worker, name, partial(make, host=worker.bus), keep)
         self._lookup = OwnerLookup(worker, name, owner_timeout)
         self._producer = QueueProducer(self._lookup)
         self._consumer = QueueConsumer(self._lookup)

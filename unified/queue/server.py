@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 from weakref import WeakValueDictionary
 
@@ -300,6 +300,26 @@ def journal_path(worker: Worker, queue: str) -> Path:
     return Path(worker.log_file).absolute().parent.parent / "queues" / f"{quote(queue, safe='')}.sqlite"
 
 
+class KeptJournal(NamedTuple):
+    """A journal that the owner's next incarnation has to find again, wherever that is."""
+
+    path: Path
+    begins_anew: bool
+    """True: where it is not found, the queue begins with nothing."""
+
+    def check(self, worker: Worker, queue: str) -> None:
+        """Raise QueueJournalError if an earlier incarnation had a journal and there is none here."""
+        last = worker.names.journal(claimed_name(queue))
+        if last is None or self.begins_anew or self.path.exists():
+            return
+        raise QueueJournalError(
+            f"the journal of the durable queue {queue!r} was {last.path} on node {last.node}, and this worker "
+            f"({worker.bus.worker}, incarnation {worker.bus.incarnation}) finds no {self.path} on its node: what is in "
+            "the journal would be lost. Bring the file here; or let the queue begin with nothing, by durable='anew'. "
+            "With path= on a disk that all nodes see, a queue outlives the loss of a node."
+        )
+
+
 class QueueHost:
     """The queues that the worker of one endpoint owns; made by `host_of`."""
 
@@ -313,7 +333,9 @@ class QueueHost:
         """Return the service of a queue that this worker owns."""
         return self._services.get(queue)
 
-    def open(self, worker: Worker, queue: str, make: Callable[[], QueueService]) -> None:
+    def open(
+        self, worker: Worker, queue: str, make: Callable[[], QueueService], journal: KeptJournal | None = None
+    ) -> None:
         """Own a queue, which `make` makes, from now on, to the end of this incarnation.
 
         A queue of this worker that is closed and finished makes way for a new one of its name.
@@ -335,10 +357,17 @@ class QueueHost:
             if old is not None:  # its place, and its names on the bus, the new one takes
                 old.shut_down()
                 atexit.unregister(old.shut_down)
+            service: QueueService | None = None
             try:
+                if journal is not None:
+                    journal.check(worker, queue)
                 service = make()
+                if journal is not None:  # before anything is acknowledged
+                    worker.names.keep_journal(claimed_name(queue), str(journal.path.absolute()), CLAIM_WITHIN_S)
             except BaseException:
                 worker.names.release(claimed_name(queue))
+                if service is not None:
+                    service.shut_down()
                 raise
             self._services[queue] = service  # first: it hears of deaths from here on
             self._reap(service)

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import socket as sockets
 import struct
 import threading
 import time
@@ -22,6 +20,8 @@ import zmq
 from zmq.utils import z85
 
 from unified.config.logging import LogOnce
+from unified.security.bounds import HANDSHAKE_S, LOOK_S, PendingHandshakes
+from unified.security.frames import MAX_FRAME_BYTES
 from unified.security.keys import ClusterKey
 from unified.threads import start_thread
 
@@ -58,8 +58,15 @@ def read_event(monitor: Socket) -> tuple[int, int]:
     return kind, value
 
 
+def bound(socket: Socket) -> None:
+    """Bound the frames and the handshakes of a socket, before it is bound or connects."""
+    socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.set(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
+
+
 def secure_client(socket: Socket, key: ClusterKey | None) -> None:
     """Let a socket that will connect use the key. With None it stays open, and a server with a key refuses it."""
+    bound(socket)
     if key is not None:
         socket.curve_serverkey = key.public.encode()
         socket.curve_publickey = key.public.encode()
@@ -77,8 +84,9 @@ def secure_server(socket: Socket, key: ClusterKey) -> None:
 class Gatekeeper:
     """ZAP handler of one context: it lets peers in that have the key, and logs those that have not.
 
-    Without a key it does nothing. With one, the first server that it secures starts a thread, through which no message
-    passes. A context has one gatekeeper and one I/O thread, so the events of a connection come in order.
+    Sockets get bounds (`unified.security.bounds`); without a key that is all. With one, the first server that it
+    secures starts a thread, through which no message passes. A context has one gatekeeper and one I/O thread, so the
+    events of a connection come in order.
     """
 
     def __init__(self, context: Context, key: ClusterKey | None, *, name: str) -> None:
@@ -108,7 +116,9 @@ class Gatekeeper:
         """Prepare a socket of this context, before it is bound or connects."""
         if not is_server:
             secure_client(socket, self.key)
-        elif self.key is not None:
+            return
+        bound(socket)
+        if self.key is not None:
             secure_server(socket, self.key)
             self._guard(socket)
 
@@ -156,8 +166,10 @@ class Gatekeeper:
         poller.register(zap, zmq.POLLIN)
         poller.register(ear, zmq.POLLIN)
         deadline: float | None = None
+        look_at = 0.0
         while deadline is None or (doors and time.monotonic() < deadline):
-            for source, _ in poller.poll(None if deadline is None else 10):
+            is_watching = deadline is not None or any(door.pending for door in doors.values())
+            for source, _ in poller.poll(int(LOOK_S * 1000) if is_watching else None):
                 if source is ear:
                     if ear.recv() == _END:
                         deadline = time.monotonic() + _LAST_EVENTS_S
@@ -169,8 +181,14 @@ class Gatekeeper:
                     self._judge(zap)
                 elif self._hear(source, doors[source]) == zmq.EVENT_MONITOR_STOPPED:
                     poller.unregister(source)
-                    del doors[source]
+                    doors.pop(source).pending.close()
                     source.close()
+            if time.monotonic() >= look_at:
+                look_at = time.monotonic() + LOOK_S
+                for door in doors.values():
+                    door.pending.look()
+        for door in doors.values():
+            door.pending.close()
         for source in (zap, ear, *doors):
             source.close(0)
 
@@ -186,12 +204,12 @@ class Gatekeeper:
     def _hear(self, monitor: Socket, door: _Door) -> int:
         kind, value = read_event(monitor)
         if kind == zmq.EVENT_ACCEPTED:
-            door.hosts[value] = _host_of(value)
+            door.hosts[value] = door.pending.accepted(value)
         elif kind & _FAILED:  # the next event is the end of this connection, and says which one it was
             door.why = door.why or _WHY.get(value, _BROKE_OFF)
         elif kind == zmq.EVENT_DISCONNECTED:
             host, why, door.why = door.hosts.pop(value, ""), door.why, ""
-            if why:
+            if why := door.pending.ended(value) or why:
                 self._log(host, why)
         return kind
 
@@ -212,12 +230,4 @@ class _Door(msgspec.Struct, eq=False):
     """Hosts at the other end, by descriptor."""
     why: str = ""
     """Reason of the connection that fails now; empty if none does."""
-
-
-def _host_of(descriptor: int) -> str:
-    """Return the host at the other end of a connection of libzmq's, which may be closing it at this moment."""
-    try:
-        with sockets.socket(fileno=os.dup(descriptor)) as connection:
-            return str(connection.getpeername()[0])
-    except (OSError, IndexError):
-        return ""
+    pending: PendingHandshakes = msgspec.field(default_factory=PendingHandshakes)

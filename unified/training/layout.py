@@ -67,11 +67,13 @@ class RunLayout:
         return self.own_config_uri or f"{self.prefix}/config"
 
 
-def step_key(step: int) -> str:
-    """Return the name of a commit mark: ``step-000001.json``; a step of seven digits has all of them."""
+def step_key(step: int, kind: str = "json") -> str:
+    """Return the name of a commit mark, ``step-000001.json``, or of a file of another kind beside it; a step of seven
+    digits has all of them.
+    """
     if step < 0:
         raise UsageError(f"a step is counted from 0, and {step} is none.")
-    return f"step-{step:06}.json"
+    return f"step-{step:06}.{kind}"
 
 
 def step_of(name: str) -> int | None:

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 from unified.errors import CheckpointCorruptError, UsageError
 from unified.training.arguments import MetaArguments
 from unified.training.dataset import IGNORED, PaddingCollator, TextSplit, TokenRows, load_rows
+from unified.training.layout import step_key
 from unified.training.models import load_model, sequence_length
 from unified.training.run import TrainingRun
 from unified.training.sampling import Position, ResumableSampler, TrainingPlan, check_rows
@@ -34,6 +35,8 @@ from unified.training.stopping import TrainingStopped
 from unified.training.tokenizer import Tokenizer
 
 Batch = dict[str, torch.Tensor]
+FILE_KIND = "pt"
+"""Kind of a checkpoint's file."""
 
 
 def run(run: TrainingRun) -> None:
@@ -266,7 +269,7 @@ class UploadingSaver:
 
     def save(self, step: int, state: dict[str, Any], metrics: dict[str, float]) -> None:
         """Write a file now, and upload it soon; an error of the upload before is raised here."""
-        path = self._run.scratch / step_file(step)
+        path = self._run.scratch / step_key(step, FILE_KIND)
         torch.save(state, path)
         self.finish()
         self._upload = self._threads.submit(self._send, step, path, dict(metrics), state["position"])
@@ -287,7 +290,7 @@ class UploadingSaver:
             UsageError: the checkpoint is of another model.
             CheckpointCorruptError: the file is no checkpoint of this framework.
         """
-        path = self._run.checkpoints.fetch(step, self._run.scratch / "resume").get(step_file(step))
+        path = self._run.checkpoints.fetch(step, self._run.scratch / "resume").get(step_key(step, FILE_KIND))
         if path is None:
             raise CheckpointCorruptError(f"checkpoint {step} of {self._run.layout.checkpoints_uri} has no step file.")
         try:
@@ -312,7 +315,7 @@ class UploadingSaver:
 
     def _send(self, step: int, path: Path, metrics: dict[str, float], position: tuple[int, int]) -> None:
         state = {"epoch": position[0], "row": position[1]}
-        self._run.checkpoints.save_checkpoint(step, metrics, {step_file(step): path}, state=state)
+        self._run.checkpoints.save_checkpoint(step, metrics, {step_key(step, FILE_KIND): path}, state=state)
         path.unlink()
 
 
@@ -337,11 +340,6 @@ class _Meter:
         passed_s = max(1e-9, time.monotonic() - self._since)
         self._begin()
         return {"loss": loss / max(1.0, num_tokens), "tokens_per_s": num_tokens / passed_s}
-
-
-def step_file(step: int) -> str:
-    """Return the name of a checkpoint's file: ``step-000001.pt``."""
-    return f"step-{step:06}.pt"
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

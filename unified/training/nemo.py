@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 Batch = dict[str, torch.Tensor]
 PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true"}
 STRATEGIES = ("auto", "ddp", "fsdp")
+FILE_KIND = "ckpt"
+"""Kind of a checkpoint's file."""
 TOOLKIT_SUFFIX = ".nemo"
 _TOOLKIT = ("nemo.core.classes", "nemo.utils.exp_manager")
 """Modules of the toolkit. No extra of ours has it: it brings a torch of its own."""
@@ -343,7 +345,7 @@ class LightningProgress(lightning.Callback):
 
     def _save(self, trainer: lightning.Trainer) -> None:
         """Save a checkpoint, and bring it to the store. A collective."""
-        path = self._run.scratch / _file_name(self._step)
+        path = self._run.scratch / step_key(self._step, FILE_KIND)
         trainer.save_checkpoint(path)
         state = {"epoch": self._position.epoch, "row": self._position.row, "num_rows": self._plan.num_rows}
 
@@ -421,10 +423,10 @@ def _begin(run: TrainingRun, num_rows: int | None) -> _Begin:
         state = run.checkpoints.read_mark(step).state
         if num_rows is not None:
             check_rows(step, state.get("num_rows"), num_rows)
-        path = run.checkpoints.fetch(step, run.scratch).get(_file_name(step))
+        path = run.checkpoints.fetch(step, run.scratch).get(step_key(step, FILE_KIND))
         if path is None:
             raise CheckpointCorruptError(
-                f"checkpoint {step} of {run.layout.checkpoints_uri} has no file {_file_name(step)}."
+                f"checkpoint {step} of {run.layout.checkpoints_uri} has no file {step_key(step, FILE_KIND)}."
             )
         return int(state.get("epoch", 0)), int(state.get("row", 0)), str(path)
 
@@ -440,10 +442,6 @@ def _local_file(name: str, folder: Path) -> str:
     with backend, backend.open_read(key) as source, path.open("wb") as file:
         copyfileobj(source, file, COPY_NBYTES)
     return str(path)
-
-
-def _file_name(step: int) -> str:
-    return str(Path(step_key(step)).with_suffix(".ckpt"))
 
 
 def count_targets(batch: Batch) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unified.bus.codec.tensors import is_dense
-from unified.errors import UsageError, WeightsMismatchError
+from unified.errors import UsageError, WeightsMismatchError, listed
 from unified.weights.transfer_plan import Bucket, TensorEntry, TransferPlan, cut, digest
 
 if TYPE_CHECKING:
@@ -264,7 +264,4 @@ def _kind(tensor: torch.Tensor) -> tuple[bool, bool]:
 
 def _named(fault: str, keys: Iterable[str]) -> list[str]:
     found = list(keys)
-    if not found:
-        return []
-    more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
-    return [f"{fault}: {', '.join(found[:MAX_NAMED])}{more}"]
+    return [f"{fault}: {listed(found, MAX_NAMED)}"] if found else []

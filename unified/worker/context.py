@@ -6,13 +6,13 @@ import os
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from unified.errors import NotInWorkerError
 from unified.job.job_info import JobInfo
-from unified.job.spec import JobSpec, RoleSpec
-from unified.protocol.agent_master import RunOrder
+from unified.job.spec import JobSpec, RoleSpec, has_range
+from unified.protocol.agent_master import RoundNotice, RunOrder
 from unified.protocol.records import NameClaims
 from unified.protocol.worker_agent import Launch
 from unified.worker.names import Names
@@ -22,6 +22,9 @@ from unified.worker.stop import StopState
 if TYPE_CHECKING:
     from unified.bus.endpoint import BusEndpoint
     from unified.job.workloads import WorkloadDesc
+    from unified.snapshot.round_store import RoundPlace
+    from unified.snapshot.snapshots import Restored, Snapshots
+    from unified.worker.rounds import Rounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,7 @@ class Worker:
         reporter: Reporter,
         bus: BusEndpoint,
         device: str,
+        rounds: Rounds | None = None,
         claim: Callable[[NameClaims], None] = lambda claims: None,
     ) -> None:
         self._launch = launch
@@ -76,6 +80,13 @@ class Worker:
         self._reporter = reporter
         self._pid = os.getpid()
         self._finishers: list[Callable[[], None]] = []
+        from unified.worker.rounds import (
+            RoundChanges,  # loads much that a driver, which imports this module, does without
+        )
+
+        self._changes = RoundChanges(rounds)
+        self.rounds = rounds
+        """Rounds of this process, for elastic loops; None in a test that needs none."""
         self.bus = bus
         """The endpoint of this worker on the bus."""
         self.names = Names(
@@ -111,8 +122,15 @@ class Worker:
         return [role.name for role in self._spec.roles]
 
     def workers_of(self, role: str) -> list[ActorInfo]:
-        """The workers of a role, by rank; empty when there is no such role."""
-        return [self._actor(spec, rank) for spec in self._spec.roles if spec.name == role for rank in range(spec.total)]
+        """The workers of a role, by rank; empty when there is no such role. Of a role with a range of nodes, those that
+        are there now."""
+        return [
+            self._actor(spec, rank)
+            for spec in self._spec.roles
+            if spec.name == role
+            for rank in range(spec.total)
+            if not has_range(spec) or self._is_there(spec.worker(rank))
+        ]
 
     @property
     def should_stop(self) -> bool:
@@ -128,11 +146,91 @@ class Worker:
         """Have `callback()` called, in a thread of its own, when this worker is asked to stop."""
         self._stop.on_stop(callback)
 
+    @property
+    def should_checkpoint(self) -> bool:
+        """True once a change of the role's members was announced (`nnodes="2:8"`, and a node came): training goes on
+        from the checkpoint that is made now."""
+        return self._changes.is_announced
+
+    def on_round_change(self, callback: Callable[[RoundNotice], None]) -> None:
+        """Have `callback(notice)` called, in a thread of its own, when a change of the role's members is announced.
+
+        The notice has a `reason`, a sentence, and `within_s`, the seconds after which this process is restarted unless
+        it is in an elastic loop.
+        """
+        self._changes.on_change(callback)
+
+    def ready_for_round_change(self) -> None:
+        """Say that an announced change may come now, since whatever shall outlast this process has been saved.
+
+        It comes when all workers of the role have said so. Without an announced change, this does nothing.
+        """
+        self._changes.ready()
+
     def on_finish(self, callback: Callable[[], None]) -> None:
         """Have `callback()`, which should be quick, called in the main thread once the entry point has returned; not if
         it raises. Given twice, it is called once."""
         if callback not in self._finishers:
             self._finishers.append(callback)
+
+    def snapshot(self, state: Any, step: int) -> None:
+        """Copy a state into memory that outlives this process and, by copies on other nodes, this node.
+
+        Returns when the copy is made: once the memory is there (from the third time on), that takes as long as a copy
+        of so many bytes. It is never written to a file, and no other job can read it. `snapshots.configure` sets how
+        often copies go to another node.
+
+        Args:
+            state: a nest of dicts, lists and tuples of tensors (on any device, in pieces, too), arrays and whatever can
+                be pickled; at its top there may be modules, optimizers and other objects with a `state_dict`.
+            step: steps done, from 0 up. Ranks of one round take the same steps, and are never more than one apart.
+
+        Raises:
+            SnapshotQuotaError: the node gives snapshots less memory than that.
+            SnapshotError: the node's snapshot server cannot be reached.
+            UsageError: the state cannot be pickled.
+        """
+        self.snapshots.take(state, step)
+
+    def restore(self, state: Any = None, *, step: int | None = None) -> Restored | None:
+        """Give back the newest state that all ranks of the round have a snapshot of; all of them call this together.
+
+        Each rank takes its part from its node's memory, else from another node's, else from storage.
+
+        Args:
+            state: is filled in place: tensors are copied into, objects with `load_state_dict` are given theirs, other
+                values are replaced. Without it a new state is returned, all in host memory.
+            step: the only one that will do.
+
+        Returns:
+            Step, source and state; None: there is no snapshot that all have, as at the first start.
+
+        Raises:
+            SnapshotError: the snapshot does not fit `state`, or there is none of `step`.
+            RoundMeetingError: another rank did not come.
+        """
+        return self.snapshots.restore(state, step=step)
+
+    @cached_property
+    def snapshots(self) -> Snapshots:
+        """Snapshots of this worker, and their options."""
+        from unified.snapshot.snapshots import Snapshots
+
+        made = Snapshots(self._launch, self._round_place)
+        self.on_finish(made.close)
+        return made
+
+    def _round_place(self) -> RoundPlace:
+        from unified.snapshot.round_store import RoundPlace
+        from unified.worker.rendezvous_store import STORE_WITHIN_S, connect
+
+        actor, environ = self.actor_info, os.environ
+        within_s = actor.role_spec.communication.timeout_s or STORE_WITHIN_S
+        if actor.sub_master is None:  # it is started again by itself, and goes on alone
+            return RoundPlace(actor.name, self.round, 0, 1, None, within_s)
+        store = partial(connect, environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), within_s)
+        alone = actor.world_size == 1
+        return RoundPlace(actor.role, self.round, actor.rank, actor.world_size, None if alone else store, within_s)
 
     def report(self, step: int | None = None, total: int | None = None, **metrics: Any) -> None:
         """Say how far this worker is; shown by the driver and by `unified status`.
@@ -163,10 +261,21 @@ class Worker:
     def _begin_round(self, order: RunOrder) -> None:
         self.round = order.round
         spec = self.actor_info.role_spec
-        self.actor_info = self._actor(spec, self._launch.rank, rank=order.rank, world_size=order.world_size)
+        self.actor_info = self._actor(
+            spec, self._launch.rank, rank=order.rank, world_size=order.world_size, node_rank=order.node_rank
+        )
+
+    def _is_there(self, name: str) -> bool:
+        return name == self._launch.name or self.bus.directory.reachable(name) is not None
 
     def _actor(
-        self, spec: RoleSpec, index: int, *, rank: int | None = None, world_size: int | None = None
+        self,
+        spec: RoleSpec,
+        index: int,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        node_rank: int | None = None,
     ) -> ActorInfo:
         name = spec.worker(index)
         return ActorInfo(
@@ -176,7 +285,7 @@ class Worker:
             world_size=spec.total if world_size is None else world_size,
             local_rank=index % spec.per_group,
             local_world_size=spec.per_group,
-            node_rank=index // spec.per_group,
+            node_rank=index // spec.per_group if node_rank is None else node_rank,
             node=self._launch.node if name == self._launch.name else self.bus.directory.node(name),
             sub_master="elastic" if spec.kind == "elastic" else None,
             role_spec=spec,

@@ -14,15 +14,19 @@ from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
 import msgspec
+from msgspec import structs
 
 from unified.errors import ProtocolError
-from unified.protocol.agent_master import RunOrder
+from unified.job.shared_spec import map_spec
+from unified.protocol.agent_master import RoundNotice, RunOrder
 from unified.protocol.framing import StreamBuffer, encode_stream
 from unified.protocol.records import DirectoryEntry
 from unified.protocol.worker_agent import (
     AgentToWorker,
     DirectoryNews,
+    DumpStacks,
     Launch,
+    Notice,
     Run,
     Stop,
     WorkerWord,
@@ -39,6 +43,8 @@ class Handlers(NamedTuple):
     on_run: Callable[[RunOrder], None]
     on_directory: Callable[[list[DirectoryEntry]], None]
     on_stop: Callable[[Stop], None]
+    on_dump: Callable[[DumpStacks], None] = lambda order: None
+    on_notice: Callable[[RoundNotice], None] = lambda notice: None
 
 
 class ControlChannel:
@@ -50,6 +56,8 @@ class ControlChannel:
         self._socket = control
         self._buffer = StreamBuffer()
         self._waiting: list[AgentToWorker] = []
+        self._passed: list[int] = []
+        """Descriptors that came with messages."""
         self._sending = threading.Lock()
         self._is_disowned = False
         self.before_exit: Callable[[], None] = lambda: None
@@ -62,6 +70,11 @@ class ControlChannel:
         first = self._waiting.pop(0)
         if not isinstance(first, Launch):
             self._give_up(f"the first order was {type(first).__name__}, not Launch")
+        if first.spec_bytes:
+            spec = map_spec(self._passed[0], first.spec_bytes)
+            first = structs.replace(first, spec=spec)
+        for descriptor in self._passed:
+            os.close(descriptor)
         return first
 
     def start(self, handlers: Handlers) -> None:
@@ -94,11 +107,16 @@ class ControlChannel:
                         handlers.on_directory(order.entries)
                     case Stop():
                         handlers.on_stop(order)
+                    case DumpStacks():
+                        handlers.on_dump(order)
+                    case Notice():
+                        handlers.on_notice(order.notice)
             self._waiting = self._receive()
 
     def _receive(self) -> list[AgentToWorker]:
         try:
-            data = self._socket.recv(_CHUNK)
+            data, passed, _, _ = socket.recv_fds(self._socket, _CHUNK, 1)
+            self._passed += passed
         except OSError:
             data = b""
         if not data:

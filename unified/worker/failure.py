@@ -64,7 +64,7 @@ def describe(error: BaseException, *, category: str = "user", has_process_group:
         category=category,
         exception_type=_type_name(type(shown or error)),
         traceback="" if shown is None else render(shown),
-        is_collateral=_is_collateral(error, has_process_group),
+        is_collateral=is_collateral(error, has_process_group),
     )
 
 
@@ -155,7 +155,8 @@ def _skip_ours(frames: TracebackType | None) -> TracebackType | None:
     return frames
 
 
-def _is_collateral(error: BaseException | None, has_process_group: bool) -> bool:
+def is_collateral(error: BaseException | None, has_process_group: bool) -> bool:
+    """Does this error, or what caused it, look like the death of another worker?"""
     while error is not None and not _is_of_peer(error, has_process_group):
         error = error.__cause__
     return error is not None

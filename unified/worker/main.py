@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import queue
 import signal
 import socket
 import sys
@@ -22,12 +21,24 @@ from unified.bus.calls.late_exports import LateExports
 from unified.bus.calls.registry import RPC_REGISTRY, adopt_instance, export_rpc_module
 from unified.bus.endpoint import BusEndpoint
 from unified.bus.identity import BusIdentity, BusNetwork
+from unified.config import settings
 from unified.config.logging import asked_level, log_from
 from unified.errors import EntryPointError
 from unified.job import by_value
 from unified.protocol.agent_master import RunOrder
 from unified.protocol.records import Failure, Inbox
-from unified.protocol.worker_agent import Claimed, Failed, Finished, Hello, Launch, Reported, Running, Stop
+from unified.protocol.worker_agent import (
+    Claimed,
+    DumpStacks,
+    Failed,
+    Finished,
+    Hello,
+    Launch,
+    Reported,
+    Running,
+    StacksDumped,
+    Stop,
+)
 from unified.worker import environment, process_group
 from unified.worker.context import Worker, current_worker, set_current_worker
 from unified.worker.control import ControlChannel, Handlers
@@ -42,8 +53,10 @@ from unified.worker.fork_setup import (
     settle_libraries,
     take_stdin,
 )
-from unified.worker.progress import Reporter
-from unified.worker.rendezvous_store import open_round, serve_stores
+from unified.worker.progress import ActivityWatch, Reporter
+from unified.worker.rendezvous_store import serve_stores
+from unified.worker.rounds import Rounds
+from unified.worker.stacks import StackDumper
 from unified.worker.stop import EXIT_INTERRUPTED, EXIT_TERMINATED, StopState, flush_output
 
 SWITCH_S = 0.001
@@ -71,7 +84,7 @@ def main(control: socket.socket) -> NoReturn:
     disown_finalizers()
     channel = ControlChannel(control)
     launch = channel.receive_launch()
-    _show_name(launch)
+    _present(launch)
     take_stdin(launch)
     if launch.kind == "store":
         serve_stores(channel, launch)
@@ -83,13 +96,14 @@ class _WorkerProcess:
         self._channel = channel
         self._launch = launch
         self._role = launch.spec.role(launch.role)
-        self._orders: queue.SimpleQueue[RunOrder | None] = queue.SimpleQueue()
+        self._rounds = Rounds(launch, self._role, channel.send, on_join=self._on_join)
         self._stop = StopState(
             clean_up=self._unlink_sockets,
-            on_settled=lambda: self._orders.put(None),
+            on_settled=self._rounds.on_stop,
             grace_s=launch.spec.stop_grace_s,
         )
         self._reporter = Reporter(lambda progress: channel.send(Reported(progress=progress)))
+        self._stacks = StackDumper(launch)
         self._bus: BusEndpoint | None = None
         self._inbox: Inbox | None = None
         self._entry: LoadedEntry | None = None
@@ -100,7 +114,6 @@ class _WorkerProcess:
         """Rpc methods and modules that were there before the user's code."""
         self._category = "crash"
         """Category of an error that happens now: the runtime's until user code runs."""
-        self._has_group = False
         self._only_serves = False
         self._pid = os.getpid()
         channel.before_exit = self._unlink_sockets
@@ -111,11 +124,10 @@ class _WorkerProcess:
             worker = self._set_up()
             self._load()
             self._exit_if_forked()
-            order = self._orders.get()
+            order = self._rounds.first()
             if order is None:
                 self._exit(0, is_stopped=True)
-            self._channel.send(Running(round=order.round))
-            self._join(worker, order)
+            self._rounds.join(order, worker.device)
             self._run(worker)
         except SystemExit as error:
             self._exit_if_forked(error)
@@ -135,6 +147,7 @@ class _WorkerProcess:
         compat.apply(os.environ)  # the zygote was started before it was known what this worker's job wants
         keep_freed(os.environ)  # before there is a second thread, which would get memory of its own to allocate from
         self._stop.install()
+        self._stacks.install()
         renew_randomness()
         settle_libraries(environment.thread_count(os.environ))
         sys.setswitchinterval(SWITCH_S)
@@ -151,10 +164,14 @@ class _WorkerProcess:
         )
         bus.unread.on_total = self._reporter.count_unread
         self._inbox = bus.start()
+        if self._role.hang_timeout_s is not None:
+            activity = ActivityWatch(self._role.hang_timeout_s, lambda: bus.num_received, self._reporter.count_activity)
+            activity.start()
         worker = Worker(
             launch,
             stop=self._stop,
             reporter=self._reporter,
+            rounds=self._rounds,
             bus=bus,
             device=environment.device(os.environ),
             claim=lambda claims: self._channel.send(Claimed(claims=claims)),
@@ -162,7 +179,14 @@ class _WorkerProcess:
         bus.on_directory(worker.names.learn)
         bus.update_directory(launch.directory)
         set_current_worker(worker)
-        self._channel.start(Handlers(on_run=self._orders.put, on_directory=bus.update_directory, on_stop=self._on_stop))
+        handlers = Handlers(
+            on_run=self._rounds.on_run,
+            on_directory=bus.update_directory,
+            on_stop=self._on_stop,
+            on_notice=self._rounds.on_notice,
+            on_dump=self._on_dump,
+        )
+        self._channel.start(handlers)
         self._channel.send(Hello(pid=os.getpid(), inbox=self._inbox))
         self._own_methods, self._own_modules = set(RPC_REGISTRY), set(sys.modules)
         return worker
@@ -171,22 +195,16 @@ class _WorkerProcess:
         """Import the user's code while the master gathers the other workers: it need not wait for the order to run."""
         if self._role.kind == "elastic":
             process_group.require_torch(self._role.name)
+            process_group.keep_destroyed()
         if all(role.entry_point == self._role.entry_point for role in self._launch.spec.roles):
             by_value.all_run_this_script()
         with self._stop.user_code():
             self._entry = load(self._role.entry_point, is_driver=self._role.is_driver)
         self._main = self._entry.module.__name__
 
-    def _join(self, worker: Worker, order: RunOrder) -> None:
-        worker._begin_round(order)
-        if self._role.kind != "elastic":
-            return
-        self._has_group = order.world_size > 1
-        communication = self._role.communication
-        port = open_round(order, self._role.name, communication.timeout_s or process_group.OPEN_ROUND_WITHIN_S)
-        os.environ.update(environment.elastic(self._launch, self._role, order, port))
-        if communication.auto_setup:
-            process_group.set_up(order, port, communication, worker.device)
+    def _on_join(self, order: RunOrder) -> None:
+        current_worker()._begin_round(order)
+        self._stacks.begin_round(order.rank)
 
     def _run(self, worker: Worker) -> None:
         assert self._entry is not None
@@ -266,7 +284,7 @@ class _WorkerProcess:
     def _fail(self, error: BaseException) -> NoReturn:
         self._stop.begin_exit()
         failure = describe(
-            error, category=self._category, has_process_group=self._has_group or process_group.is_set_up()
+            error, category=self._category, has_process_group=self._rounds.is_of_many or process_group.is_set_up()
         )
         failure = with_written(failure, error_file.beside(self._launch.log_file))
         with contextlib.suppress(OSError, ValueError):  # user code may have closed it; the failure is told all the same
@@ -307,6 +325,9 @@ class _WorkerProcess:
             self._bus.unread.is_stopping = True
         self._stop.request(stop.grace_s, is_interrupt=stop.interrupt)
 
+    def _on_dump(self, order: DumpStacks) -> None:
+        self._channel.send(StacksDumped(number=order.number, report=self._stacks.report()))
+
     def _close_bus(self) -> None:
         if self._bus is not None:
             self._bus.close()
@@ -320,12 +341,13 @@ class _WorkerProcess:
                     os.unlink(route.removeprefix("ipc://"))
 
 
-def _show_name(launch: Launch) -> None:
-    """Name the process for `ps` and `top`, where every forked worker would look like its zygote."""
+def _present(launch: Launch) -> None:
+    """Name the process for `ps` and `top`, as forks look like their zygote, and let daemons be scheduled before it."""
     if launch.kind == "store":
         process.set_title("unified-store")
     else:
         process.set_title(launch.role, f"-{launch.rank}")
+        os.nice(settings.worker_nice())
     process.set_command_line(f"unified worker: {launch.name} incarnation {launch.incarnation} of {launch.job_id}")
 
 

@@ -19,6 +19,7 @@ from unified.protocol.records import (
     MAX_NAME_LENGTH,
     MAX_NAMES,
     DirectoryEntry,
+    JournalPlace,
     NameClaims,
     Reachability,
     WorkerIncarnation,
@@ -54,6 +55,7 @@ class ClaimTable:
         self._worker = worker
         self._incarnation = incarnation
         self._claims: dict[str, NameClaim] = {}
+        self._journals: dict[str, str] = {}
         self._number = 0
         self._end = ""
         """Reason why nothing can be claimed any more."""
@@ -61,7 +63,8 @@ class ClaimTable:
     @property
     def claims(self) -> NameClaims:
         """The set to tell the agent: a higher number than before means that it changed."""
-        return NameClaims(number=self._number, names={name: claim.number for name, claim in self._claims.items()})
+        names = {name: claim.number for name, claim in self._claims.items()}
+        return NameClaims(number=self._number, names=names, journals=dict(self._journals))
 
     def claim(self, name: str) -> NameClaim:
         """The claim of a name, made now unless it stands already. The answer comes with `answer`."""
@@ -82,11 +85,18 @@ class ClaimTable:
         claim.refusal = self._end
         return claim
 
+    def keep_journal(self, name: str, path: str) -> None:
+        """Have it remembered where the file of a held name is."""
+        if name in self._claims and self._journals.get(name) != path:
+            self._journals[name] = path
+            self._number += 1
+
     def withdraw(self, name: str, why: str = "") -> bool:
         """Claim or hold the name no longer; whether it was claimed or held. `why` is told to whoever waits for it."""
         claim = self._claims.pop(name, None)
         if claim is None:
             return False
+        self._journals.pop(name, None)
         self._number += 1
         if not claim.is_answered:
             claim.refusal = why
@@ -173,6 +183,32 @@ class Names:
                 f"{timeout_s:g} s, and gave up. The master answers once all workers of the job have started; "
                 "`unified status` tells whether it can be reached and what it waits for."
             )
+
+    def journal(self, name: str) -> JournalPlace | None:
+        """Return where the file of a name that this life holds was last; None if there was none. For the runtime."""
+        return self._answered.journals.get(name) if self._answered is not None else None
+
+    def keep_journal(self, name: str, path: str, timeout_s: float) -> None:
+        """Have the master remember the file of a name that this life holds, on this node; return when it does.
+
+        Raises:
+            RpcTimeoutError: the master did not say so in time.
+        """
+        self._check_may_wait("keep a journal")
+
+        def is_kept() -> bool:
+            answered, place = self._answered, self.journal(name)
+            return answered is not None and place == JournalPlace(node=answered.node, path=path)
+
+        with self._news:
+            if not is_kept():
+                self._table.keep_journal(name, path)
+                self._tell_agent()
+            if not self._news.wait_for(is_kept, timeout_s):
+                raise RpcTimeoutError(
+                    f"worker {self._worker} told the master that the file of {name!r} is {path}, and had no answer "
+                    f"within {timeout_s:g} s: `unified status` tells whether it can be reached."
+                )
 
     def release(self, name: str) -> None:
         """Hold `name` no longer. Returns at once: it is free for others when the master has heard of it.

@@ -6,25 +6,35 @@ a rank that leaves then breaks theirs; so nobody returns from `set_up` before th
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
+import time
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from unified.errors import ClusterError, EntryPointError
 from unified.job.spec import Communication
 from unified.protocol.agent_master import RunOrder
+from unified.round_meeting import RoundMeeting, RoundMember
 from unified.threads import start_thread
+from unified.worker.group_abort import hang_up
 from unified.worker.rendezvous_store import STORE_WITHIN_S, connect
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it without saying so
 
 DESTROY_WITHIN_S = 5.0
+LEAVE_WITHIN_S = 20.0
+HANG_UP_WITHIN_S = 0.02
+"""Peers in a collective hang up within a millisecond; one that computes is not harmed when this rank does not wait."""
 OPEN_ROUND_WITHIN_S = 60.0
-_RANKS_UP = "unified/ranks-up"
-_ALL_UP = "unified/all-ranks-up"
+_KEPT_S = 5.0
+
+
+_groups: list[object] = []
+"""Default groups of this process. Whoever is the last to let go of a Gloo group joins its thread and holds the GIL, for
+which that thread may wait, as of torch 2.13; so it is never a frame of the user's."""
 
 
 def require_torch(role: str) -> None:
@@ -38,6 +48,28 @@ def require_torch(role: str) -> None:
         ) from error
     if not distributed.is_available():
         raise EntryPointError(f"role {role} is elastic, and the torch of {sys.executable} has no torch.distributed.")
+
+
+def keep_destroyed() -> None:
+    """Let no frame of the worker's own code be the last to let go of a group that this code made and destroyed.
+
+    A function that wraps a model in DDP and destroys the group would, when it returns and frees the model (see
+    `_groups`). So the groups are kept for a while beyond `destroy_process_group`.
+    """
+    import torch.distributed as distributed
+
+    c10d = distributed.distributed_c10d
+    destroy_group = c10d.destroy_process_group
+
+    @functools.wraps(destroy_group)
+    def destroy_process_group(group: Any = None) -> None:
+        kept: list[object] = list(c10d._world.pg_names)
+        try:
+            destroy_group(group)
+        finally:
+            start_thread("unified-drop-groups", _drop_later, kept)
+
+    c10d.destroy_process_group = distributed.destroy_process_group = destroy_process_group
 
 
 def choose_backend(wanted: str, device: str) -> str:
@@ -71,23 +103,16 @@ def set_up(order: RunOrder, store_port: int, communication: Communication, devic
         device_id=accelerator if "nccl" in backend else None,
         timeout=timeout,
     )
-    wait_for_all(store, order, store_within_s)
-
-
-def wait_for_all(store: TCPStore, order: RunOrder, within_s: float) -> None:
-    """Return once all ranks of the round have called this; a peer that dies before ends the wait, with this life."""
-    from torch.distributed import DistError
-
-    if store.add(_RANKS_UP, 1) == order.world_size:
-        store.set(_ALL_UP, "1")
-    try:
-        store.wait([_ALL_UP], timedelta(seconds=within_s))
-    except DistError as error:
-        raise ClusterError(
-            f"round {order.round}: rank {order.rank} waited {within_s:g} s for the process groups of all "
-            f"{order.world_size} ranks, and those of {store.add(_RANKS_UP, 0)} are up. Look at the logs of the "
-            "other ranks; a longer comm_timeout_s gives them more time."
-        ) from error
+    _groups.append(distributed.group.WORLD)
+    # A peer that dies before it comes ends the wait, with this life.
+    RoundMeeting(
+        store,
+        "unified/groups-up",
+        RoundMember(order.round, order.rank, order.world_size),
+        store_within_s,
+        "set up their process groups",
+        "Look at the logs of the other ranks; a longer comm_timeout_s gives them more time.",
+    ).wait_for_all()
 
 
 def _select(device: str) -> torch.device | None:
@@ -122,8 +147,9 @@ def destroy(within_s: float = DESTROY_WITHIN_S) -> None:
     def work() -> None:
         import torch.distributed as distributed
 
+        destroy_group = distributed.destroy_process_group
         try:
-            distributed.destroy_process_group()
+            getattr(destroy_group, "__wrapped__", destroy_group)()  # `_groups` keeps those of the runtime
         except Exception as error:  # the work is done, and a group that fails to end harms nobody
             print(f"unified: destroy_process_group() failed: {error}", file=sys.stderr)
         finally:
@@ -131,3 +157,34 @@ def destroy(within_s: float = DESTROY_WITHIN_S) -> None:
 
     start_thread("unified-destroy-group", work)
     done.wait(within_s)
+
+
+def leave(within_s: float = LEAVE_WITHIN_S) -> None:
+    """Leave all process groups, so that this process can join those of a further round.
+
+    Peers are told first: Gloo keeps its connections for as long as something refers to the group, the traceback of the
+    error that a collective raised, say, and peers that wait for this rank would go on waiting.
+
+    Raises:
+        ClusterError: it did not end within so many seconds.
+    """
+    if is_set_up():
+        import torch.distributed as distributed
+
+        hang_up(HANG_UP_WITHIN_S)
+        _groups.extend(distributed.distributed_c10d._world.pg_names)
+        destroy(within_s)
+        start_thread("unified-drop-groups", _drop_later, list(_groups))
+        _groups.clear()
+    if not is_set_up():
+        return
+    raise ClusterError(
+        f"the process groups of a broken round could not be left within {within_s:g} s, so that this process cannot "
+        "take part in a further one; it is started again."
+    )
+
+
+def _drop_later(groups: list[object]) -> None:
+    """Let go of groups that were left, once their threads have done what they had begun."""
+    time.sleep(_KEPT_S)
+    groups.clear()

@@ -1,7 +1,12 @@
-"""`current_worker().report(…)`: the last report counts, and making one costs a microsecond."""
+"""Progress of this worker: `current_worker().report(…)`, of which the last counts, and signs that its code goes on.
+
+The latter, collectives and calls, are looked at only where a role has a `hang_timeout`.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +18,9 @@ from unified.protocol.records import Progress
 from unified.threads import TimerThread
 
 INTERVAL_S = 0.1
+LOOKS = 8
+"""Looks in one `hang_timeout`."""
+LONGEST_S = 10.0
 _MAX_TEXT = 200
 _LARGEST = 2**63
 
@@ -41,6 +49,10 @@ class Reporter:
         """Report the number of errors of calls that nobody has read so far."""
         self._change({}, num_unread_errors=count)
 
+    def count_activity(self) -> None:
+        """Report that collectives or calls go on."""
+        self._change({}, num_activities=self._newest.num_activities + 1)
+
     def _change(self, metrics: dict[str, float | int | str], **counts: int) -> None:
         with self._lock:
             self._newest = replace(self._newest, metrics={**self._newest.metrics, **metrics}, **counts)
@@ -57,6 +69,47 @@ class Reporter:
     def _ring(self) -> None:
         self._next_at = time.monotonic() + self._interval_s
         self.flush()
+
+
+class ActivityWatch:
+    """Looks at counters again and again, and calls `on_activity` when they have changed.
+
+    Args:
+        timeout_s: `hang_timeout` of the role.
+        num_messages: counter of calls and answers that have come.
+        on_activity: must be quick.
+    """
+
+    def __init__(self, timeout_s: float, num_messages: Callable[[], int], on_activity: Callable[[], None]) -> None:
+        self._every_s = min(LONGEST_S, timeout_s / LOOKS)
+        self._num_messages = num_messages
+        self._on_activity = on_activity
+        self._seen: object = 0
+        self._timer = TimerThread("unified-activity", self._look, stays=True)
+
+    def start(self) -> None:
+        """Look for the first time, and from now on; a second call changes nothing."""
+        self._timer.set(time.monotonic())
+
+    def _look(self) -> None:
+        self._timer.set(time.monotonic() + self._every_s)
+        # Who trains is asked for its state as well, by calls that its other threads answer while it hangs.
+        seen: object = collectives() or self._num_messages()
+        if seen != self._seen:
+            self._seen = seen
+            self._on_activity()
+
+
+def collectives() -> dict[str, Any]:
+    """Return torch's counts of the collectives of each process group; empty if there were none."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available():
+        return {}
+    dump = getattr(sys.modules["torch"]._C._distributed_c10d, "_dump_fr_trace_json", None)
+    if dump is None:
+        return {}
+    counts: dict[str, Any] = json.loads(dump(includeCollectives=False)).get("pg_status", {})
+    return counts
 
 
 def _plain(name: str, value: Any) -> float | int | str:

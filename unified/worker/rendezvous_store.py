@@ -117,8 +117,9 @@ def open_round(order: RunOrder, role: str, timeout_s: float) -> int:
         answer = main.get(_port_key(order.store_prefix)).decode()
     except DistError as error:
         raise ClusterError(
-            f"round {order.round} of role {role} did not begin: rank {order.rank} waited {timeout_s:g} s for the job's "
-            f"store at {where}. Look whether the job's store process lives and whether rank 0 reached this point."
+            f"round {order.round} of role {role} did not begin: rank {order.rank} waited "
+            f"{time.monotonic() - begun:.1f} s for the job's store at {where}. Look whether the job's store process "
+            "lives and whether rank 0 reached this point."
         ) from error
     if connected_s > _SLOW_S:
         print(

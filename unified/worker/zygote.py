@@ -257,13 +257,14 @@ class Zygote:
         ended: dict[int, Fork] = {}
         for wanted in list(pids):
             with contextlib.suppress(ChildProcessError):
-                while (found := os.waitpid(wanted, os.WNOHANG))[0]:
-                    pid, status = found
+                while (found := os.wait4(wanted, os.WNOHANG))[0]:
+                    pid, status, usage = found
                     order = self._children.pop(pid, None)
                     if order is None:
                         continue  # an orphan that we had adopted
                     process.signal_group(pid, signal.SIGKILL)
-                    self._send(ChildExited(child=order.child, pid=pid, code=os.waitstatus_to_exitcode(status)))
+                    code = os.waitstatus_to_exitcode(status)
+                    self._send(ChildExited(child=order.child, pid=pid, code=code, peak_kb=usage.ru_maxrss))
                     ended[pid] = order
         if ended:
             kill_remains(ended)  # looks at every process of the host, so that the word is said before

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from msgspec import structs
+
 from unified.config.settings import Intervals
 from unified.core.directory import WorkerDirectory
 from unified.protocol.agent_master import (
@@ -19,30 +21,44 @@ from unified.protocol.agent_master import (
     DesiredWorkers,
     DirectoryChanged,
     HeartbeatSeen,
+    MasterStopping,
     MasterToAgent,
     ObservedWorkers,
     ReadAgentLog,
+    ReadStacks,
     RegisterAgain,
 )
 from unified.protocol.records import DirectoryEntry, Failure, JobWorkerIncarnation, Reachability, WorkerState
-from unified.protocol.worker_agent import DirectoryNews, Failed, Hello, Reported, Run, Stop, WorkerToAgent
-from unified_agent.core.launching import launch_of
+from unified.protocol.worker_agent import (
+    DirectoryNews,
+    Failed,
+    Hello,
+    Rejoins,
+    Reported,
+    Running,
+    StacksDumped,
+    Stop,
+    WorkerToAgent,
+)
+from unified_agent.core.launching import JobSpecs, start_of
 from unified_agent.core.membership import Membership, MembershipState
 from unified_agent.core.messages import (
     AgentAction,
     AgentEvent,
     AgentTick,
     Exit,
+    HeldStacksRead,
     KeepInterpreters,
     KeepReport,
     KeyRefused,
+    LeaseLost,
     MasterReached,
     MasterSaid,
     MasterUnreadable,
     Reconnect,
     SendLog,
     SignalWorker,
-    StartWorker,
+    SnapshotsReported,
     StopAsked,
     TellWorker,
     WorkerExited,
@@ -50,9 +66,12 @@ from unified_agent.core.messages import (
     WorkerSaid,
     WorkerStarted,
 )
-from unified_agent.core.step import MARGIN_S, AgentStep, AgentTimer, Shutdown
+from unified_agent.core.shutdown import Shutdown
+from unified_agent.core.stacks import StackReads
+from unified_agent.core.starting import StartQueue, max_starts
+from unified_agent.core.step import OBSERVE_EACH_S, AgentStep, AgentTimer
 from unified_agent.core.worker import LocalWorker
-from unified_agent.environment import NodeFacts, starting_variables
+from unified_agent.environment import NodeFacts
 
 OBSERVE_DELAY_S = 0.002
 """Time within which changes are reported in one message."""
@@ -70,13 +89,16 @@ class AgentCore:
         self._step = AgentStep()
         self.timers = self._step.timers
         self.membership = Membership(self._step, facts, intervals, give_up_s)
-        self.shutdown = Shutdown()
+        self.shutdown = Shutdown(self._step, self.membership, intervals.vacate_s)
+        self.stack_reads = StackReads(self._step, facts)
         self.workers: dict[JobWorkerIncarnation, LocalWorker] = {}
         self.desired: dict[JobWorkerIncarnation, DesiredWorker] = {}
         self.jobs: dict[str, DesiredJob] = {}
+        self.specs = JobSpecs()
         self.directories: dict[str, WorkerDirectory] = {}
         self.generation = 0
-        self._num_elsewhere = 0
+        self._num_elsewhere = self._num_neighbours = 0
+        self._starts = StartQueue(max_starts(facts.host_cpus))
         self._floor = 0
         self._pythons: list[str] = []
         self._observe_at: float | None = None
@@ -100,6 +122,8 @@ class AgentCore:
                 self.membership.unreadable(event.reason)
             case KeyRefused():
                 self.membership.locked_out(event.reason)
+            case LeaseLost():
+                self._on_lease_lost(event.reason)
             case WorkerStarted():
                 self._on_started(event.life, event.pid)
             case WorkerNotStarted():
@@ -110,6 +134,12 @@ class AgentCore:
                 self._on_exited(event)
             case StopAsked():
                 self._on_stop_asked(event)
+            case SnapshotsReported():
+                self.shutdown.has_snapshots = event.is_to_persist
+                if self.shutdown.has_begun:
+                    self._reconcile()
+            case HeldStacksRead():
+                self.stack_reads.take(event.life, event.number, event.report)
             case AgentTick():
                 for timer in self.timers.due(now):
                     self._on_timer(timer)
@@ -122,6 +152,8 @@ class AgentCore:
             return
         if self.membership.heard():
             self._observe_soon()
+        if isinstance(message, AgentRegistered | HeartbeatSeen):
+            self.membership.answered(request_id)
         match message:
             case AgentRegistered():
                 if self.membership.accept(message):
@@ -132,16 +164,31 @@ class AgentCore:
                 self.membership.refuse(message)
             case HeartbeatSeen():
                 pass
+            case MasterStopping():
+                self.membership.keep(message.away_s, self.generation)
+                if self.shutdown.is_vacating:
+                    self._begin_shutdown(self.shutdown.reason)
             case RegisterAgain():
                 self.membership.register()
             case DesiredWorkers():
-                self._on_desired(message)
+                if not self.membership.is_cut_off:  # else it was sent before the master gave this node's workers up
+                    self._on_desired(message)
             case DirectoryChanged():
                 self._on_directory(message.job_id, message.entries)
+            case ReadStacks():
+                self.stack_reads.begin(message, request_id, self.workers.values())
             case ReadAgentLog():
                 self._step.act(SendLog(order=message, request_id=request_id))
             case _:
                 assert_never(message)
+
+    def _on_lease_lost(self, reason: str) -> None:
+        """End every worker at once: the master is about to start them elsewhere, or has done so."""
+        self._step.report("lease-lost", f"{reason}: all workers are killed", level="warning")
+        self.membership.cut_off(reason)
+        self.desired = {}
+        self.jobs = {job_id: structs.replace(job, stop_grace_s=0.0) for job_id, job in self.jobs.items()}
+        self._reconcile()
 
     # Desired and observed
 
@@ -150,13 +197,16 @@ class AgentCore:
             text = f"generation {message.generation} is older than {self._floor}, which is in force"
             self._step.report("desired-ignored", text, level="debug")
             return
+        if not self.specs.take(self._step, message):
+            return
         self.generation = self._floor = message.generation
         self._num_elsewhere = message.num_elsewhere
+        self._num_neighbours = sum(worker.kind == "worker" for worker in message.workers)
         self.desired = {JobWorkerIncarnation(w.job_id, w.name, w.worker_incarnation): w for w in message.workers}
         self.jobs = {job.job_id: job for job in message.jobs}
         for job in message.jobs:
             self._on_directory(job.job_id, job.directory)
-        for life in [life for life, worker in self.workers.items() if life not in self.desired and _is_past(worker)]:
+        for life in [life for life, worker in self.workers.items() if life not in self.desired and worker.is_past]:
             del self.workers[life]
         self._reconcile()
         used = set(self.jobs) | {worker.job_id for worker in self.workers.values()}
@@ -164,57 +214,63 @@ class AgentCore:
         self._observe_soon()
 
     def _reconcile(self) -> None:
-        """Stop workers that are not desired, start those that are, and pass on orders to run."""
+        """Stop workers that are not desired, start those that are, and pass on notices and orders to run."""
         for worker in list(self.workers.values()):
             if self._is_to_stop(worker):
                 self._stop(worker)
+        self._starts.clear()
         if self.shutdown.has_begun:
-            if all(worker.is_ended for worker in self.workers.values()):
+            are_gone = all(worker.is_ended for worker in self.workers.values())
+            if are_gone and not self.shutdown.persists_first(self.specs):
                 self._leave(0, self.shutdown.reason)
             return
-        for life, wanted in self.desired.items():
+        for life in self.desired:
             known = self.workers.get(life)
             if known is None:
-                self._start_if_free(life, wanted)
+                self._starts.add(life)
+                self._start_next()
             else:
-                self._order_to_run(known, wanted)
+                self._order_to_run(known)
         self._keep_interpreters()
+        if self.shutdown.is_vacating and all(worker.is_ended for worker in self.workers.values()):
+            self._begin_shutdown(self.shutdown.reason)
+
+    def _start_next(self, settled: JobWorkerIncarnation | None = None) -> None:
+        for life in self._starts.take(settled):
+            self._start_if_free(life, self.desired[life])
 
     def _start_if_free(self, life: JobWorkerIncarnation, wanted: DesiredWorker) -> None:
         """Start an incarnation, unless an earlier one of the worker still runs, the exit of which leads here again."""
-        job = self.jobs.get(life.job_id)
-        if job is None or (wanted.kind == "worker" and all(role.name != wanted.role for role in job.spec.roles)):
+        spec = self.specs.of(wanted)
+        if spec is None:
             self._step.report("worker-unknown-job", "the desired set lacks its job or role", life, level="error")
             return
         if any(w.job_id == life.job_id and w.name == life.worker and not w.is_ended for w in self.workers.values()):
             return
-        launch = launch_of(
+        start = start_of(
             wanted,
-            job.spec,
+            spec,
             self.facts,
-            neighbours=list(self.desired.values()),
+            num_neighbours=self._num_neighbours,
             num_elsewhere=self._num_elsewhere,
             relay=self.membership.relay,
             directory=self._directory(life.job_id).entries,
         )
-        python = None if job.spec.python == self.facts.python else job.spec.python
-        self.workers[life] = LocalWorker(life, wanted, job.spec.stop_grace_s, launch.log_file, python)
-        envs = job.spec.role(wanted.role).envs if wanted.kind == "worker" else {}
-        env = starting_variables(envs, self.facts.inherited)
-        is_fresh = job.spec.start_method == "spawn" or bool(env)
-        self._step.act(StartWorker(life=life, launch=launch, python=python, is_fresh=is_fresh, env=env))
+        self.workers[life] = LocalWorker(life, wanted, spec.stop_grace_s, start.launch.log_file, start.python)
+        self._step.act(start)
+        self._starts.began(life)
         self._step.arm(AgentTimer("start", life), self.intervals.start_s)
-        anew = f", in an interpreter that starts with {', '.join(sorted(env))}" if env else ""
+        anew = f", in an interpreter that starts with {', '.join(sorted(start.env))}" if start.env else ""
         self._step.report("worker-starting", f"desired by generation {self.generation}{anew}", life)
         self._observe_soon()
 
-    def _order_to_run(self, worker: LocalWorker, wanted: DesiredWorker) -> None:
-        if wanted.run is not None and worker.wants(wanted.run):
-            worker.ordered_round = wanted.run.round
-            self._step.act(TellWorker(life=worker.life, message=Run(order=wanted.run)))
+    def _order_to_run(self, worker: LocalWorker) -> None:
+        if (wanted := self.desired.get(worker.life)) is not None:
+            for message in worker.orders(wanted):
+                self._step.act(TellWorker(life=worker.life, message=message))
 
     def _keep_interpreters(self) -> None:
-        wanted = {job.spec.python for job in self.jobs.values()}
+        wanted = {spec.python for spec in self.specs}
         wanted |= {worker.python for worker in self.workers.values() if not worker.is_ended}
         pythons = sorted(python for python in wanted if python is not None and python != self.facts.python)
         if pythons != self._pythons:
@@ -222,7 +278,7 @@ class AgentCore:
             self._step.act(KeepInterpreters(pythons=pythons))
 
     def _observe_soon(self, delay_s: float = OBSERVE_DELAY_S) -> None:
-        due = self._step.now + delay_s
+        due = self._step.now + max(delay_s, OBSERVE_EACH_S * len(self.workers))
         if self._observe_at is None or due < self._observe_at:
             self._observe_at = due
             self.timers.arm(AgentTimer("observe"), due)
@@ -291,14 +347,19 @@ class AgentCore:
     def _on_word(self, life: JobWorkerIncarnation, word: WorkerToAgent) -> None:
         if (worker := self._live(life)) is None:
             return
+        if isinstance(word, StacksDumped):
+            self.stack_reads.take(life, word.number, word.report)
+            return
         if isinstance(word, Reported) and worker.is_news(word.progress):
             self._step.act(KeepReport(life=life, progress=word.progress))
         worker.hear(word)
         match word:
             case Hello():
                 self.timers.cancel(AgentTimer("start", life))
-                if life in self.desired:
-                    self._order_to_run(worker, self.desired[life])
+                self._start_next(life)
+                self._order_to_run(worker)
+            case Running() | Rejoins():
+                self._order_to_run(worker)
             case Failed():  # it ends by itself now; a hanging atexit callback must not hold it up for ever
                 if worker.state is not WorkerState.STOPPING:
                     self._step.arm(AgentTimer("kill", life), worker.grace_s)
@@ -310,7 +371,7 @@ class AgentCore:
         if (worker := self._live(event.life)) is None:
             return
         self._blame_shutdown(worker)
-        worker.exit(event.code, event.traceback or event.last_lines, event.error)
+        worker.exit(event)
         self._after_end(worker)
 
     def _blame_shutdown(self, worker: LocalWorker) -> None:
@@ -320,6 +381,7 @@ class AgentCore:
             worker.failure = worker.failure or Failure(category="node", summary=text)
 
     def _after_end(self, worker: LocalWorker) -> None:
+        self._starts.settled(worker.life)
         self.timers.cancel(AgentTimer("start", worker.life))
         self.timers.cancel(AgentTimer("kill", worker.life))
         if worker.failure is None:
@@ -328,25 +390,16 @@ class AgentCore:
         else:
             how = worker.failure.summary
             self._step.report("worker-failed", how, worker.life, level="warning")
+        self.stack_reads.ended(worker.life, how)
         self._tell_neighbours(worker, how)
         self._observe_soon()
         self._reconcile()
 
     # Stopping
 
-    def _grace_s(self, worker: LocalWorker) -> float:
-        if self.shutdown.is_at_once:
-            return 0.0
-        job = self.jobs.get(worker.job_id)
-        if job is None or job.stop_grace_s is None:
-            return worker.grace_s
-        if self.shutdown.has_begun and job.stop_grace_s > 0:
-            return worker.grace_s  # the master's is shorter for the sake of a restart, which our end is not
-        return job.stop_grace_s
-
     def _stop(self, worker: LocalWorker) -> None:
         """Ask a worker to end, or hasten one whose grace has become shorter."""
-        grace_s = self._grace_s(worker)
+        grace_s = self.shutdown.grace_s(worker, self.jobs.get(worker.job_id))
         if worker.state is WorkerState.STOPPING:
             self._hasten(worker, grace_s)
             return
@@ -392,11 +445,12 @@ class AgentCore:
         self._step.act(SignalWorker(life=worker.life, how="kill"))
 
     def _on_stop_asked(self, event: StopAsked) -> None:
-        live = [worker for worker in self.workers.values() if not worker.is_ended]
-        self.shutdown.begin(event.reason, at_once=event.at_once)
-        longest = max((self._grace_s(worker) for worker in live), default=0.0)
-        self._step.report("agent-stopping", f"{event.reason.rstrip('.')}; {len(live)} workers to stop")
-        self._step.arm(AgentTimer("drain"), longest + MARGIN_S)
+        at_once = event.at_once or self.shutdown.is_asked
+        if at_once or not self.shutdown.vacates(event.reason, self.workers.values(), self.generation):
+            self._begin_shutdown(event.reason, at_once=at_once)
+
+    def _begin_shutdown(self, reason: str, *, at_once: bool = False) -> None:
+        self.shutdown.begin(reason, self.workers.values(), self.jobs, at_once=at_once)
         self._reconcile()
 
     def _leave(self, code: int, reason: str) -> None:
@@ -423,8 +477,13 @@ class AgentCore:
                 self.membership.complain_due()
             case "reconnect":  # a connection that was refused once is not tried again by itself
                 self._step.act(Reconnect())
+            case "vacate":
+                if not self.shutdown.still_vacates():
+                    self._begin_shutdown(self.shutdown.reason)
             case "drain":
-                self._leave(1, f"{self.shutdown.reason}; not all workers ended in time")
+                self._leave(1, f"{self.shutdown.reason}; {self.shutdown.what_is_late}")
+            case "stacks":
+                self.stack_reads.due()
             case "start" | "kill":
                 self._on_worker_timer(timer)
 
@@ -436,9 +495,3 @@ class AgentCore:
             worker.failure = Failure(category="crash", summary=text)
         self._step.report("worker-killed", f"{timer.kind} deadline passed", worker.life, level="warning")
         self._kill(worker)
-
-
-def _is_past(worker: LocalWorker) -> bool:
-    """Return True if its end, which is past, is of no more use. One that a stop cut short has to be reported first."""
-    is_cut = worker.failure is not None and worker.failure.is_cut
-    return worker.is_ended and (worker.is_end_reported or not is_cut)

@@ -1,34 +1,72 @@
-"""The first message to a worker: its identity, its place, its devices, its peers."""
+"""The start of a worker: the description of its job, and its first message: identity, place, devices, peers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator
 
 from unified.job.spec import JobSpec
-from unified.protocol.agent_master import DesiredWorker
-from unified.protocol.records import DirectoryEntry
+from unified.protocol.agent_master import DesiredWorker, DesiredWorkers
+from unified.protocol.records import DirectoryEntry, JobWorkerIncarnation
 from unified.protocol.worker_agent import Launch
-from unified_agent.environment import NodeFacts, devices_of, log_path, worker_environment
+from unified_agent.core.messages import StartWorker
+from unified_agent.core.step import AgentStep
+from unified_agent.environment import NodeFacts, devices_of, log_path, starting_variables, worker_environment
 
 
-def launch_of(
+class JobSpecs:
+    """Descriptions of the jobs that have workers here. The master sends each of them once."""
+
+    def __init__(self) -> None:
+        self._specs: dict[str, JobSpec] = {}
+
+    def take(self, step: AgentStep, message: DesiredWorkers) -> bool:
+        """Take in the jobs of a desired set, and forget all others. False if a description was lost on the way: then
+        nothing changes, and the master, which is told of no such generation, sends all of it again."""
+        known = self._specs | {job.job_id: job.spec for job in message.jobs if job.spec is not None}
+        lacking = [job.job_id for job in message.jobs if job.job_id not in known]
+        if lacking:
+            text = f"generation {message.generation} came without the description of {', '.join(lacking)}"
+            step.report("desired-ignored", text, level="warning")
+            return False
+        self._specs = {job.job_id: known[job.job_id] for job in message.jobs}
+        return True
+
+    def of(self, wanted: DesiredWorker) -> JobSpec | None:
+        """Return the description of a worker's job; None if it has none, or lacks the worker's role."""
+        spec = self._specs.get(wanted.job_id)
+        if spec is None or wanted.kind == "store":
+            return spec
+        try:
+            spec.role(wanted.role)
+        except KeyError:
+            return None
+        return spec
+
+    @property
+    def job_ids(self) -> Collection[str]:
+        return self._specs.keys()
+
+    def __iter__(self) -> Iterator[JobSpec]:
+        return iter(self._specs.values())
+
+
+def start_of(
     wanted: DesiredWorker,
     spec: JobSpec,
     node: NodeFacts,
     *,
-    neighbours: Sequence[DesiredWorker],
+    num_neighbours: int,
     num_elsewhere: int = 0,
     relay: str,
     directory: list[DirectoryEntry],
-) -> Launch:
-    """Return everything a worker needs to start.
+) -> StartWorker:
+    """Return the order to start a worker, with everything that it needs.
 
     Args:
-        neighbours: all that is desired on this node, itself included.
+        num_neighbours: workers that are desired on this node, itself included.
         num_elsewhere: workers of other agents of this host.
     """
-    num_local_workers = sum(other.kind == "worker" for other in neighbours)
-    return Launch(
+    launch = Launch(
         job_id=wanted.job_id,
         spec=spec,
         kind=wanted.kind,
@@ -52,8 +90,17 @@ def launch_of(
             spec,
             wanted,
             node,
-            num_local_workers=num_local_workers,
-            num_host_workers=num_local_workers + num_elsewhere,
+            num_local_workers=num_neighbours,
+            num_host_workers=num_neighbours + num_elsewhere,
         ),
         directory=directory,
+    )
+    envs = spec.role(wanted.role).envs if wanted.kind == "worker" else {}
+    env = starting_variables(envs, node.inherited)
+    return StartWorker(
+        life=JobWorkerIncarnation(wanted.job_id, wanted.name, wanted.worker_incarnation),
+        launch=launch,
+        python=None if spec.python == node.python else spec.python,
+        is_fresh=spec.start_method == "spawn" or bool(env),
+        env=env,
     )

@@ -8,6 +8,8 @@ from unified.config.logging import LogOnce
 from unified.config.settings import Intervals
 from unified.protocol.agent_master import AgentHeartbeat, AgentRefused, AgentRegistered, RegisterAgent
 from unified.protocol.records import TransitionTable
+from unified.protocol.snapshots import SnapshotHost
+from unified_agent.core.lease_keeping import DOUBT_AT, NodeLease, request_id_at, request_time
 from unified_agent.core.messages import Exit, Reconnect
 from unified_agent.core.step import AgentStep, AgentTimer
 from unified_agent.environment import NodeFacts
@@ -23,7 +25,7 @@ class MembershipState(StrEnum):
     """Not registered, or not any more; the agent asks, again and again."""
     REGISTERED = "REGISTERED"
     SILENT = "SILENT"
-    """Registered, but the master has said nothing for a lease. The workers stay."""
+    """Registered, but the master has said nothing for a third of the lease. The workers stay until that ends."""
     REFUSED = "REFUSED"
 
 
@@ -51,7 +53,15 @@ class Membership:
         self._connect_s = intervals.connect_s
         self._give_up_s = give_up_s
         self._heard_at = 0.0
+        self._answered_at = 0.0
+        self._kept_until = 0.0
+        """End of the lease of a master that stopped in order."""
+        self._cut_off = ""
+        self._stops = ""
+        self._stops_at = 0.0
         self._unanswered_since: float | None = None
+        self.snapshots: SnapshotHost | None = None
+        """Fact for the master that is known only once the snapshot server can be reached."""
         self._was_ever_registered = False
         self._is_locked_out = False
         self._unreadable = LogOnce()
@@ -61,6 +71,43 @@ class Membership:
     @property
     def is_registered(self) -> bool:
         return self.state in (MembershipState.REGISTERED, MembershipState.SILENT)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """True from the end of a lease until the master has taken the agent in again."""
+        return bool(self._cut_off)
+
+    def lease(self, now: float) -> NodeLease:
+        """Return the lease, for the process that keeps it."""
+        lease_s = self._lease_s if self._answered_at else 0.0
+        answered_at = max(self._answered_at, self._kept_until - self._lease_s)
+        return NodeLease(lease_s, self._heartbeat_s, answered_at, turned_at=now)
+
+    def keep(self, away_s: float, generation: int) -> None:
+        """Keep the workers for so long while no master is there: it stops in order, and waits until it is answered."""
+        self._kept_until = self._step.now + away_s
+        text = f"the master stops in order; the workers stay, for {away_s:g} s also where its host is gone"
+        self._step.report("master-stopping", text)
+        self.beat(generation)
+
+    def stops(self, reason: str, at: float, generation: int) -> None:
+        """Tell the master, from now on, that the agent stops at a time, so that the workers move elsewhere before."""
+        self._stops, self._stops_at = reason, at
+        self.beat(generation)
+
+    def was_answered_since(self, time: float) -> bool:
+        """Return True if the master has answered a heartbeat of that time, or a later one."""
+        return self._answered_at >= request_time(request_id_at(time))
+
+    def answered(self, request_id: int) -> None:
+        """Take in that the master has renewed the lease, in answer to this request."""
+        self._answered_at = max(self._answered_at, min(self._step.now, request_time(request_id)))
+
+    def cut_off(self, reason: str) -> None:
+        """Take in the end of the lease: the master takes the agent in again as one without workers."""
+        self._cut_off = reason
+        if self.is_registered:
+            self.register()
 
     def reached(self, generation: int) -> None:
         """Use a connection that stands at once, since messages that were sent without one are lost."""
@@ -97,7 +144,10 @@ class Membership:
                 resources=facts.resources,
                 labels=facts.labels,
                 log_dir=facts.log_dir,
-            )
+                cut_off=self._cut_off,
+                snapshots=self.snapshots,
+            ),
+            request_id_at(self._step.now),
         )
         self._await_answer()
         self._step.arm(AgentTimer("register"), self._heartbeat_s)
@@ -106,6 +156,8 @@ class Membership:
         """Take in that the agent is registered, on these terms; return True if it was not before."""
         is_new = not self.is_registered
         self._was_ever_registered = True
+        self._cut_off = ""
+        self._kept_until = 0.0
         self._heartbeat_s, self._lease_s, self.relay = terms.heartbeat_s, terms.lease_s, terms.relay
         if is_new:
             self._move(MembershipState.REGISTERED)
@@ -167,20 +219,27 @@ class Membership:
         self._step.arm(AgentTimer("heartbeat"), self._heartbeat_s)
         self.beat(generation)
         silent_s = self._step.now - self._heard_at
-        if self.state is MembershipState.REGISTERED and silent_s > self._lease_s:
+        if self.state is MembershipState.REGISTERED and silent_s > DOUBT_AT * self._lease_s:
             self._move(MembershipState.SILENT)
-            text = f"the master at {self._facts.master} has said nothing for {silent_s:.1f} s; the workers stay"
+            text = f"the master at {self._facts.master} has said nothing for {silent_s:.1f} s"
             self._step.report("master-silent", text, level="warning")
             self._await_answer()
             self._reconnect_at = self._step.now
         if self.state is MembershipState.SILENT and self._step.now >= self._reconnect_at:
-            self._reconnect_at = self._step.now + self._lease_s
+            self._reconnect_at = self._step.now + DOUBT_AT * self._lease_s
             self._step.act(Reconnect())
 
     def beat(self, generation: int) -> None:
         """Renew the lease."""
-        facts = self._facts
-        self._step.send(AgentHeartbeat(node=facts.node, incarnation=facts.incarnation, generation=generation))
+        facts, now = self._facts, self._step.now
+        message = AgentHeartbeat(
+            node=facts.node,
+            incarnation=facts.incarnation,
+            generation=generation,
+            stops=self._stops,
+            stops_in_s=max(0.0, self._stops_at - now) if self._stops else 0.0,
+        )
+        self._step.send(message, request_id_at(now))
 
     @property
     def _waited_s(self) -> float:

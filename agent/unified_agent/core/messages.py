@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from unified.protocol.agent_master import AgentToMaster, MasterToAgent, ReadAgentLog
-from unified.protocol.records import Failure, JobWorkerIncarnation, Progress
+from unified.protocol.records import Evidence, Failure, JobWorkerIncarnation, Progress
+from unified.protocol.stacks import StackReport, WorkerStacks
 from unified.protocol.worker_agent import AgentToWorker, Launch, WorkerToAgent
 from unified.values import Value
 
@@ -27,6 +28,12 @@ class MasterUnreadable(Value, frozen=True):
 
 class KeyRefused(Value, frozen=True):
     """No connection can stand: the master and this agent have not the same cluster key."""
+
+    reason: str
+
+
+class LeaseLost(Value, frozen=True):
+    """The master could not be reached for so long that it is about to start this node's workers elsewhere."""
 
     reason: str
 
@@ -62,6 +69,7 @@ class WorkerExited(Value, frozen=True):
     """Error that the process wrote into its error file, in one line."""
     traceback: str = ""
     """Traceback from the error file."""
+    evidence: Evidence | None = None
 
 
 class StopAsked(Value, frozen=True):
@@ -69,6 +77,20 @@ class StopAsked(Value, frozen=True):
 
     reason: str
     at_once: bool = False
+
+
+class HeldStacksRead(Value, frozen=True):
+    """Answer to `ReadHeldStacks`."""
+
+    life: JobWorkerIncarnation
+    number: int
+    report: StackReport
+
+
+class SnapshotsReported(Value, frozen=True):
+    """The snapshot server has, or no longer has, what is to be written to storage before the agent ends."""
+
+    is_to_persist: bool
 
 
 class AgentTick(Value, frozen=True):
@@ -80,11 +102,14 @@ AgentEvent = (
     | MasterSaid
     | MasterUnreadable
     | KeyRefused
+    | LeaseLost
     | WorkerStarted
     | WorkerNotStarted
     | WorkerSaid
     | WorkerExited
     | StopAsked
+    | SnapshotsReported
+    | HeldStacksRead
     | AgentTick
 )
 
@@ -93,6 +118,8 @@ class SendMaster(Value, frozen=True):
     """Send the master a message, which is dropped if no connection stands: whatever matters is said again."""
 
     message: AgentToMaster
+    request_id: int = 0
+    """Id of the request that it answers, or of one that is to be answered; 0: none."""
 
 
 class Reconnect(Value, frozen=True):
@@ -136,6 +163,15 @@ class SendLog(Value, frozen=True):
     request_id: int
 
 
+class ReadHeldStacks(Value, frozen=True):
+    """Read the stacks of a worker whose interpreter does not answer, into `worker`; answered by `HeldStacksRead`."""
+
+    life: JobWorkerIncarnation
+    number: int
+    worker: WorkerStacks
+    within_s: float
+
+
 class KeepReport(Value, frozen=True):
     """Write down what a worker reported, beside its log."""
 
@@ -150,6 +186,10 @@ class WriteLog(Value, frozen=True):
     reason: str
     life: JobWorkerIncarnation | None = None
     level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class PersistHeld(Value, frozen=True):
+    """Have the snapshot server write to storage what is not there yet."""
 
 
 class Exit(Value, frozen=True):
@@ -167,7 +207,9 @@ AgentAction = (
     | SignalWorker
     | KeepInterpreters
     | SendLog
+    | ReadHeldStacks
     | KeepReport
     | WriteLog
+    | PersistHeld
     | Exit
 )

@@ -1,4 +1,4 @@
-"""The step context of the agent's core: the time, the timers, the actions so far; and the state of its shutdown."""
+"""The step context of the agent's core: the time, the timers, and the actions so far."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from unified.protocol.agent_master import AgentToMaster
 from unified.protocol.records import JobWorkerIncarnation
 from unified_agent.core.messages import AgentAction, SendMaster, WriteLog
 
-MARGIN_S = 2.0
-"""Time from the last SIGKILL to the moment at which the agent stops waiting to see it work."""
+OBSERVE_EACH_S = 2e-5
+"""Least time to a report, for each worker that is in it."""
 
 
 class AgentTimer(NamedTuple):
     """Key of a deadline."""
 
-    kind: Literal["register", "heartbeat", "observe", "complain", "reconnect", "drain", "start", "kill"]
+    kind: Literal[
+        "register", "heartbeat", "observe", "complain", "reconnect", "vacate", "drain", "start", "kill", "stacks"
+    ]
     life: JobWorkerIncarnation | None = None
 
 
@@ -31,8 +33,8 @@ class AgentStep:
     def act(self, action: AgentAction) -> None:
         self.actions.append(action)
 
-    def send(self, message: AgentToMaster) -> None:
-        self.actions.append(SendMaster(message=message))
+    def send(self, message: AgentToMaster, request_id: int = 0) -> None:
+        self.actions.append(SendMaster(message=message, request_id=request_id))
 
     def report(
         self,
@@ -46,18 +48,3 @@ class AgentStep:
 
     def arm(self, timer: AgentTimer, in_s: float) -> None:
         self.timers.arm(timer, self.now + in_s)
-
-
-class Shutdown:
-    """The agent's shutdown: its reason, and its haste."""
-
-    def __init__(self) -> None:
-        self.reason = ""
-        self.has_begun = False
-        self.is_at_once = False
-
-    def begin(self, reason: str, *, at_once: bool) -> None:
-        """Begin, or hurry up: asked twice means at once."""
-        self.is_at_once = at_once or self.has_begun
-        self.reason = self.reason or reason
-        self.has_begun = True

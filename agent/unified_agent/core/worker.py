@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
+from msgspec import structs
+
 from unified.process import describe_end
-from unified.protocol.agent_master import DesiredWorker, ObservedWorker, RunOrder
+from unified.protocol.agent_master import DesiredWorker, ObservedWorker, RoundNotice
 from unified.protocol.records import (
     WORKER_MOVES,
     Failure,
     Inbox,
     JobWorkerIncarnation,
     NameClaims,
+    NodeCheckReport,
     Progress,
     WorkerState,
 )
-from unified.protocol.worker_agent import Claimed, Failed, Finished, Hello, Reported, Running, WorkerToAgent
+from unified.protocol.worker_agent import (
+    Claimed,
+    Failed,
+    Finished,
+    Hello,
+    NodesChecked,
+    Notice,
+    Rejoins,
+    Reported,
+    Run,
+    Running,
+    WorkerToAgent,
+)
+from unified_agent.core.ends import how
+from unified_agent.core.messages import WorkerExited
 
 
 class LocalWorker:
@@ -28,6 +46,7 @@ class LocalWorker:
         self.job_id = life.job_id
         self.name = life.worker
         self.kind: Literal["worker", "store"] = desired.kind
+        self.rank = desired.rank
         self.grace_s = grace_s
         self.log_file = log_file
         self.python = python
@@ -35,10 +54,15 @@ class LocalWorker:
         self.pid = 0
         self.round = 0
         self.ordered_round = 0
+        self.can_rejoin = False
+        self.left_round = 0
+        self.notice: RoundNotice | None = None
+        """The notice that it was sent last."""
         self.inbox: Inbox | None = None
         self.store_port: int | None = None
         self.progress: Progress | None = None
         self.claims = NameClaims()
+        self.node_check: NodeCheckReport | None = None
         self.failure: Failure | None = None
         self.is_finished = False
         self.is_stop_asked = False
@@ -53,6 +77,12 @@ class LocalWorker:
     @property
     def is_ended(self) -> bool:
         return self.state is WorkerState.EXITED
+
+    @property
+    def is_past(self) -> bool:
+        """True if its end, which is past, is of no more use. One that a stop cut short has to be reported first."""
+        is_cut = self.failure is not None and self.failure.is_cut
+        return self.is_ended and (self.is_end_reported or not is_cut)
 
     @property
     def has_user_code(self) -> bool:
@@ -78,11 +108,16 @@ class LocalWorker:
                 self.round = max(self.round, word.round)
                 self.is_ending = self.is_ending or word.is_ending
                 self._advance(WorkerState.READY, WorkerState.RUNNING)
+            case Rejoins():
+                self.can_rejoin = word.is_able
+                self.left_round = max(self.left_round, word.left_round)
             case Reported():
                 self.progress = word.progress
             case Claimed():
                 if word.claims.number > self.claims.number:
                     self.claims = word.claims
+            case NodesChecked():
+                self.node_check = word.report
             case Finished():
                 if not self.is_stop_asked:  # one that is told to end and returns has broken off its work, not done it
                     self.is_finished = True
@@ -96,19 +131,24 @@ class LocalWorker:
         if self.state is old:
             self.move(new)
 
-    def exit(self, code: int, last_lines: str, error: str = "") -> None:
-        """Settle how the incarnation ended, whose process is gone. `error` is what it wrote into its error file."""
+    def exit(self, event: WorkerExited) -> None:
+        """Settle how the incarnation ended, whose process is gone."""
+        code, last_lines = event.code, event.traceback or event.last_lines
         if self.failure is None and self.is_ending and self.is_killed:
             text = f"its end took longer than {self.grace_s:g} s and was cut short: it was killed"
             self.failure = Failure(summary=text, traceback=last_lines, signal=-code, is_cut=True)
         if self.failure is None and not self._ended_well(code):
+            ended = self._summary(code) + how(event)
+            is_oom = event.evidence is not None and event.evidence.out_of_memory
             self.failure = Failure(
-                category="crash",
-                summary=f"{error} ({self._summary(code)})" if error else self._summary(code),
+                category="oom" if is_oom else "crash",
+                summary=f"{event.error} ({ended})" if event.error else ended,
                 traceback=last_lines,
                 exit_code=code if code >= 0 else None,
                 signal=-code if code < 0 else None,
             )
+        if self.failure is not None:
+            self.failure = structs.replace(self.failure, evidence=event.evidence)
         self.move(WorkerState.EXITED)
 
     def _ended_well(self, code: int) -> bool:
@@ -122,9 +162,17 @@ class LocalWorker:
             return "exited with code 0 before it was told to run" if self.kind == "worker" else "exited unasked"
         return describe_end(code)
 
-    def wants(self, order: RunOrder | None) -> bool:
-        """Return True if the worker is to be sent this order now; a round is sent once."""
-        return order is not None and order.round > self.ordered_round and self.has_user_code and not self.is_finished
+    def orders(self, wanted: DesiredWorker) -> Iterator[Notice | Run]:
+        """Yield what the worker is to be sent of what the master wants: each notice and each round once."""
+        notice, order = wanted.notice, wanted.run
+        if notice is not None and notice != self.notice and self.state is WorkerState.RUNNING:
+            self.notice = notice
+            yield Notice(notice=notice)
+        is_void = order is not None and notice is not None and notice.round >= order.round
+        is_awaited = self.state is WorkerState.READY or (self.state is WorkerState.RUNNING and self.can_rejoin)
+        if order is not None and order.round > self.ordered_round and is_awaited and not is_void:
+            self.ordered_round = order.round
+            yield Run(order=order)
 
     def observed(self) -> ObservedWorker:
         """Return the report for the master."""
@@ -141,7 +189,10 @@ class LocalWorker:
             progress=self.progress,
             failure=self.failure,
             log_file=self.log_file,
+            node_check=self.node_check,
             claims=self.claims,
+            can_rejoin=self.can_rejoin,
+            left_round=self.left_round,
         )
 
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from unified.protocol.agent_master import ObservedWorker, ObservedWorkers
-from unified.protocol.records import Failure, JobWorkerIncarnation, WorkerState
-from unified_master.core import directory, incarnations, jobs, recovery
+from unified.protocol.records import Failure, JobWorkerIncarnation, Progress, WorkerState
+from unified_master.core import (
+    directory,
+    incarnations,
+    jobs,
+    recovery,
+)
+from unified_master.core.health import hangs
+from unified_master.core.health.node_faults import judge_nodes
 from unified_master.core.nodes import catch_up
+from unified_master.core.scheduling import exclusion
 from unified_master.core.state import JobRecord, NodeRecord, TimerKey, WorkerRecord
 from unified_master.core.step import MasterStep
 
-_STATE_ORDER = list(WorkerState)
-"""States of an incarnation in their order."""
+_STATE_ORDER = {state: number for number, state in enumerate(WorkerState)}
+"""States of an incarnation by their order."""
 
 
 def observe(step: MasterStep, node: NodeRecord, report: ObservedWorkers) -> None:
@@ -32,7 +42,7 @@ def observe(step: MasterStep, node: NodeRecord, report: ObservedWorkers) -> None
         elif life not in node.leaving:  # one left from before a restart or a partition, which holds what it used
             known = step.cluster.worker(life.job_id, life.worker)
             allocation = known.allocation if known is not None and known.node == node.name else None
-            incarnations.expect_end(node, life, allocation)
+            incarnations.expect_end(step, node, life, allocation, is_unknown=allocation is None)
             step.touch_node(node.name)
     for life, leaving in list(node.leaving.items()):
         if life not in seen and report.generation >= leaving.generation:
@@ -48,29 +58,39 @@ def observe(step: MasterStep, node: NodeRecord, report: ObservedWorkers) -> None
     catch_up(step, node, report.generation)
 
 
-def start_overdue(step: MasterStep, key: TimerKey) -> None:
-    """Fail an incarnation that has had its time to start and did not say hello."""
+def overdue(step: MasterStep, key: TimerKey) -> None:
+    """Fail an incarnation that has had its time to start and did not say hello, or its time to join a round."""
     job = step.cluster.jobs.get(key[1])
     worker = job.workers.get(key[2]) if job is not None else None
-    if job is None or worker is None or str(worker.incarnation) != key[3]:
+    if job is None or worker is None or str(worker.incarnation) != key[3] or job.is_ending:
         return
-    if not worker.is_desired or worker.state is not WorkerState.STARTING or job.is_ending:
+    if worker.is_joining and worker.run is not None:
+        text = f"did not leave round {worker.round} and join round {worker.run.round} in time; it may hang"
+    elif worker.is_desired and worker.state is WorkerState.STARTING:
+        text = f"did not start within {step.cluster.intervals.start_s:g} s; see the agent's log on {worker.node}"
+    else:
         return
     incarnations.end(step, job, worker)
-    text = f"did not start within {step.cluster.intervals.start_s:g} s; see the agent's log on {worker.node}"
     recovery.on_failure(step, job, worker, Failure(summary=text, category="crash"))
 
 
 def _update(step: MasterStep, job: JobRecord, worker: WorkerRecord, observed: ObservedWorker) -> None:
     """Take in what is new of a desired incarnation."""
-    if worker.state is WorkerState.EXITED or _STATE_ORDER.index(observed.state) < _STATE_ORDER.index(worker.state):
+    if worker.state is WorkerState.EXITED or _STATE_ORDER[observed.state] < _STATE_ORDER[worker.state]:
         return  # a state is never left for an earlier one: this report was overtaken
     if observed.progress is not None and observed.progress != worker.progress:
+        if worker.progress is None or _shown(observed.progress) != _shown(worker.progress):
+            step.touch_progress(job)
         worker.progress = observed.progress
-        step.touch_progress(job)
+        hangs.progressed(step, job, worker)
+    if observed.node_check is not None and observed.node_check != worker.node_check:
+        worker.node_check = observed.node_check
+        if judge_nodes(step, job, worker, observed.node_check):
+            return
     news = (observed.state, observed.pid, observed.round, observed.inbox, observed.store_port, observed.log_file)
     known = (worker.state, worker.pid, worker.round, worker.inbox, worker.store_port or None, worker.log_file)
-    if worker.is_seen and news == known:
+    ability, known_ability = (observed.can_rejoin, observed.left_round), (worker.can_rejoin, worker.left_round)
+    if worker.is_seen and news == known and ability == known_ability:
         return
     was = worker.state
     worker.is_seen = True
@@ -80,10 +100,21 @@ def _update(step: MasterStep, job: JobRecord, worker: WorkerRecord, observed: Ob
     worker.inbox = observed.inbox
     worker.store_port = observed.store_port or 0
     worker.log_file = observed.log_file
+    worker.can_rejoin, worker.left_round = ability
     step.touch_worker(job, worker)
+    if not worker.is_joining:
+        step.cluster.timers.cancel(incarnations.join_timer(worker))
+    hangs.progressed(step, job, worker)
     if worker.state is not was:
         _moved(step, job, worker, observed, was)
+    if worker.rejoins and worker.run is not None and worker.left_round >= worker.run.round:
+        recovery.on_left(step, job, worker)
     directory.publish(step, job, worker)
+
+
+def _shown(progress: Progress) -> Progress:
+    """Return what people see of it."""
+    return msgspec.structs.replace(progress, num_activities=0)
 
 
 def _moved(step: MasterStep, job: JobRecord, worker: WorkerRecord, observed: ObservedWorker, was: WorkerState) -> None:
@@ -91,6 +122,8 @@ def _moved(step: MasterStep, job: JobRecord, worker: WorkerRecord, observed: Obs
         step.cluster.timers.cancel(incarnations.start_timer(worker))
     if worker.state in (WorkerState.RUNNING, WorkerState.FINISHED) and worker.running_at is None:
         worker.running_at = step.now
+        if worker.kind == "worker":
+            exclusion.on_running(step, job, worker.role)
     if worker.state is WorkerState.FINISHED:
         text = "its entry point returned; it goes on answering calls"
         worker.reason = "finished: its entry point returned"

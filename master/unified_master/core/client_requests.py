@@ -6,7 +6,7 @@ from typing import assert_never
 
 import msgspec
 
-from unified.errors import UsageError, nearest
+from unified.errors import UsageError, listed, nearest
 from unified.job.names import parse_worker
 from unified.job.spec import EntryPoint, JobSpec
 from unified.protocol.agent_master import LogRead, ReadAgentLog
@@ -14,11 +14,14 @@ from unified.protocol.client_master import (
     Accepted,
     ClientToMaster,
     Done,
+    DrainNode,
     Explain,
     GetDirectory,
     GetJob,
+    GetStacks,
     JobDirectory,
     JobList,
+    JobStatus,
     ListJobs,
     ListNodes,
     LogChunk,
@@ -31,9 +34,15 @@ from unified.protocol.client_master import (
     SubmitJob,
 )
 from unified.protocol.records import JobWorkerIncarnation, Stage, WorkerState
-from unified_master.core import directory, jobs, status
+from unified_master.core import (
+    directory,
+    jobs,
+    nodes,
+    status,
+)
+from unified_master.core.health import stacks
 from unified_master.core.restart import all_workers, restart, restart_job
-from unified_master.core.scheduling import job_queue
+from unified_master.core.scheduling import job_queue, waiting
 from unified_master.core.state import STORE, JobRecord, ParkedPoll, ParkedRead, TimerKey, WorkerRecord
 from unified_master.core.step import MasterStep
 
@@ -55,8 +64,10 @@ def answer(step: MasterStep, peer: bytes, request_id: int, request: ClientToMast
             jobs_of_labels = (job for job in step.cluster.jobs.values() if asked <= job.spec.labels.items())
             return JobList(jobs=[status.job_line(job) for job in jobs_of_labels])
         case ListNodes():
-            nodes = step.cluster.nodes
-            return NodeList(nodes=[status.node_status(step.now, nodes[name]) for name in sorted(nodes)])
+            known = step.cluster.nodes
+            return NodeList(nodes=[status.node_status(step.now, known[name]) for name in sorted(known)])
+        case DrainNode():
+            return _drain(step, request)
     job = find_job(step, request.job)
     if isinstance(job, Refused):
         return job
@@ -72,6 +83,8 @@ def answer(step: MasterStep, peer: bytes, request_id: int, request: ClientToMast
         case Explain():
             worker = find_worker(job, request.worker) if request.worker else None
             return worker if isinstance(worker, Refused) else status.story(step.cluster, job, worker, request.limit)
+        case GetStacks():
+            return stacks.get(step, peer, request_id, request, job)
         case GetDirectory():
             return _directory(step, request, job)
         case _:
@@ -114,7 +127,7 @@ def find_worker(job: JobRecord, word: str) -> WorkerRecord | Refused:
         if worker.kind == "worker" and (worker.role, worker.rank) == ref:
             return worker
     names = [f"{worker.role}-{worker.rank}" for worker in job.workers.values() if worker.kind == "worker"]
-    hint = nearest(word, names) or f" Its roles are {', '.join(job.roles)}."
+    hint = nearest(word, names) or f" Its roles are {listed(job.roles)}."
     return Refused(code="not-found", reason=f"job {job.job_id} has no worker {word[:100]!r}.{hint}")
 
 
@@ -124,11 +137,14 @@ def answer_polls(step: MasterStep, job: JobRecord, overdue: TimerKey = ()) -> No
     due = [poll for poll in parked if job.version > poll.after_version or _poll_timer(poll) == overdue]
     if len(due) < len(parked):
         step.cluster.polls[job.job_id] = [poll for poll in parked if poll not in due]
-    if due:
-        news = status.job_status(step.cluster, job)
-        for poll in due:
-            step.cluster.timers.cancel(_poll_timer(poll))
-            step.send(poll.peer, news, poll.request_id)
+    news: JobStatus | None = None
+    for poll in due:
+        step.cluster.timers.cancel(_poll_timer(poll))
+        if job.version <= poll.after_version:
+            step.send(poll.peer, status.job_status(step.cluster, job, has_workers=False), poll.request_id)
+            continue
+        news = news or status.job_status(step.cluster, job)
+        step.send(poll.peer, news, poll.request_id)
 
 
 def log_read(step: MasterStep, request_id: int, read: LogRead) -> None:
@@ -242,7 +258,7 @@ def _why_not_now(step: MasterStep, request: SubmitJob) -> str:
     if (ahead := job_queue.blocker(step.cluster)) is not None:
         return job_queue.behind(ahead)
     probe = JobRecord(job_id="", sequence=0, spec=request.spec)
-    return job_queue.plan_for(step.cluster, probe).reason
+    return waiting.plan_for(step.cluster, probe).reason
 
 
 def _get(step: MasterStep, peer: bytes, request_id: int, request: GetJob, job: JobRecord) -> Answer:
@@ -296,10 +312,19 @@ def _read(step: MasterStep, peer: bytes, request_id: int, request: ReadLog, job:
     return None
 
 
+def _drain(step: MasterStep, request: DrainNode) -> Answer:
+    name = request.node
+    if name not in step.cluster.nodes:
+        hint = nearest(name, step.cluster.nodes) or " `unified nodes` lists those that are known."
+        return Refused(code="not-found", reason=f"there is no node {name[:100]!r}.{hint}")
+    nodes.drain(step, name, None if request.is_over else request.reason)
+    return Done(note=f"node {name} is {'in' if request.is_over else 'out of'} service.")
+
+
 def _is_over(step: MasterStep, life: JobWorkerIncarnation) -> bool:
     """Return True if the incarnation has ended, so that its log grows no more."""
     worker = step.cluster.worker(life.job_id, life.worker)
-    if worker is None or any(life in node.leaving for node in step.cluster.nodes.values()):
+    if worker is None or any(leaving.life == life for leaving in step.cluster.leaving_of(life.job_id)):
         return worker is None
     return life.incarnation < worker.incarnation or worker.state is WorkerState.EXITED
 
@@ -330,7 +355,7 @@ def _restart(step: MasterStep, request: RestartWorkers, job: JobRecord) -> Answe
         if isinstance(worker, Refused):
             return worker
         names.append(worker.name)
-    why = f"restarted on request: {', '.join(names) if names else 'the whole job'}"
+    why = f"restarted on request: {listed(names) if names else 'the whole job'}"
     step.decide("restart-asked", why, job)
     before = {name: job.workers[name].incarnation for name in all_workers(job)}
     found = restart(step, job, names, why) if names else restart_job(step, job, why)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from itertools import zip_longest
 
-from unified.job.spec import RoleSpec
+from unified.job.spec import RoleSpec, has_range
 from unified.protocol.agent_master import DesiredJob, DesiredWorker, DesiredWorkers
-from unified_master.core import directory
+from unified_master.core import copy_nodes, directory
 from unified_master.core.state import JobRecord, NodeRecord, WorkerRecord
 from unified_master.core.step import MasterStep
 
@@ -30,7 +30,8 @@ def send_again(step: MasterStep, node: NodeRecord) -> None:
 def _send(step: MasterStep, node: NodeRecord) -> None:
     node.sent_at = step.now
     jobs = step.cluster.jobs
-    workers = [_worker(jobs[life.job_id], node.incarnations[life]) for life in sorted(node.incarnations)]
+    groups: dict[tuple[str, str, int], list[int]] = {}
+    workers = [_worker(jobs[life.job_id], node.incarnations[life], groups) for life in sorted(node.incarnations)]
     job_ids = sorted({life.job_id for life in node.incarnations} | {life.job_id for life in node.leaving})
     known = [jobs[job_id] for job_id in job_ids if job_id in jobs]
     notified, node.notified = node.notified, {job.job_id: job.revision for job in known}
@@ -43,10 +44,11 @@ def _send(step: MasterStep, node: NodeRecord) -> None:
     described = [
         DesiredJob(
             job_id=job.job_id,
-            spec=job.spec,
+            spec=None if job.job_id in notified else job.spec,
             directory=[] if notified.get(job.job_id) == job.revision else directory.entries_of(job),
             stop_grace_s=_stop_grace_s(job),
             is_interrupted=job.is_interrupted,
+            copy_node=copy_nodes.address_of(step.cluster, job),
         )
         for job in known
     ]
@@ -62,10 +64,15 @@ def _stop_grace_s(job: JobRecord) -> float | None:
     return min(job.spec.stop_grace_s, RESTART_GRACE_S)
 
 
-def _worker(job: JobRecord, worker: WorkerRecord) -> DesiredWorker:
+def _worker(job: JobRecord, worker: WorkerRecord, groups: dict[tuple[str, str, int], list[int]]) -> DesiredWorker:
+    """Return a worker as its agent is told of it; `groups` keeps the devices of each group, which its workers share."""
     if worker.kind == "store":
         return DesiredWorker(job_id=job.job_id, name=worker.name, worker_incarnation=worker.incarnation, kind="store")
     role: RoleSpec = job.spec.role(worker.role)
+    total = len(job.members(role)) if has_range(role) else role.total
+    group = (job.job_id, role.name, worker.rank // role.per_group)
+    if group not in groups:
+        groups[group] = _group_devices(job, role, group[-1])
     return DesiredWorker(
         job_id=job.job_id,
         name=worker.name,
@@ -73,13 +80,14 @@ def _worker(job: JobRecord, worker: WorkerRecord) -> DesiredWorker:
         kind="worker",
         role=worker.role,
         rank=worker.rank,
-        world_size=role.total,
+        world_size=total,
         local_rank=worker.rank % role.per_group,
         local_world_size=role.per_group,
-        node_rank=worker.rank // role.per_group,
+        node_rank=group[-1],
         devices=worker.devices,
-        group_devices=_group_devices(job, role, worker.rank // role.per_group),
+        group_devices=groups[group],
         run=worker.run,
+        notice=worker.notice,
     )
 
 
@@ -90,6 +98,6 @@ def _group_devices(job: JobRecord, role: RoleSpec, group: int) -> list[int]:
     """
     if role.kind != "elastic" and not role.rank_based_gpu_selection:
         return []
-    ranks = range(group * role.per_group, (group + 1) * role.per_group)
-    rows = zip_longest(*(job.workers[role.worker(rank)].devices for rank in ranks))
+    members = job.ranks(role.name)[group * role.per_group : (group + 1) * role.per_group]
+    rows = zip_longest(*(worker.devices for worker in members))
     return list(dict.fromkeys(index for row in rows for index in row if index is not None))

@@ -10,7 +10,15 @@ incarnation that holds it is over.
 from __future__ import annotations
 
 from unified.protocol.agent_master import DirectoryChanged
-from unified.protocol.records import DirectoryEntry, NameClaims, NameRefusal, Reachability, Stage, WorkerState
+from unified.protocol.records import (
+    DirectoryEntry,
+    JournalPlace,
+    NameClaims,
+    NameRefusal,
+    Reachability,
+    Stage,
+    WorkerState,
+)
 from unified_master.core.state import JobRecord, WorkerRecord
 from unified_master.core.step import MasterStep, may_run_now
 
@@ -68,7 +76,7 @@ def _entry(job: JobRecord, worker: WorkerRecord) -> DirectoryEntry | None:
     is_alive = job.can_call(worker)
     if not is_alive and worker.state is not WorkerState.EXITED and worker.is_desired and not job.is_ending:
         return worker.entry  # a life that is being born: the end of the one before it stays published
-    is_last = job.is_ending or worker.has_ended_well
+    is_last = job.is_ending or worker.has_ended_well or job.is_absent(worker) or _is_ended(worker)
     over = Reachability.ENDED if is_last else Reachability.DEAD
     return DirectoryEntry(
         worker=worker.name,
@@ -76,11 +84,27 @@ def _entry(job: JobRecord, worker: WorkerRecord) -> DirectoryEntry | None:
         state=Reachability.ALIVE if is_alive else over,
         inbox=worker.inbox if is_alive else None,
         node=worker.node,
-        reason="" if is_alive else _why(job, worker, is_last=is_last),
+        reason=_why_before(worker) if is_alive else _why(job, worker, is_last=is_last),
         names=worker.names,
         refused=worker.refused,
+        journals={name: job.journals[name] for name in worker.names if name in job.journals},
         revision=worker.revision,
     )
+
+
+def _is_ended(worker: WorkerRecord) -> bool:
+    """Return True if the newest incarnation was published as ended, which no agent takes back before the next one: its
+    rank was left out, and the role has come to be able to have it again.
+    """
+    last = worker.entry
+    return last is not None and last.incarnation == worker.incarnation and last.state is Reachability.ENDED
+
+
+def _why_before(worker: WorkerRecord) -> str:
+    """Return why the incarnation before this one ended, as it was published then; empty if it was not."""
+    last = worker.entry
+    is_of_before = last is not None and (last.incarnation == worker.incarnation) == (last.state is Reachability.ALIVE)
+    return last.reason if last is not None and is_of_before else ""
 
 
 def _why(job: JobRecord, worker: WorkerRecord, *, is_last: bool) -> str:
@@ -110,7 +134,15 @@ def decide_claims(step: MasterStep, job: JobRecord, worker: WorkerRecord, claims
             refused[name] = NameRefusal(number=number, holder=holder)
         if worker.names.get(name) != number:
             _report_claim(step, job, worker, name, number, holder)
-    if (names, refused) != (worker.names, worker.refused):
+    places = {
+        name: JournalPlace(node=worker.node, path=claims.journals[name])
+        for name in names.keys() & claims.journals.keys()
+    }
+    is_moved = any(job.journals.get(name) != place for name, place in places.items())
+    if is_moved:
+        job.journals.update(places)
+        step.touch_job(job)
+    if is_moved or (names, refused) != (worker.names, worker.refused):
         worker.names, worker.refused = names, refused
         worker.revision += 1
     step.save_worker(worker)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from unified.protocol.records import JobWorkerIncarnation, WorkerState
+from unified.protocol.records import JobWorkerIncarnation, NodeState, WorkerState
 from unified_master.core import directory
+from unified_master.core.scheduling.node_capacity import Allocation
 from unified_master.core.state import (
-    Allocation,
     JobRecord,
     Leaving,
     NodeRecord,
@@ -27,7 +27,7 @@ def allocate(step: MasterStep, job: JobRecord, worker: WorkerRecord, node: NodeR
     _remember(worker)
     worker.node = node.name
     worker.allocation = allocation
-    node.allocations[worker.place_key] = allocation
+    node.hold(worker, allocation)
     step.touch_worker(job, worker)
 
 
@@ -37,7 +37,7 @@ def release(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> None:
         return
     worker.allocation = None
     if (node := step.cluster.nodes.get(worker.node)) is not None:
-        node.allocations.pop(worker.place_key, None)
+        node.hold(worker, None)
     step.wants_schedule = True
     step.touch_worker(job, worker)
 
@@ -72,23 +72,34 @@ def end(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> None:
         return
     worker.is_desired = False
     step.cluster.timers.cancel(start_timer(worker))
+    step.cluster.timers.cancel(join_timer(worker))
     node = step.cluster.nodes.get(worker.node)
     if node is not None and node.incarnations.pop(worker.life, None) is not None:
         step.touch_node(node.name)
         if worker.state is not WorkerState.EXITED:
-            expect_end(node, worker.life, worker.allocation)
+            expect_end(step, node, worker.life, worker.allocation)
     step.touch_worker(job, worker)
     directory.publish(step, job, worker)
 
 
-def expect_end(node: NodeRecord, life: JobWorkerIncarnation, allocation: Allocation | None) -> None:
+def expect_end(
+    step: MasterStep,
+    node: NodeRecord,
+    life: JobWorkerIncarnation,
+    allocation: Allocation | None,
+    *,
+    is_unknown: bool = False,
+) -> None:
     """Expect the end of an incarnation; a report of the next generation that lacks it is proof."""
-    node.leaving[life] = Leaving(life=life, node=node.name, generation=node.generation + 1, allocation=allocation)
+    leaving = Leaving(
+        life=life, node=node.name, generation=node.generation + 1, allocation=allocation, is_unknown=is_unknown
+    )
+    step.cluster.add_leaving(node, leaving)
 
 
 def confirm_end(step: MasterStep, node: NodeRecord, life: JobWorkerIncarnation) -> None:
     """Take for gone what the agent knows no longer, or reports as exited."""
-    if node.leaving.pop(life, None) is None:
+    if not step.cluster.remove_leaving(node, life):
         return
     step.wants_schedule = True
     job = step.cluster.jobs.get(life.job_id)
@@ -107,6 +118,24 @@ def start_timer(worker: WorkerRecord) -> TimerKey:
     return ("start", worker.job_id, worker.name, str(worker.incarnation))
 
 
+def join_timer(worker: WorkerRecord) -> TimerKey:
+    return ("join", worker.job_id, worker.name, str(worker.incarnation))
+
+
+def has_good_place(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> bool:
+    """Return True if its node is believed alive, heard from since the master restarted or not, in service, and not
+    excluded.
+    """
+    node = step.cluster.nodes.get(worker.node)
+    return (
+        worker.allocation is not None
+        and node is not None
+        and node.state is NodeState.ALIVE
+        and node.is_in_service
+        and node.name not in job.excluded
+    )
+
+
 def _forget_old(worker: WorkerRecord) -> None:
     worker.is_seen = False
     worker.state = WorkerState.STARTING
@@ -119,7 +148,9 @@ def _forget_old(worker: WorkerRecord) -> None:
     worker.store_port = 0
     worker.failure = None
     worker.log_file = ""
-    worker.run = None
+    worker.run = worker.notice = None
+    worker.can_rejoin = False
+    worker.left_round = 0
     worker.running_at = None
     worker.revision = 0
 

@@ -9,7 +9,7 @@ import msgspec
 
 from unified.errors import JobNameError
 from unified.job.names import check_job_name
-from unified.job.spec import JobSpec, RoleSpec
+from unified.job.spec import JobSpec, RoleSpec, has_range
 from unified.protocol.client_master import EndReport
 from unified.protocol.records import JOB_MOVES, Failure, JobWorkerIncarnation, NodeState, Stage, WorkerState
 from unified_master.core import directory, incarnations, rendezvous
@@ -46,8 +46,9 @@ def faults_of(spec: JobSpec) -> Iterator[str]:
         yield f"job {spec.name}: master_cpu and master_memory_mb must be numbers from 0 upwards."
     if spec.device_per_node < 1:
         yield f"job {spec.name}: device_per_node must be at least 1."
-    if not math.isfinite(spec.stop_grace_s) or spec.stop_grace_s < 0:
-        yield f"job {spec.name}: stop_grace_s must be 0 or more seconds."
+    for name in ("stop_grace_s", "restart_window_s", "restart_backoff_s"):
+        if not math.isfinite(seconds := getattr(spec, name)) or seconds < 0:
+            yield f"job {spec.name}: {name} must be 0 or more seconds."
     if sum(max(0, role.total) for role in spec.roles) > MAX_WORKERS:
         yield f"job {spec.name} has more than {MAX_WORKERS} workers."
         return
@@ -87,7 +88,7 @@ def accept(step: MasterStep, spec: JobSpec) -> JobRecord:
     by = f" by {spec.submitted_by}" if spec.submitted_by else ""
     shape = ", ".join(f"{role.name}={role.total}" for role in spec.roles)
     step.decide("job-submitted", f"submitted{by}: {shape}", job)
-    step.wants_schedule = True
+    step.has_new_job = True
     return job
 
 
@@ -98,7 +99,7 @@ def advance(step: MasterStep, job: JobRecord) -> None:
         return
     if job.stage is Stage.STOPPED or not job.is_placed:
         return
-    workers = [worker for worker in job.workers.values() if worker.kind == "worker"]
+    workers = [one for one in job.workers.values() if one.kind == "worker" and not job.is_absent(one)]
     if job.stage is Stage.INIT:
         is_ready = all(worker.has_ended_well or rendezvous.is_ready(worker) for worker in workers)
         if not is_ready or not rendezvous.is_store_ready(job):
@@ -115,11 +116,11 @@ def advance(step: MasterStep, job: JobRecord) -> None:
 
 
 def prune(step: MasterStep) -> None:
-    """Forget the oldest of the jobs that have ended; the newest of them is always known."""
+    """Forget the jobs that ended first; the one that ended last is always known."""
     cluster = step.cluster
     ended = [job for job in cluster.jobs.values() if job.stage is Stage.STOPPED]
     weight = 0
-    for number, job in enumerate(sorted(ended, key=lambda job: job.sequence, reverse=True)):
+    for number, job in enumerate(sorted(ended, key=lambda job: (job.ended_at or 0.0, job.sequence), reverse=True)):
         blobs = (job.spec.user_config, *(role.config for role in job.spec.roles))
         description_kb = sum(len(blob.data) for blob in blobs) // 1024
         weight += len(job.workers) + len(cluster.events.get(job.job_id, ())) + description_kb
@@ -128,14 +129,15 @@ def prune(step: MasterStep) -> None:
         del cluster.jobs[job.job_id]
         cluster.events.pop(job.job_id, None)
         cluster.batched_at.pop(("news", job.job_id), None)
-        step.save("spec", job.job_id, None)
-        step.save("job", job.job_id, None)
-        for worker in job.workers.values():
-            step.save("worker", f"{job.job_id}/{worker.name}", None)
+        cluster.batched_at.pop(("advance", job.job_id), None)
+        step.forget(job)
 
 
 def _is_done(job: JobRecord) -> bool:
-    return all(worker.is_done for role in job.driver_roles() for worker in job.ranks(role.name))
+    """Return True if nothing is left to do for the roles that the job waits for, nor to decide about them."""
+    roles = job.driver_roles()
+    is_decided = not any(rendezvous.missed(job, role) for role in roles)
+    return is_decided and all(worker.is_done for role in roles for worker in job.members(role))
 
 
 def _weight_faults(spec: JobSpec) -> Iterator[str]:
@@ -164,6 +166,9 @@ def _role_faults(role: RoleSpec) -> Iterator[str]:
         yield f"role {role.name}: total must be at least 0 and per_group at least 1."
     elif role.total % role.per_group:
         yield f"role {role.name}: total={role.total} cannot be cut into groups of {role.per_group}."
+    is_of_range = role.kind == "elastic" and not role.collocation and role.num_groups == role.max_nodes
+    if has_range(role) and not is_of_range:
+        yield f"role {role.name}: a range of nodes is for an elastic role, not collocated, of so many workers in all."
     if role.restart_alone and role.kind == "elastic":
         yield f"role {role.name}: the ranks of an elastic role restart together, so restart_alone is not for it."
     needs = role.resources
@@ -238,7 +243,7 @@ def settle_stop(step: MasterStep, job: JobRecord) -> None:
     job.stage = JOB_MOVES.check(job.job_id, job.stage, Stage.STOPPED)
     job.exit_code = job.outcome
     job.ended_at = step.now
-    step.wants_schedule = True
+    step.wants_schedule = step.has_ended_job = True
     step.touch_job(job)
     step.report("job-stopped", f"exit code {job.exit_code}: {job.reason}", job)
 

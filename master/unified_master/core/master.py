@@ -8,20 +8,36 @@ from typing import assert_never
 from unified.config.settings import Intervals
 from unified.core.timers import earliest
 from unified.protocol.agent_master import (
+    AgentDied,
     AgentHeartbeat,
     AgentLeaving,
+    AgentPulse,
     LogRead,
     ObservedWorkers,
     RegisterAgain,
     RegisterAgent,
+    StacksRead,
 )
 from unified.protocol.records import EventRecord
-from unified_master.core import agent_reports, client_requests, desired, directory, jobs, nodes, recovery, restart
+from unified_master.core import (
+    agent_reports,
+    budgets,
+    client_requests,
+    copy_nodes,
+    desired,
+    directory,
+    jobs,
+    nodes,
+    recovery,
+    restart,
+    rounds,
+)
+from unified_master.core.health import hangs, stacks
 from unified_master.core.messages import MasterAction, MasterEvent, MasterTick, Received, ReportEvent
 from unified_master.core.restore import Record, restore
-from unified_master.core.scheduling import job_queue
-from unified_master.core.state import Cluster, TimerKey
-from unified_master.core.step import MasterStep, may_run_now
+from unified_master.core.scheduling import exclusion, job_queue
+from unified_master.core.state import Cluster, JobRecord, TimerKey
+from unified_master.core.step import LARGE_JOB, MasterStep, may_run_now
 
 
 class MasterCore:
@@ -57,7 +73,7 @@ class MasterCore:
             case Received():
                 self._received(step, event)
             case MasterTick():
-                self._time_passed(step)
+                self._time_passed(step, event)
             case _:
                 assert_never(event)
         return self._finish(step)
@@ -75,6 +91,10 @@ class MasterCore:
                 nodes.register(step, peer, number, message)
             case AgentHeartbeat():
                 nodes.heartbeat(step, peer, number, message)
+            case AgentPulse():
+                nodes.pulse(step, peer, number, message)
+            case AgentDied():
+                nodes.died(step, peer, number, message)
             case ObservedWorkers():
                 node = nodes.renew(step, message.node, message.incarnation)
                 if node is None:
@@ -84,6 +104,9 @@ class MasterCore:
             case LogRead():
                 if nodes.renew(step, message.node, message.incarnation) is not None:
                     client_requests.log_read(step, number, message)
+            case StacksRead():
+                if nodes.renew(step, message.node, message.incarnation) is not None:
+                    hangs.diagnosed(step, stacks.take(step, number, message))
             case AgentLeaving():
                 nodes.leave(step, message)
             case _:
@@ -91,11 +114,16 @@ class MasterCore:
                 if answer is not None:
                     step.send(peer, answer, number)
 
-    def _time_passed(self, step: MasterStep) -> None:
-        due = self.next_deadline
-        is_late = due is not None and step.now - due > self.cluster.intervals.lease_s / 2
-        for name in self.cluster.leases.expired(step.now):
-            nodes.expire(step, name, is_late=is_late)
+    def stop(self, now: float) -> list[MasterAction]:
+        """Return the actions that come before an end in order."""
+        step = MasterStep(now, self.cluster)
+        nodes.stop(step)
+        return self._finish(step)
+
+    def _time_passed(self, step: MasterStep, tick: MasterTick) -> None:
+        late_s = max(0.0, step.now - (self.next_deadline or step.now))
+        for name in [] if tick.is_behind else self.cluster.leases.expired(step.now):
+            nodes.expire(step, name, late_s)
         for key in self.cluster.timers.due(step.now):
             self._timer_fired(step, key)
 
@@ -108,31 +136,58 @@ class MasterCore:
                     self.cluster.polls.pop(key[1], None)
             case "read":
                 client_requests.read_overdue(step, int(key[1]))
+            case "stacks":
+                hangs.diagnosed(step, stacks.overdue(step, int(key[1])))
+            case "hang":
+                hangs.look(step, key)
             case "forget":
                 nodes.forget(step, key[1])
-            case "start":
-                agent_reports.start_overdue(step, key)
+            case "start" | "join":
+                agent_reports.overdue(step, key)
             case "schedule":
                 step.wants_schedule = True
-            case "settle" | "restart" if (job := self.cluster.jobs.get(key[1])) is not None:
-                if key[0] == "settle":
-                    recovery.settle(step, job, key[2])
-                elif not job.is_ending:
-                    restart.begin_held(step, job)
+            case "advance":
+                step.to_advance[key[1]] = None
+            case _ if (job := self.cluster.jobs.get(key[1])) is not None:
+                self._job_timer_fired(step, job, key)
+
+    def _job_timer_fired(self, step: MasterStep, job: JobRecord, key: TimerKey) -> None:
+        if job.is_ending:
+            return
+        match key[0]:
+            case "settle":
+                recovery.settle(step, job, key[2])
+            case "restart":
+                restart.begin_held(step, job)
+            case "refill":
+                budgets.refill(step, job)
+                exclusion.readmit(step, job)
+            case "grow":
+                rounds.growth_due(step, job, key[2])
+            case "replace" | "change":
+                step.touch_job(job)
+            case "group":
+                exclusion.group_overdue(step, job, key[2])
 
     def _finish(self, step: MasterStep) -> list[MasterAction]:
         """Follow the consequences to their end; then save, and only then send."""
-        while step.to_advance or step.wants_schedule:
+        while step.to_advance or step.wants_schedule or step.has_new_job:
             for job_id in list(step.to_advance):
                 del step.to_advance[job_id]
-                if (job := self.cluster.jobs.get(job_id)) is not None:
+                job = self.cluster.jobs.get(job_id)
+                if job is not None and (len(job.workers) < LARGE_JOB or may_run_now(step, ("advance", job_id))):
                     recovery.judge_pending(step, job)
+                    rounds.gather(step, job)
                     jobs.advance(step, job)
-            if step.wants_schedule and not step.to_advance:
-                step.wants_schedule = False
+                    copy_nodes.settle(step, job)
+            if not step.to_advance:
+                self.cluster.room += step.wants_schedule
+                step.wants_schedule = step.has_new_job = False
                 if may_run_now(step, ("schedule",)):
                     job_queue.schedule(step)
-                    jobs.prune(step)
+                    rounds.grow(step)
+        if step.has_ended_job:
+            jobs.prune(step)
         for job in step.flush_saves():
             client_requests.answer_polls(step, job)
         directory.flush(step)

@@ -47,5 +47,8 @@ class Received(Value, frozen=True, kw_only=True):
 class MasterTick(Value, frozen=True, kw_only=True):
     """`MasterCore.next_deadline` has come. Too early or too often does no harm."""
 
+    is_behind: bool = False
+    """True if messages wait that were not taken in yet: no lease is judged before they are."""
+
 
 MasterEvent = Received | MasterTick

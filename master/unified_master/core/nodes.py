@@ -8,18 +8,22 @@ import re
 import msgspec
 
 from unified.protocol.agent_master import (
+    AgentDied,
     AgentHeartbeat,
     AgentLeaving,
+    AgentPulse,
     AgentRefused,
     AgentRegistered,
     HeartbeatSeen,
+    MasterStopping,
     RegisterAgain,
     RegisterAgent,
 )
 from unified.protocol.client_master import Refused
 from unified.protocol.records import NODE_MOVES, NodeState
 from unified.values import Value
-from unified_master.core import desired, recovery
+from unified_master.core import copy_nodes, desired, moving, recovery
+from unified_master.core.scheduling import exclusion
 from unified_master.core.state import NodeRecord
 from unified_master.core.step import MasterStep, count
 
@@ -27,6 +31,8 @@ FORGET_S = 3600.0
 """Time for which a lost node is shown."""
 GRACE_LEASES = 3
 """Number of leases for which nodes may take to come back after a restart of the master."""
+GRACE_HEARTBEATS = 3
+"""Number of heartbeats for which an agent may be silent longer, because the master was late itself."""
 MAX_REPLACED = 16
 REBORN = "its agent was started again"
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")
@@ -38,6 +44,8 @@ class NodeMemory(Value, frozen=True, kw_only=True):
     info: RegisterAgent
     state: NodeState
     reason: str
+    drained: str | None = None
+    check: str = ""
 
 
 def register(step: MasterStep, peer: bytes, request_id: int, info: RegisterAgent) -> None:
@@ -48,12 +56,15 @@ def register(step: MasterStep, peer: bytes, request_id: int, info: RegisterAgent
         step.report("agent-refused", refusal, node=info.node)
         step.send(peer, AgentRefused(reason=refusal), request_id)
         return
-    is_reborn = known is not None and known.state is NodeState.ALIVE and known.info.incarnation != info.incarnation
-    if known is not None and is_reborn:
-        _mark_lost(step, known, REBORN)
+    loss = ""
+    if known is not None and known.state is NodeState.ALIVE:
+        loss = REBORN if known.info.incarnation != info.incarnation else info.cut_off
+    if known is not None and loss:
+        _mark_lost(step, known, loss)
     node = _join(step, known, info, peer)
-    if is_reborn:
-        _recover(step, node, REBORN)  # only now, so that its workers may come back to it
+    if loss:
+        _recover(step, node, loss)  # only now, so that its workers may come back to it
+    copy_nodes.on_change(step, node)
     step.cluster.leases.renew(node.name, step.now)
     times, relay = step.cluster.intervals, step.cluster.relay
     step.send(peer, AgentRegistered(lease_s=times.lease_s, heartbeat_s=times.heartbeat_s, relay=relay), request_id)
@@ -76,6 +87,22 @@ def heartbeat(step: MasterStep, peer: bytes, request_id: int, message: AgentHear
     elif message.generation < node.generation and step.now - node.sent_at > 2 * step.cluster.intervals.heartbeat_s:
         desired.send_again(step, node)
     catch_up(step, node, message.generation)
+    if message.stops and not node.stops:
+        _vacate(step, node, message.stops, message.stops_in_s)
+
+
+def pulse(step: MasterStep, peer: bytes, request_id: int, message: AgentPulse) -> None:
+    """Renew the lease of an agent that is busy, whose keeper speaks for it."""
+    if renew(step, message.node, message.incarnation) is not None:
+        step.send(peer, HeartbeatSeen(), request_id)
+
+
+def died(step: MasterStep, peer: bytes, request_id: int, message: AgentDied) -> None:
+    """Take in that an agent's process has ended. The word of an earlier agent's keeper changes nothing."""
+    node = step.cluster.nodes.get(message.node)
+    if node is not None and node.state is NodeState.ALIVE and node.info.incarnation == message.incarnation:
+        lose(step, node, message.reason)
+    step.send(peer, HeartbeatSeen(), request_id)
 
 
 def renew(step: MasterStep, name: str, incarnation: str) -> NodeRecord | None:
@@ -103,20 +130,30 @@ def leave(step: MasterStep, message: AgentLeaving) -> None:
         lose(step, node, f"its agent stopped: {message.reason}")
 
 
-def expire(step: MasterStep, name: str, *, is_late: bool = False) -> None:
+def expire(step: MasterStep, name: str, late_s: float = 0.0) -> None:
     """Take in that a lease ran out.
 
-    With `is_late` we were not there to listen (the process was stopped, its machine slept, its disk hung): what the
-    agent said may still be on its way in, so it is given one more lease, once in each silence.
+    With `late_s` we were not there to listen (the process was stopped, its host is busy, its disk hung): what the agent
+    said may still be on its way in, so it is given as much time, and that of some heartbeats, once in each silence.
     """
     node = step.cluster.nodes[name]
     if node.state is not NodeState.ALIVE:
         return
-    if is_late and node.grace_at != node.seen_at:
+    heartbeat_s = step.cluster.intervals.heartbeat_s
+    if late_s > heartbeat_s and node.grace_at != node.seen_at:
         node.grace_at = node.seen_at
-        step.cluster.leases.renew(name, step.now)
+        step.cluster.leases.renew(name, step.now, lease_s=late_s + GRACE_HEARTBEATS * heartbeat_s)
         return
     lose(step, node, f"nothing was heard from its agent for {step.now - node.seen_at:.1f} s")
+
+
+def stop(step: MasterStep) -> None:
+    """Let agents keep their workers while no master is there, and remember until when they will."""
+    until = step.now + step.cluster.intervals.away_s
+    step.save("meta", "away_until", repr(until).encode())
+    for node in step.cluster.nodes.values():
+        if node.is_connected:
+            step.send(node.peer, MasterStopping(away_s=step.cluster.intervals.away_s))
 
 
 def lose(step: MasterStep, node: NodeRecord, reason: str) -> None:
@@ -133,7 +170,11 @@ def _mark_lost(step: MasterStep, node: NodeRecord, reason: str) -> None:
     step.cluster.timers.arm(("forget", node.name), step.now + FORGET_S)
     step.report("node-lost", reason, node=node.name)
     remember(step, node)
-    node.leaving.clear()
+    for life in list(node.leaving):  # whose next incarnation may wait for its end
+        step.to_advance[life.job_id] = None
+        step.cluster.remove_leaving(node, life)
+    step.cluster.num_node_changes += 1
+    copy_nodes.on_change(step, node)
     step.touch_ending_jobs()
     _answer_reads(step, node, reason)
     step.wants_schedule = True
@@ -146,17 +187,50 @@ def _recover(step: MasterStep, node: NodeRecord, reason: str) -> None:
             recovery.on_node_lost(step, job, node, reason)
 
 
+def drain(step: MasterStep, name: str, reason: str | None) -> None:
+    """Take a node out of service, with a reason, or put it back (None)."""
+    node = step.cluster.nodes[name]
+    if (node.drained is None) is (reason is None):
+        return
+    node.drained = reason
+    step.cluster.num_node_changes += 1
+    remember(step, node)
+    copy_nodes.on_change(step, node)
+    step.wants_schedule = True
+    if reason is None:
+        step.report("node-undrained", "it is in service again", node=name)
+        if node.state is NodeState.LOST:
+            step.cluster.timers.arm(("forget", name), step.now + FORGET_S)
+        return
+    step.report("node-drained", reason, node=name)
+    _move_away(step, node, step.cluster.intervals.change_s)
+
+
+def _vacate(step: MasterStep, node: NodeRecord, reason: str, within_s: float) -> None:
+    """Take a node out of service whose agent stops what is left there after so many seconds, and then itself."""
+    node.stops = reason
+    step.wants_schedule = True
+    step.report("node-stops", f"its agent stops: {reason}; its workers have {within_s:g} s to move", node=node.name)
+    _move_away(step, node, min(within_s, step.cluster.intervals.change_s))
+
+
+def _move_away(step: MasterStep, node: NodeRecord, within_s: float) -> None:
+    for job in sorted(step.cluster.jobs.values(), key=lambda job: job.sequence):
+        moving.move_away(step, job, node, within_s)
+
+
 def forget(step: MasterStep, name: str) -> None:
-    """Drop a node that was lost long ago."""
+    """Drop a node that was lost long ago. One that is drained is known until it is put back."""
     node = step.cluster.nodes.get(name)
-    if node is not None and node.state is NodeState.LOST:
+    if node is not None and node.state is NodeState.LOST and node.drained is None:
         step.cluster.hosts.get(node.info.host_id, set()).discard(name)
         del step.cluster.nodes[name]
         step.save("node", name, None)
 
 
 def remember(step: MasterStep, node: NodeRecord) -> None:
-    memory = NodeMemory(info=node.info, state=node.state, reason=node.reason)
+    info = msgspec.structs.replace(node.info, snapshots=None)  # its secret stays in memory
+    memory = NodeMemory(info=info, state=node.state, reason=node.reason, drained=node.drained, check=node.check)
     step.save("node", node.name, msgspec.msgpack.encode(memory))
 
 
@@ -196,7 +270,11 @@ def _join(step: MasterStep, known: NodeRecord | None, info: RegisterAgent, peer:
         node.replaced = [*node.replaced, node.info.incarnation][-MAX_REPLACED:]
     if known is None or node.info.incarnation != info.incarnation:
         node.has_reported = True  # a new life of an agent has no workers
+        node.stops = ""
+        exclusion.on_agent_started(step, info.node)
     node.info = info
+    node.capacities.clear()
+    step.cluster.num_node_changes += 1
     step.cluster.hosts.setdefault(info.host_id, set()).add(node.name)
     node.peer = peer
     node.notified.clear()

@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from unified.core.backoff import Backoff
-from unified.job.spec import JobSpec, RoleSpec
+from unified.job.spec import RoleSpec
 from unified.protocol.records import Failure, NodeState, Stage, WorkerState
-from unified_master.core import directory, incarnations, jobs
+from unified_master.core import (
+    budgets,
+    directory,
+    incarnations,
+    jobs,
+    rounds,
+)
+from unified_master.core.health import node_checks
+from unified_master.core.rendezvous import staying
 from unified_master.core.restart import (
     all_workers,
     begin,
+    broken_with_store,
     count_job,
+    outlives_store,
     restart,
     restart_job,
     stop,
     unfinished_elastic,
 )
-from unified_master.core.scheduling import job_queue
+from unified_master.core.scheduling import exclusion, job_queue, waiting
 from unified_master.core.state import JobRecord, NodeRecord, WorkerRecord
 from unified_master.core.step import MasterStep
 
-QUICK_S = 1.0
-"""Time of running below which each failure in a row makes the wait before the next incarnation longer."""
-BACKOFF = Backoff()
-
 Scope = Literal["job", "role", "worker"]
 """Part of the job that begins again after a failure."""
-
-
-class Refusal(NamedTuple):
-    """The limit that forbids to repair a failure, and a sentence about it."""
-
-    limit: str
-    why: str
 
 
 def on_failure(step: MasterStep, job: JobRecord, worker: WorkerRecord, failure: Failure) -> None:
@@ -44,24 +42,43 @@ def on_failure(step: MasterStep, job: JobRecord, worker: WorkerRecord, failure: 
     step.touch_worker(job, worker)
     directory.publish(step, job, worker)
     step.report("worker-failed", _story(worker, failure), job, worker.role, worker.name, worker.node)
+    node_checks.forget(job, worker, failure)
     if job.is_ending or failure.category == "node":
         return  # an agent that stops says so when all its workers are gone; the node is then dealt with as a whole
     if worker.kind == "store":
         _store_failed(step, job, worker, failure)
         return
+    if rounds.is_newcomer(job, worker):
+        rounds.retire(step, job, worker, f"{worker.name} on {worker.node}: {failure.summary}")
+        return
     if failure.category == "setup":
         limit = "not restarted: a setup failure would happen again"
         jobs.fail(step, job, worker, failure, limit, limit)
         return
-    role = job.roles[worker.role]
     if not failure.is_collateral:
         _clear_suspect(step, job, worker.role)
         judge(step, job, worker)
-    elif not role.suspect and not role.pending:
-        role.suspect, role.suspect_at = worker.name, step.now
-        step.cluster.timers.arm(("settle", job.job_id, role.name), step.now + step.cluster.intervals.settle_s)
-        why = f"{worker.name} seems to have failed because a peer did; waits for the root cause"
-        step.decide("failure-suspect", why, job, role.name, worker.name, worker.node)
+    elif worker.notice is not None and worker.notice.kind == "broken":
+        rounds.restart_along(step, job, [worker])
+    else:
+        _suspect(step, job, worker, f"{worker.name} seems to have failed because a peer did")
+
+
+def on_left(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> None:
+    """Take in that a worker left its round unasked: a collective broke, because a peer died or a connection did."""
+    is_in_round = job.spec.role(worker.role).kind == "elastic" and worker.notice is None
+    if job.stage is Stage.RUNNING and is_in_round:
+        _suspect(step, job, worker, f"{worker.name} left round {worker.left_round} because a collective failed")
+
+
+def _suspect(step: MasterStep, job: JobRecord, worker: WorkerRecord, text: str) -> None:
+    role = job.roles[worker.role]
+    if role.suspect or role.pending:
+        return
+    role.suspect, role.suspect_at = worker.name, step.now
+    step.cluster.timers.arm(("settle", job.job_id, role.name), step.now + step.cluster.intervals.settle_s)
+    why = f"{text}; waits for the root cause"
+    step.decide("failure-suspect", why, job, role.name, worker.name, worker.node)
 
 
 def settle(step: MasterStep, job: JobRecord, role: str) -> None:
@@ -73,7 +90,12 @@ def settle(step: MasterStep, job: JobRecord, role: str) -> None:
         step.cluster.timers.arm(("settle", job.job_id, role), until)
         return
     _clear_suspect(step, job, role)
-    judge(step, job, worker)
+    if worker.failure is None:  # it left its round; a peer that failed along has ended, and has to be replaced
+        worker = next((peer for peer in job.ranks(role) if peer.has_failed), worker)
+    if worker.failure is not None:
+        judge(step, job, worker)
+    elif worker.rejoins and worker.notice is None:
+        _round_left(step, job, worker)
 
 
 def judge(step: MasterStep, job: JobRecord, worker: WorkerRecord, *, is_due: bool = False) -> None:
@@ -82,21 +104,22 @@ def judge(step: MasterStep, job: JobRecord, worker: WorkerRecord, *, is_due: boo
     if failure is None or job.is_ending:
         return
     role = job.spec.role(worker.role)
-    if (refusal := policy_refusal(job.spec)) is not None:
+    if (refusal := budgets.policy_refusal(job.spec)) is not None:
         jobs.fail(step, job, worker, failure, *refusal)
         return
     if not is_due and _waits(step, job, role, worker, failure):
         return
     is_excluding = False
     if failure.category != "node":  # which was charged to its node, when that was lost
-        if (refusal := _charge(step, job, role, worker)) is not None:
+        if (refusal := budgets.charge_failure(step, job, role, worker)) is not None:
             jobs.fail(step, job, worker, failure, *refusal)
             return
         num_on_node = job.roles[role.name].node_failures[worker.node]
         is_excluding = role.role_max_restart is None and num_on_node > role.per_node_max_failure
         if is_excluding:
-            _exclude(step, job, role, worker)
-    _repair(step, job, worker, failure, _scope(job, role), is_excluding=is_excluding)
+            exclusion.exclude(step, job, role, worker)
+        is_excluding = is_excluding or failure.category == node_checks.CATEGORY
+    _repair(step, job, worker, failure, _scope(step, job, role), is_excluding=is_excluding)
 
 
 def judge_pending(step: MasterStep, job: JobRecord) -> None:
@@ -126,36 +149,38 @@ def on_node_lost(step: MasterStep, job: JobRecord, node: NodeRecord, reason: str
     if job.is_ending or not lost:
         return
     first = lost[0]
-    limit = job.spec.node_max_restart
-    job.node_losses[node.name] = job.node_losses.get(node.name, 0) + 1
-    step.touch_job(job)
-    if job.node_losses[node.name] > limit:
-        why = f"the limit node_max_restart={limit} is used up for node {node.name}"
-        jobs.fail(step, job, first, failure, "node_max_restart", why)
-        return
-    if (refusal := policy_refusal(job.spec)) is not None:
+    refusal = budgets.charge_loss(step, job, node) or budgets.policy_refusal(job.spec)
+    if refusal is not None:
         jobs.fail(step, job, first, failure, *refusal)
         return
+    for role in {worker.role: job.spec.role(worker.role) for worker in lost if worker.kind == "worker"}.values():
+        exclusion.watch_group(step, job, role, node)
     names: set[str] = set()
-    scopes: set[str] = set()
+    scopes: dict[str, Scope] = {}
     for worker in lost:
         if worker.kind == "store":
             if not _store_waits(step, job, worker, failure):
-                scopes.add("job" if job.spec.failover_exec == 1 else "role")
-                names |= unfinished_elastic(job)
+                is_whole = job.spec.failover_exec == 1 and not outlives_store(step, job)
+                scopes[worker.role] = "job" if is_whole else "role"
+                names |= broken_with_store(step, job)
             continue
         role = job.spec.role(worker.role)
+        if rounds.is_newcomer(job, worker):
+            rounds.retire(step, job, worker, failure.summary)
+            continue
         if worker.is_held or not _waits(step, job, role, worker, failure):  # one decided before is not put off
-            scopes.add(_scope(job, role))
-            names.update(_scoped(job, worker, _scope(job, role)))
-    if not names:
+            if role.name not in scopes:
+                scopes[role.name] = _scope(step, job, role)
+                names.update(_scoped(job, worker, scopes[role.name]))
+            names.add(worker.name)
+    if not scopes:
         return
-    cause = _cause(job, first, failure)
-    if "job" in scopes:
-        if (refusal := _job_refusal(job)) is not None:
+    cause = budgets.cause(job, first, failure)
+    if "job" in scopes.values():
+        if (refusal := budgets.job_refusal(job)) is not None:
             jobs.fail(step, job, first, failure, *refusal)
             return
-        job.num_charged_restarts += 1
+        budgets.charge_restart(step, job)
         why = f"job restarts: {cause}"
         step.decide("job-restarts", why, job, node=node.name)
         job_queue.requeue_unless(step, job, restart_job(step, job, why))
@@ -165,25 +190,16 @@ def on_node_lost(step: MasterStep, job: JobRecord, node: NodeRecord, reason: str
     job_queue.requeue_unless(step, job, restart(step, job, names, why))
 
 
-def policy_refusal(spec: JobSpec) -> Refusal | None:
-    """Return what in the job's strategies forbids any restart."""
-    if spec.failover_trigger == 0:
-        return Refusal("failover_trigger_strategy=0", "failover_trigger_strategy=0 never restarts")
-    if spec.failover_exec == 0:
-        return Refusal("failover_exec_strategy=0", "failover_exec_strategy=0 stops the job at a failure")
-    return None
-
-
 def _repair(
     step: MasterStep, job: JobRecord, worker: WorkerRecord, failure: Failure, scope: Scope, *, is_excluding: bool
 ) -> None:
     """Restart the scope of a charged failure, or end the job if it may not or cannot."""
     role = job.spec.role(worker.role)
-    delay = BACKOFF.delay_s(max(0, job.roles[role.name].num_quick - 1))
+    delay = budgets.delay_s(job, job.roles[role.name].num_quick)
     after = f" after {delay:g} s" if delay else ""
     is_role_limited = role.role_max_restart is not None and failure.category != "node"
     if scope == "job":
-        if not is_role_limited and (refusal := _job_refusal(job)) is not None:
+        if not is_role_limited and (refusal := budgets.job_refusal(job)) is not None:
             jobs.fail(step, job, worker, failure, *refusal)
             return
         what, whom = "job", ("", "")
@@ -191,23 +207,42 @@ def _repair(
         what, whom = f"role {role.name}", (role.name, "")
     else:
         what, whom = "worker", (role.name, worker.name)
-    why = f"{what} restarts{after}: {_cause(job, worker, failure)}"
+    beside = ", peers stay" if _is_in_place(step, job, role) and scope == "worker" else ""
+    why = f"{what} restarts{after}{beside}: {budgets.cause(job, worker, failure)}"
     pending = stop(step, job, _scoped(job, worker, scope), why)
-    if is_excluding and not pending.plan.fits and not job_queue.could_ever_fit(step.cluster, job):
+    if is_excluding and not pending.plan.fits and not waiting.could_ever_fit(step.cluster, job):
         limit = f"the limit per_node_max_failure={role.per_node_max_failure} is used up and {pending.plan.reason}"
         jobs.fail(step, job, worker, failure, "per_node_max_failure", limit)
         return
     if scope == "job":
-        job.num_charged_restarts += not is_role_limited
+        if not is_role_limited:
+            budgets.charge_restart(step, job)
         count_job(job)
     step.decide(f"{scope}-restarts", why, job, *whom)
     begin(step, job, pending, delay)
     job_queue.requeue_unless(step, job, pending.plan)
 
 
-def _scope(job: JobRecord, role: RoleSpec) -> Scope:
-    """Return what restarts after a failure in a role: the worker if the role says so, else what the strategy says."""
-    if role.restart_alone:
+def _round_left(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> None:
+    """Begin a round anew that a worker left although no worker of it has failed, and charge the one that left."""
+    failure = Failure(summary=f"left round {worker.left_round}: a collective failed, and no worker did")
+    refusal = budgets.policy_refusal(job.spec) or budgets.charge_failure(step, job, job.spec.role(worker.role), worker)
+    if refusal is not None:
+        jobs.fail(step, job, worker, failure, *refusal)
+        return
+    why = f"round {worker.left_round} is broken: {budgets.cause(job, worker, failure)}"
+    rounds.begin_anew(step, job, worker.role, why)
+
+
+def _is_in_place(step: MasterStep, job: JobRecord, role: RoleSpec) -> bool:
+    return role.kind == "elastic" and bool(staying(step, job, role.name))
+
+
+def _scope(step: MasterStep, job: JobRecord, role: RoleSpec) -> Scope:
+    """Return what restarts after a failure in a role: the worker if the role says so, or if others of the role stay,
+    else what the strategy says.
+    """
+    if role.restart_alone or _is_in_place(step, job, role):
         return "worker"
     return "job" if job.spec.failover_exec == 1 else "role"
 
@@ -218,22 +253,9 @@ def _scoped(job: JobRecord, worker: WorkerRecord, scope: Scope) -> list[str]:
     return [worker.name] if scope == "worker" else [peer.name for peer in job.ranks(worker.role)]
 
 
-def _cause(job: JobRecord, worker: WorkerRecord, failure: Failure) -> str:
-    """Return a failure in words, with what it was charged to."""
-    if failure.category == "node":
-        losses = job.node_losses.get(worker.node, 0)
-        return f"{failure.summary} (loss {losses} of that node, {job.spec.node_max_restart} allowed)"
-    role = job.spec.role(worker.role)
-    if role.role_max_restart is not None:
-        counted = f"failure {job.roles[role.name].num_failures} of the role, {role.role_max_restart} allowed"
-        return f"{worker.name} on {worker.node}: {failure.summary} ({counted})"
-    allowed = role.max_restart
-    return f"{worker.name} on {worker.node}: {failure.summary} (failure {worker.num_failures}, {allowed} allowed)"
-
-
 def _waits(step: MasterStep, job: JobRecord, role: RoleSpec, worker: WorkerRecord, failure: Failure) -> bool:
     """Return True if the failure is decided later: others of the role still work and the strategy lets them."""
-    if job.spec.failover_trigger != 1 or not _others_work(job, role, worker):
+    if job.spec.failover_trigger != 1 or not _others_work(job, role, worker) or _is_in_place(step, job, role):
         return False
     record = job.roles[role.name]
     if not record.pending:
@@ -243,54 +265,12 @@ def _waits(step: MasterStep, job: JobRecord, role: RoleSpec, worker: WorkerRecor
     return True
 
 
-def _charge(step: MasterStep, job: JobRecord, role: RoleSpec, worker: WorkerRecord) -> Refusal | None:
-    """Count a root cause against its worker and its node."""
-    record = job.roles[role.name]
-    is_quick = worker.running_at is None or step.now - worker.running_at < QUICK_S
-    record.num_quick = record.num_quick + 1 if is_quick else 0
-    record.node_failures[worker.node] = record.node_failures.get(worker.node, 0) + 1
-    record.num_failures += 1
-    worker.num_failures += 1
-    step.touch_worker(job, worker)
-    step.touch_job(job)
-    if role.role_max_restart is not None:
-        if record.num_failures <= role.role_max_restart:
-            return None
-        limit = f"role_max_restart={role.role_max_restart}"
-        return Refusal("role_max_restart", f"the limit {limit} (--max-restarts) of role {role.name} is used up")
-    if worker.num_failures > role.max_restart:
-        return Refusal("max_restart", f"the limit max_restart={role.max_restart} of role {role.name} is used up")
-    return None
-
-
-def _job_refusal(job: JobRecord) -> Refusal | None:
-    limit = job.spec.job_max_restart
-    if job.num_charged_restarts >= limit:
-        return Refusal("job_max_restart", f"the limit job_max_restart={limit} is used up")
-    return None
-
-
-def _exclude(step: MasterStep, job: JobRecord, role: RoleSpec, worker: WorkerRecord) -> None:
-    if worker.node in job.excluded:
-        return
-    job.excluded = [*job.excluded, worker.node]
-    count = job.roles[role.name].node_failures[worker.node]
-    why = (
-        f"node {worker.node} is excluded for this job: {count} failures of role {role.name} there, "
-        f"per_node_max_failure={role.per_node_max_failure}"
-    )
-    step.decide("node-excluded", why, job, role.name, node=worker.node)
-
-
 def _store_failed(step: MasterStep, job: JobRecord, store: WorkerRecord, failure: Failure) -> None:
     """Begin a new store, and a new round of the roles not done: without its store no elastic role can go on."""
-    limit = max(role.max_restart for role in job.elastic_roles())
-    store.num_failures += 1
-    if store.num_failures > limit:
-        why = f"the limit max_restart={limit} is used up for the job's torch store"
-        jobs.fail(step, job, store, failure, "max_restart", why)
-        return
-    if unfinished_elastic(job) and (refusal := policy_refusal(job.spec)) is not None:
+    refusal = budgets.charge_store(step, job, store)
+    if refusal is None and unfinished_elastic(job):
+        refusal = budgets.policy_refusal(job.spec)
+    if refusal is not None:
         jobs.fail(step, job, store, failure, *refusal)
         return
     if not _store_waits(step, job, store, failure):
@@ -305,20 +285,21 @@ def _store_waits(step: MasterStep, job: JobRecord, store: WorkerRecord, failure:
 
 def _replace_store(step: MasterStep, job: JobRecord, store: WorkerRecord) -> None:
     """Restart the store, and by the job's strategy all of the job, or the elastic roles that are not done."""
-    names = unfinished_elastic(job)
-    if not names or job.is_ending or store.failure is None:
+    names = broken_with_store(step, job)
+    if not unfinished_elastic(job) or job.is_ending or store.failure is None:
         return
     cause = f"the torch store on {store.node}: {store.failure.summary}"
-    delay = BACKOFF.delay_s(max(0, store.num_failures - 1))
-    if job.spec.failover_exec != 1:
-        why = f"elastic roles restart: {cause}"
+    delay = budgets.delay_s(job, store.num_failures)
+    is_in_place = outlives_store(step, job)
+    if job.spec.failover_exec != 1 or is_in_place:
+        why = f"elastic roles {'begin a new round' if is_in_place else 'restart'}: {cause}"
         step.decide("role-restarts", why, job)
         job_queue.requeue_unless(step, job, restart(step, job, names, why, delay))
         return
-    if (refusal := _job_refusal(job)) is not None:
+    if (refusal := budgets.job_refusal(job)) is not None:
         jobs.fail(step, job, store, store.failure, *refusal)
         return
-    job.num_charged_restarts += 1
+    budgets.charge_restart(step, job)
     why = f"job restarts: {cause}"
     step.decide("job-restarts", why, job)
     job_queue.requeue_unless(step, job, restart_job(step, job, why, delay))

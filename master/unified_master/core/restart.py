@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from unified.protocol.records import JOB_MOVES, NodeState, Stage, WorkerState
+from unified.job.spec import RoleSpec
+from unified.protocol.records import JOB_MOVES, Stage, WorkerState
 from unified_master.core import incarnations, rendezvous
 from unified_master.core.scheduling.node_capacity import Unit
 from unified_master.core.scheduling.packing import PlacementPlan
-from unified_master.core.scheduling.placement import control_unit, place, units_of
+from unified_master.core.scheduling.placement import control_unit, place_within_ranges, units_of
 from unified_master.core.state import JobRecord, WorkerRecord
 from unified_master.core.step import MasterStep
 
@@ -30,13 +31,26 @@ def restart(step: MasterStep, job: JobRecord, names: Iterable[str], reason: str,
 
 
 def stop(step: MasterStep, job: JobRecord, names: Iterable[str], reason: str) -> PendingRestart:
-    """End the named workers and those that depend on them. Workers whose node is lost or excluded move."""
+    """End the named workers and those that depend on them. Workers whose node is lost or excluded move. Those of their
+    roles that stay are notified.
+    """
+    planned = {role.name for role in job.elastic_roles() if rendezvous.is_planned(job, role.name)}
     scope, moving = _widen(step, job, set(names))
+    if is_store_leaving(step, job) and any(_is_broken(job, role, scope) for role in job.elastic_roles()):
+        leave_store(step, job)
+        scope, moving = _widen(step, job, scope)
+    is_new_store = is_store_lost(job)
     workers = [worker for worker in job.workers.values() if worker.name in scope]
     for worker in workers:
         worker.reason = reason  # first, because callers are told it
         incarnations.end(step, job, worker)
-    return PendingRestart(workers, _move(step, job, [*moving, *_moving_store(step, job)]))
+    for role in job.elastic_roles():
+        if is_new_store or any(worker.role == role.name for worker in workers):
+            rendezvous.break_round(step, job, role.name, reason)
+    plan = _move(step, job, [*moving, *_moving_store(step, job)])
+    for role in job.elastic_roles():
+        rendezvous.await_absent(step, job, role, is_planned=role.name in planned)
+    return PendingRestart([worker for worker in workers if not job.is_absent(worker)], plan)
 
 
 def begin(step: MasterStep, job: JobRecord, pending: PendingRestart, delay_s: float = 0.0) -> None:
@@ -93,28 +107,32 @@ def begin_held(step: MasterStep, job: JobRecord) -> None:
 def _widen(step: MasterStep, job: JobRecord, names: set[str]) -> tuple[set[str], list[Unit]]:
     """Return all workers that must restart with `names`, and the units that must move.
 
-    An elastic role restarts whole; a unit moves whole; who failed in a role that restarts is not left behind;
-    without its store no elastic role can go on.
+    An elastic role restarts whole, but for workers that stay; a unit moves whole; who failed in a role that restarts is
+    not left behind; without its store no elastic role can go on.
     """
     units = units_of(job.spec)
     kinds = {role.name: role.kind for role in job.spec.roles}
     if is_store_lost(job):
-        names |= unfinished_elastic(job)
+        names |= broken_with_store(step, job)
     while True:
         before = len(names)
         moving = [
             unit
             for unit in units
             if any(member.worker in names for member in unit.members)
-            and not all(_has_good_place(step, job, job.workers[member.worker]) for member in unit.members)
+            and not all(incarnations.has_good_place(step, job, job.workers[member.worker]) for member in unit.members)
         ]
         names.update(member.worker for unit in moving for member in unit.members)
         roles = {job.workers[name].role for name in names}
+        stay = {
+            name for role in roles if kinds[role] == "elastic" for name in rendezvous.staying(step, job, role, names)
+        }
         for worker in job.workers.values():
             if (
                 worker.kind == "worker"
                 and worker.role in roles
                 and (kinds[worker.role] == "elastic" or worker.has_failed)
+                and worker.name not in stay
             ):
                 names.add(worker.name)
         if len(names) == before:
@@ -127,34 +145,62 @@ def is_store_lost(job: JobRecord) -> bool:
     return store is not None and (not store.is_desired or store.state is WorkerState.EXITED)
 
 
+def is_store_leaving(step: MasterStep, job: JobRecord) -> bool:
+    """Return True if the store host lives on a node that is out of service."""
+    return job.store is not None and is_on_leave(step, job.store)
+
+
+def is_on_leave(step: MasterStep, worker: WorkerRecord) -> bool:
+    """Return True if the worker, or store host, lives on a node that is out of service."""
+    node = step.cluster.nodes.get(worker.node)
+    return worker.is_desired and node is not None and not node.is_in_service
+
+
+def leave_store(step: MasterStep, job: JobRecord) -> None:
+    """End the store host; another begins with the workers that restart."""
+    if job.store is not None:
+        incarnations.end(step, job, job.store)
+        incarnations.release(step, job, job.store)
+
+
+def _is_broken(job: JobRecord, role: RoleSpec, restarting: set[str]) -> bool:
+    """Return True if the round of a role does not go on."""
+    return any(
+        worker.name in restarting or (worker.notice is not None and worker.notice.kind == "broken")
+        for worker in job.ranks(role.name)
+    )
+
+
 def unfinished_elastic(job: JobRecord) -> set[str]:
     """Return the workers of the elastic roles that are not wholly done."""
     return {
         worker.name
         for role in job.elastic_roles()
-        for worker in job.ranks(role.name)
-        if not all(peer.is_done for peer in job.ranks(role.name))
+        for worker in job.members(role)
+        if rendezvous.missed(job, role) or not all(peer.is_done for peer in job.members(role))
     }
+
+
+def broken_with_store(step: MasterStep, job: JobRecord) -> set[str]:
+    """Return the workers that must restart if the store host is lost."""
+    return unfinished_elastic(job).difference(
+        *(rendezvous.staying(step, job, role.name) for role in job.elastic_roles())
+    )
+
+
+def outlives_store(step: MasterStep, job: JobRecord) -> bool:
+    """Return True if each elastic role that is not wholly done has workers that stay when the store host is lost."""
+    unfinished = {job.workers[name].role for name in unfinished_elastic(job)}
+    return all(rendezvous.staying(step, job, role) for role in unfinished)
 
 
 def _moving_store(step: MasterStep, job: JobRecord) -> list[Unit]:
     """Return the store host, if the job says what it needs and it has to go to another node."""
     unit, store = control_unit(job.spec), job.store
-    if unit is None or store is None or not is_store_lost(job) or _has_good_place(step, job, store):
+    if unit is None or store is None or not is_store_lost(job) or incarnations.has_good_place(step, job, store):
         return []
     incarnations.end(step, job, store)
     return [unit]
-
-
-def _has_good_place(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> bool:
-    """Return True if its node is believed alive, heard from since the master restarted or not, and not excluded."""
-    node = step.cluster.nodes.get(worker.node)
-    return (
-        worker.allocation is not None
-        and node is not None
-        and node.state is NodeState.ALIVE
-        and node.name not in job.excluded
-    )
 
 
 def _move(step: MasterStep, job: JobRecord, moving: list[Unit]) -> PlacementPlan:
@@ -164,7 +210,7 @@ def _move(step: MasterStep, job: JobRecord, moving: list[Unit]) -> PlacementPlan
     for unit in moving:
         for member in unit.members:
             incarnations.release(step, job, job.workers[member.worker])
-    found = place(step.cluster, job, moving)
+    found = place_within_ranges(step.cluster, job, moving)
     for one in found.assignments:
         incarnations.allocate(step, job, job.workers[one.worker], step.cluster.nodes[one.node], one.allocation)
     return found

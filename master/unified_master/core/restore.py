@@ -9,8 +9,9 @@ import msgspec
 
 from unified.errors import UnifiedError
 from unified.job.spec import JobSpec
-from unified.protocol.records import EventRecord, NodeState, WorkerState
-from unified_master.core import incarnations
+from unified.protocol.records import EventRecord, JobWorkerIncarnation, NodeState, Stage, WorkerState
+from unified_master.core import budgets, incarnations, rendezvous
+from unified_master.core.health import hangs
 from unified_master.core.nodes import FORGET_S, GRACE_LEASES, NodeMemory
 from unified_master.core.state import MAX_EVENTS, JobRecord, NodeRecord, WorkerRecord
 from unified_master.core.step import MasterStep, count
@@ -28,17 +29,18 @@ def restore(step: MasterStep, records: Iterable[Record], events: Iterable[EventR
     by_kind: dict[str, dict[str, bytes]] = {}
     for kind, key, data in records:
         by_kind.setdefault(kind, {})[key] = data
+    kept = list(events)
+    step.cluster.next_event = max((event.sequence + 1 for event in kept), default=1)
     try:
         _meta(step, by_kind.get("meta", {}))
-        _nodes(step, by_kind.get("node", {}))
+        _nodes(step, by_kind.get("node", {}), float(by_kind.get("meta", {}).get("away_until", b"0")))
         _jobs(step, by_kind)
     except (msgspec.DecodeError, ValueError, KeyError) as error:
         raise RestoreError(
             f"a record of the store cannot be read ({error}): it was written by another version, or is damaged. "
             "Move the state directory away to start with an empty one; running workers will then be stopped."
         ) from error
-    for event in events:
-        step.cluster.next_event = max(step.cluster.next_event, event.sequence + 1)
+    for event in kept:
         if event.job in step.cluster.jobs:
             step.cluster.events.setdefault(event.job, deque(maxlen=MAX_EVENTS)).append(event)
 
@@ -51,21 +53,26 @@ def _meta(step: MasterStep, meta: dict[str, bytes]) -> None:
     step.cluster.next_sequence = int(meta.get("next_sequence", b"1"))
 
 
-def _nodes(step: MasterStep, nodes: dict[str, bytes]) -> None:
-    """Restore the nodes; those that were alive have some time to come back."""
+def _nodes(step: MasterStep, nodes: dict[str, bytes], away_until: float) -> None:
+    """Restore the nodes; those that were alive have some time to come back, and as long as they were told to wait."""
     cluster = step.cluster
+    grace_s = max(GRACE_LEASES * cluster.intervals.lease_s, away_until - step.now)
+    if grace_s > away_until - step.now:
+        step.save("meta", "away_until", None)
     for name in sorted(nodes):
         memory = msgspec.msgpack.decode(nodes[name], type=NodeMemory)
         node = NodeRecord(
             info=memory.info,
             state=memory.state,
             reason=memory.reason,
+            drained=memory.drained,
+            check=memory.check,
             generation=cluster.first_number,
             seen_at=step.now,
         )
         cluster.nodes[name] = node
         if node.state is NodeState.ALIVE:
-            cluster.leases.renew(name, step.now, lease_s=GRACE_LEASES * cluster.intervals.lease_s)
+            cluster.leases.renew(name, step.now, lease_s=grace_s)
         else:
             cluster.timers.arm(("forget", name), step.now + FORGET_S)
 
@@ -87,10 +94,20 @@ def _jobs(step: MasterStep, by_kind: dict[str, dict[str, bytes]]) -> None:
         if (owner := step.cluster.jobs.get(worker.job_id)) is not None:
             owner.workers[worker.name] = worker
             _worker(step, worker)
+            if owner.stage is not Stage.STOPPED:
+                _past(step, worker)
+            hangs.progressed(step, owner, worker)
     for job in step.cluster.jobs.values():
         job.holders = {name: worker.name for worker in job.workers.values() for name in worker.names}
         if job.restart_at is not None:
             step.cluster.timers.arm(("restart", job.job_id), job.restart_at)
+        budgets.refill(step, job)
+        for role in job.roles.values():
+            if role.group_due_at is not None:
+                step.cluster.timers.arm(("group", job.job_id, role.name), role.group_due_at)
+            for what, at in (("replace", role.waits_until), ("change", role.change_due_at)):
+                if at is not None:
+                    step.cluster.timers.arm((what, job.job_id, role.name), at)
         for suspected in (role.name for role in job.roles.values() if role.suspect):
             until = step.now + step.cluster.intervals.settle_s
             step.cluster.timers.arm(("settle", job.job_id, suspected), until)
@@ -104,10 +121,21 @@ def _worker(step: MasterStep, worker: WorkerRecord) -> None:
     if node is None:
         return
     if worker.allocation is not None:
-        node.allocations[worker.place_key] = worker.allocation
+        node.hold(worker, worker.allocation)
     if worker.is_desired:
         node.incarnations[worker.life] = worker
         if worker.state is WorkerState.STARTING:
             step.cluster.timers.arm(incarnations.start_timer(worker), step.now + step.cluster.intervals.start_s)
+        elif worker.is_joining and (job := step.cluster.jobs.get(worker.job_id)) is not None:
+            rendezvous.arm_join(step, job, worker)
     elif worker.incarnation >= 0 and worker.state is not WorkerState.EXITED and node.state is NodeState.ALIVE:
-        incarnations.expect_end(node, worker.life, worker.allocation)
+        incarnations.expect_end(step, node, worker.life, worker.allocation)
+
+
+def _past(step: MasterStep, worker: WorkerRecord) -> None:
+    """Expect the ends of earlier incarnations on other nodes: which of them were confirmed is not saved."""
+    for past in worker.past:
+        node = step.cluster.nodes.get(past.node)
+        if node is not None and node.state is NodeState.ALIVE and past.node != worker.node:
+            life = JobWorkerIncarnation(worker.job_id, worker.name, past.incarnation)
+            incarnations.expect_end(step, node, life, None, is_unknown=True)

@@ -11,8 +11,8 @@ import msgspec
 from unified.config.settings import Intervals
 from unified.core.lease import LeaseTable
 from unified.core.timers import TimerTable
-from unified.job.spec import JobSpec, RoleSpec
-from unified.protocol.agent_master import RegisterAgent, RunOrder
+from unified.job.spec import JobSpec, RoleSpec, has_range
+from unified.protocol.agent_master import RegisterAgent, RoundNotice, RunOrder
 from unified.protocol.client_master import EndReport
 from unified.protocol.records import (
     DirectoryEntry,
@@ -20,35 +20,25 @@ from unified.protocol.records import (
     Failure,
     Inbox,
     JobWorkerIncarnation,
+    JournalPlace,
     NameClaims,
     NameRefusal,
+    NodeCheckReport,
     NodeState,
     Progress,
     Stage,
     WorkerState,
 )
+from unified.protocol.stacks import StackReport
 from unified.values import Value
+from unified_master.core.scheduling.node_capacity import Allocation, NodeCapacity, PlacementAttempt
 
 STORE = "store"
 """Name of a job's store host among its workers."""
 MAX_EVENTS = 2000
 """Events remembered for each job."""
 
-DeviceKey = tuple[str, int]
-"""(``device``, index among the node's devices) or (``slot``, number of a CPU core that stands in for one)."""
 TimerKey = tuple[str, ...]
-
-
-class Allocation(Value, frozen=True, kw_only=True):
-    """The part of a node's resources that one worker holds."""
-
-    cpu: float = 0.0
-    memory_mb: float = 0.0
-    disk_mb: float = 0.0
-    user_defined: dict[str, float] = {}
-    devices: tuple[DeviceKey, ...] = ()
-    share: float = 0.0
-    """The part of each of `devices`."""
 
 
 class PastIncarnation(Value, frozen=True, kw_only=True):
@@ -87,7 +77,14 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
     progress: Progress | None = None
     failure: Failure | None = None
     log_file: str = ""
+    node_rank: int = -1
+    """Rank of its group in the newest round; -1: its group was in none, or has lost its place since."""
     run: RunOrder | None = None
+    notice: RoundNotice | None = None
+    """Notice that its round ends; None once it is ordered into the next one."""
+    node_check: NodeCheckReport | None = None
+    can_rejoin: bool = False
+    left_round: int = 0
     running_at: float | None = None
     entry: DirectoryEntry | None = None
     """The directory entry as last published."""
@@ -125,12 +122,35 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
 
     @property
     def has_ended_well(self) -> bool:
-        return self.state is WorkerState.EXITED and self.failure is None
+        """True if its newest incarnation ended without a failure, and no other is to follow after a back-off."""
+        return self.state is WorkerState.EXITED and self.failure is None and not self.is_held
+
+    @property
+    def rejoins(self) -> bool:
+        """True if its process runs and can take part in a further round."""
+        return self.is_desired and self.state is WorkerState.RUNNING and self.can_rejoin
+
+    @property
+    def is_joining(self) -> bool:
+        """True if it runs and was ordered into a further round, which it has not said to join."""
+        is_behind = self.run is not None and self.round < self.run.round
+        return self.is_desired and self.state is WorkerState.RUNNING and is_behind
 
     @property
     def is_done(self) -> bool:
         """True if its entry point returned, or its process ended without a failure."""
         return self.state is WorkerState.FINISHED or self.has_ended_well
+
+
+class Charge(Value, frozen=True, kw_only=True, omit_defaults=True):
+    """One charge to a job's budgets: a failure (worker, role and node), the end of its torch store (the store alone), a
+    lost node (node alone), or a restart of the whole job (none of them).
+    """
+
+    at: float
+    worker: str = ""
+    role: str = ""
+    node: str = ""
 
 
 class RoleRecord(msgspec.Struct, kw_only=True):
@@ -143,6 +163,13 @@ class RoleRecord(msgspec.Struct, kw_only=True):
     """The worker whose failure looks like collateral and waits for its root cause."""
     suspect_at: float = 0.0
     """Time of the suspect's failure."""
+    """Time of the suspect's failure."""
+    grown_at: float | None = None
+    """Time at which it last got room for more groups than it had."""
+    waits_until: float | None = None
+    """Time until which its next round waits for groups without a place."""
+    change_due_at: float | None = None
+    """Time at which a planned change waits no longer for workers to leave their round."""
     pending: str = ""
     """The worker whose failure is decided when the others of the role are done."""
     node_failures: dict[str, int] = {}
@@ -151,6 +178,12 @@ class RoleRecord(msgspec.Struct, kw_only=True):
     """Charged failures of all its workers; compared with `role_max_restart`."""
     num_quick: int = 0
     """Charged failures in a row that came within a second of running."""
+    checked_nodes: list[str] = []
+    """Nodes that have passed a check before a round since a worker of the role last failed there."""
+    failed_groups: dict[str, str] = {}
+    """Nodes that were lost or excluded since the role last ran, each with its value of the role's `failover_label`."""
+    group_due_at: float | None = None
+    """Time at which these nodes' groups are given up."""
 
 
 _NO_SPEC = JobSpec(name="", roles=[])
@@ -181,15 +214,28 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     node_losses: dict[str, int] = {}
     """Number of times each node was lost with workers of the job; compared with `node_max_restart`."""
     excluded: list[str] = []
-    """Nodes that failed too often for this job."""
+    """Nodes that failed too often for this job, or were given up together with one."""
+    given_up: dict[str, float] = {}
+    """Nodes of `excluded` that were given up with their group, and when."""
+    charges: list[Charge] = []
+    """Charges that count, oldest first; kept only for a job with a `restart_window_s`."""
     restart_at: float | None = None
     """Time at which the held workers begin their next incarnations."""
     end: EndReport | None = None
     roles: dict[str, RoleRecord] = {}
+    copy_node: str = ""
+    """Node that holds copies of the job's snapshots, beside those of its workers."""
+    journals: dict[str, JournalPlace] = {}
+    """Places of the files that belong to names, which outlive their holders."""
     spec: JobSpec = _NO_SPEC
     workers: dict[str, WorkerRecord] = {}
     holders: dict[str, str] = {}
     """Workers by the names that they hold: the `names` of all workers, the other way round."""
+    attempt: PlacementAttempt | None = None
+    """The last attempt to place it, while it waits."""
+    by_role: dict[str, list[WorkerRecord]] = {}
+    """Workers of each role, as `ranks` has found them."""
+    num_by_role: int = 0
     version: int = 0
     revision: int = 0
     """Number of changes of its directory in this term."""
@@ -197,7 +243,8 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The `revision` at which agents were last notified of changes."""
 
     def saved(self) -> bytes:
-        empty = {"spec": _NO_SPEC, "workers": {}, "holders": {}, "version": 0, "revision": 0, "notified_revision": 0}
+        empty = {"spec": _NO_SPEC, "workers": {}, "holders": {}, "attempt": None, "by_role": {}}
+        empty |= {"num_by_role": 0, "version": 0, "revision": 0, "notified_revision": 0}
         return msgspec.msgpack.encode(msgspec.structs.replace(self, **empty))
 
     @property
@@ -220,7 +267,25 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def ranks(self, role: str) -> list[WorkerRecord]:
         """Return the workers of a role, by rank."""
-        return [worker for worker in self.workers.values() if worker.role == role and worker.kind == "worker"]
+        if self.num_by_role != len(self.workers):
+            self.num_by_role, self.by_role = len(self.workers), {}
+            for worker in self.workers.values():
+                self.by_role.setdefault(worker.role if worker.kind == "worker" else STORE, []).append(worker)
+        return self.by_role.get(role, [])
+
+    def members(self, role: RoleSpec) -> list[WorkerRecord]:
+        """Return the workers that take part in a role: all, or of a range of nodes those whose group has a place."""
+        ranks = self.ranks(role.name)
+        return [worker for worker in ranks if worker.allocation is not None] if has_range(role) else ranks
+
+    def absent(self, role: RoleSpec) -> list[WorkerRecord]:
+        """Return the workers of a role with a range of nodes whose group has no place."""
+        return [worker for worker in self.ranks(role.name) if worker.allocation is None] if has_range(role) else []
+
+    def is_absent(self, worker: WorkerRecord) -> bool:
+        """Return True if the worker has no place, and its role goes on without it."""
+        is_without = worker.kind == "worker" and worker.allocation is None and self.is_placed
+        return is_without and has_range(self.spec.role(worker.role))
 
     def elastic_roles(self) -> list[RoleSpec]:
         """Return the roles that train together and need the store."""
@@ -239,6 +304,8 @@ class Leaving(msgspec.Struct, kw_only=True):
     generation: int
     """Generation from which on a report that does not list the incarnation confirms its end."""
     allocation: Allocation | None = None
+    is_unknown: bool = False
+    """True if it was not expected to be here any more, so that what it holds of the node is not known."""
 
 
 class NodeRecord(msgspec.Struct, kw_only=True):
@@ -247,6 +314,10 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     info: RegisterAgent
     state: NodeState = NodeState.ALIVE
     reason: str = ""
+    drained: str | None = None
+    """Reason for which it was taken out of service; None: it was not."""
+    stops: str = ""
+    """Reason for which its agent is about to stop; empty: it is not."""
     peer: bytes = b""
     is_registered: bool = False
     """True if its agent has registered in this term of the master."""
@@ -257,6 +328,8 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     generation: int = 0
     sent_at: float = 0.0
     seen_at: float = 0.0
+    check: str = ""
+    """Outcome of the last node check."""
     grace_at: float = -1.0
     """The `seen_at` of the silence for which its lease was prolonged, because the master itself was late."""
     incarnations: dict[JobWorkerIncarnation, WorkerRecord] = {}
@@ -264,17 +337,28 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     allocations: dict[tuple[str, str], Allocation] = {}
     leaving: dict[JobWorkerIncarnation, Leaving] = {}
     notified: dict[str, int] = {}
-    """The `revision` of each job's directory that its agent has been sent, unless something was lost on the way. Empty
-    if that cannot be known: then whole directories are sent again."""
+    """Revision of the directory that its agent has, by jobs whose description it has, too; empty: all is sent again."""
+    capacities: dict[tuple[str, int, bool], NodeCapacity] = {}
+    """Answers of `capacity` since anything changed here."""
 
     @property
     def name(self) -> str:
         return self.info.node
 
     @property
+    def is_in_service(self) -> bool:
+        return self.drained is None and not self.stops
+
+    @property
     def is_connected(self) -> bool:
         """True if its agent can be sent messages."""
         return self.state is NodeState.ALIVE and self.is_registered
+
+    @property
+    def is_open(self) -> bool:
+        """True if workers may be placed here: what is free is known."""
+        is_clear = not self.leaving or not any(leaving.is_unknown for leaving in self.leaving.values())
+        return self.is_connected and self.has_reported and is_clear
 
     def held(self) -> Iterator[Allocation]:
         """Yield every allocation, those of incarnations that are still leaving included."""
@@ -282,6 +366,23 @@ class NodeRecord(msgspec.Struct, kw_only=True):
         for leaving in self.leaving.values():
             if leaving.allocation is not None and leaving.life[:2] not in self.allocations:
                 yield leaving.allocation
+
+    def hold(self, worker: WorkerRecord, allocation: Allocation | None) -> None:
+        """Note what a worker holds here; None: nothing any more."""
+        self.allocations.pop(worker.place_key, None)
+        if allocation is not None:
+            self.allocations[worker.place_key] = allocation
+        self.capacities.clear()
+
+    def capacity(self, accelerator_type: str, device_cap: int, *, is_empty: bool = False) -> NodeCapacity:
+        """Return what is free here for a job that has nothing here, with `is_empty` all of it; callers share it."""
+        key = (accelerator_type, device_cap, is_empty)
+        if (found := self.capacities.get(key)) is None:
+            found = NodeCapacity(self.name, self.info.resources, accelerator_type, device_cap, self.info.labels)
+            for allocation in () if is_empty else self.held():
+                found.subtract(allocation)
+            self.capacities[key] = found.shared()
+        return found
 
 
 class ParkedPoll(Value, frozen=True, kw_only=True):
@@ -302,31 +403,60 @@ class ParkedRead(Value, frozen=True, kw_only=True):
     node: str
 
 
+class HangWatch(msgspec.Struct, kw_only=True):
+    """Progress of a role, or of one worker, that has a `hang_timeout`."""
+
+    progressed_at: float = 0.0
+    suspected_at: float = 0.0
+    """Time at which its diagnosis began."""
+
+
+class StackCollection(msgspec.Struct, kw_only=True):
+    """Stacks that agents are asked for, until all have answered or the time is over."""
+
+    job_id: str
+    peer: bytes = b""
+    """Client that asked; empty if it is a diagnosis of the master's own."""
+    request_id: int = 0
+    hang: tuple[str, str] = ("", "")
+    """Role and worker whose hang is diagnosed."""
+    awaited: dict[str, list[WorkerRecord]] = {}
+    """Workers by the nodes that have not answered."""
+    reports: list[StackReport] = []
+
+
 class Cluster:
     """The whole state of the master."""
 
     def __init__(self, intervals: Intervals, relay: str) -> None:
         self.intervals = intervals
         self.relay = relay
-        """Address of the bus relay; empty if there is none."""
         self.term = 0
         """Number of terms before this one; keeps generations and versions rising."""
-        self.next_sequence = 1
-        self.next_event = 1
-        self.next_read = 1
+        self.next_sequence = self.next_event = self.next_read = 1
+        self.room = 0
+        """Number of times that waiting jobs may have got what they wait for."""
+        self.num_node_changes = 0
+        """Number of times that a node joined, was lost, or was taken out of service or put back."""
         self.nodes: dict[str, NodeRecord] = {}
         self.hosts: dict[str, set[str]] = {}
         """Nodes that have registered from each host, by host id; some may be elsewhere by now."""
+        self.snapshot_nodes: dict[str, NodeRecord] = {}
         self.jobs: dict[str, JobRecord] = {}
         self.events: dict[str, deque[EventRecord]] = {}
         self.timers: TimerTable[TimerKey] = TimerTable()
         self.leases: LeaseTable[str] = LeaseTable(intervals.lease_s)
         self.polls: dict[str, list[ParkedPoll]] = {}
         self.reads: dict[int, ParkedRead] = {}
+        self.collections: dict[int, StackCollection] = {}
+        self.hangs: dict[tuple[str, str, str], HangWatch] = {}
+        """Watches by job, role and worker; the worker is empty where the ranks of a role are watched together."""
         self.batched_at: dict[TimerKey, float] = {}
         """Time at which work that large clusters do in batches was last done."""
         self.news: dict[str, dict[str, DirectoryEntry]] = {}
         """Changed directory entries by job and worker, of which agents are to be notified."""
+        self.leaving: dict[str, dict[tuple[str, JobWorkerIncarnation], Leaving]] = {}
+        """The `leaving` of all nodes, by job."""
 
     @property
     def first_number(self) -> int:
@@ -335,7 +465,7 @@ class Cluster:
 
     def alive_nodes(self) -> list[NodeRecord]:
         """Return the nodes believed alive, heard from in this term or not."""
-        return [self.nodes[name] for name in sorted(self.nodes) if self.nodes[name].state is NodeState.ALIVE]
+        return [node for node in self.nodes.values() if node.state is NodeState.ALIVE]
 
     def nodes_of_host(self, host_id: str) -> list[NodeRecord]:
         """Return the nodes whose agent runs on this host."""
@@ -347,9 +477,19 @@ class Cluster:
         return None if job is None else job.workers.get(name)
 
     def leaving_of(self, job_id: str) -> list[Leaving]:
-        return [
-            leaving
-            for node in self.nodes.values()
-            for leaving in node.leaving.values()
-            if leaving.life.job_id == job_id
-        ]
+        return list(self.leaving.get(job_id, {}).values())
+
+    def add_leaving(self, node: NodeRecord, leaving: Leaving) -> None:
+        node.leaving[leaving.life] = leaving
+        node.capacities.clear()
+        self.leaving.setdefault(leaving.life.job_id, {})[node.name, leaving.life] = leaving
+
+    def remove_leaving(self, node: NodeRecord, life: JobWorkerIncarnation) -> bool:
+        """Return False if the incarnation was not expected to leave."""
+        if node.leaving.pop(life, None) is None:
+            return False
+        node.capacities.clear()
+        del self.leaving[life.job_id][node.name, life]
+        if not self.leaving[life.job_id]:
+            del self.leaving[life.job_id]
+        return True

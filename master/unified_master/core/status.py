@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from unified.protocol.client_master import JobLine, JobStatus, NodeStatus, RoleStatus, Story, WorkerStatus
 from unified.protocol.records import NodeResources, WorkerState
-from unified_master.core.scheduling.node_capacity import EPSILON, NodeCapacity
+from unified_master.core import budgets
+from unified_master.core.scheduling.node_capacity import EPSILON
 from unified_master.core.state import Cluster, JobRecord, NodeRecord, WorkerRecord
 
 
-def job_status(cluster: Cluster, job: JobRecord) -> JobStatus:
-    """Return everything about one job."""
+def job_status(cluster: Cluster, job: JobRecord, *, has_workers: bool = True) -> JobStatus:
+    """Return everything about one job; on demand without its workers, of which there may be many."""
     return JobStatus(
         job_id=job.job_id,
         name=job.spec.name,
@@ -33,10 +34,15 @@ def job_status(cluster: Cluster, job: JobRecord) -> JobStatus:
             )
             for role in job.spec.roles
         ],
-        workers=[_worker_status(cluster, job, worker) for worker in job.workers.values() if worker.kind == "worker"],
+        workers=[
+            _worker_status(cluster, job, worker)
+            for worker in (job.workers.values() if has_workers else ())
+            if worker.kind == "worker"
+        ],
         end=job.end,
         outcome=job.outcome,
         labels=job.spec.labels,
+        budgets=budgets.in_use(job),
     )
 
 
@@ -71,6 +77,9 @@ def node_status(now: float, node: NodeRecord) -> NodeStatus:
         num_workers=sum(1 for worker in node.incarnations.values() if worker.kind == "worker"),
         seen_s_ago=round(max(0.0, now - node.seen_at), 3),
         reason=node.reason,
+        drained=node.drained if node.drained is not None else node.stops or None,
+        num_leaving=len(node.leaving),
+        check=node.check,
     )
 
 
@@ -87,7 +96,7 @@ def story(cluster: Cluster, job: JobRecord, worker: WorkerRecord | None, limit: 
 def _worker_status(cluster: Cluster, job: JobRecord, worker: WorkerRecord) -> WorkerStatus:
     role = job.spec.role(worker.role)
     node = cluster.nodes.get(worker.node)
-    is_coming = worker.is_held or job.is_waiting or worker.incarnation < 0
+    is_coming = worker.is_held or job.is_waiting or worker.incarnation < 0 or job.is_absent(worker)
     return WorkerStatus(
         name=worker.name,
         role=worker.role,
@@ -110,9 +119,7 @@ def _worker_status(cluster: Cluster, job: JobRecord, worker: WorkerRecord) -> Wo
 
 def _free(node: NodeRecord) -> NodeResources:
     has = node.info.resources
-    left = NodeCapacity(node.name, has, "GPU", len(has.devices))
-    for allocation in node.held():
-        left.subtract(allocation)
+    left = node.capacity("GPU", len(has.devices))
     return NodeResources(
         cpu=max(0.0, left.cpu),
         memory_mb=max(0.0, left.memory_mb),

@@ -15,6 +15,8 @@ from unified_master.core.state import MAX_EVENTS, Cluster, JobRecord, NodeRecord
 BATCH_FROM = 64
 """Number of nodes from which on work is done in batches."""
 BATCH_S = 0.05
+LARGE_JOB = 256
+"""Number of workers from which on, in a large cluster, a job is looked at in batches too: each look costs that much."""
 
 
 class MasterStep:
@@ -27,6 +29,8 @@ class MasterStep:
         self.to_advance: dict[str, None] = {}
         self.to_send: dict[str, None] = {}
         self.wants_schedule = False
+        """True if what waiting jobs wait for may have changed."""
+        self.has_new_job = self.has_ended_job = False
         self._jobs: dict[str, JobRecord] = {}
         self._workers: dict[tuple[str, str], WorkerRecord] = {}
         self._visible: dict[str, JobRecord] = {}
@@ -53,6 +57,15 @@ class MasterStep:
     def save_worker(self, worker: WorkerRecord) -> None:
         """Save a worker whose record changed in something that neither people nor the job's course depend on."""
         self._workers[worker.place_key] = worker
+
+    def forget(self, job: JobRecord) -> None:
+        """Save nothing of a job any more, and delete what was saved."""
+        self._jobs.pop(job.job_id, None)
+        self.save("spec", job.job_id, None)
+        self.save("job", job.job_id, None)
+        for worker in job.workers.values():
+            self._workers.pop(worker.place_key, None)
+            self.save("worker", f"{job.job_id}/{worker.name}", None)
 
     def touch_ending_jobs(self) -> None:
         """Look again at jobs that stop: the last incarnations on a node may be known to have ended."""
@@ -116,9 +129,9 @@ class MasterStep:
         return node if node is not None and node.is_connected else None
 
 
-def count(number: int, noun: str) -> str:
+def count(number: int, noun: str, plural: str = "") -> str:
     """Return a number with its noun: ``1 worker``, ``2 workers``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{number} {noun}" if number == 1 else f"{number} {plural or f'{noun}s'}"
 
 
 def may_run_now(step: MasterStep, key: TimerKey) -> bool:

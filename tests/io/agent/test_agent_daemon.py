@@ -31,6 +31,7 @@ from unified.protocol.agent_master import (
     RegisterAgent,
 )
 from unified.protocol.client_master import Refused
+from unified.protocol.framing import PROTOCOL_VERSION
 from unified.protocol.records import DirectoryEntry, Reachability, WorkerState
 
 
@@ -113,8 +114,8 @@ def test_a_worker_lives_from_start_to_stop(begin: Begin, master: PlayedMaster) -
 @pytest.mark.parametrize(
     ("mode", "summary", "category", "traceback"),
     [
-        ("exit:3", "exited with code 3", "crash", "this is the end"),
-        ("kill", "killed by SIGKILL", "crash", ""),
+        ("exit:3", "exited with code 3; its last words: this is the end", "crash", "this is the end"),
+        ("kill", "killed by SIGKILL, which its agent did not send; the kernel counted no out", "crash", ""),
         ("fail", "ValueError: no", "user", ""),
     ],
 )
@@ -123,7 +124,10 @@ def test_how_a_life_ended_is_told(
 ) -> None:
     begin(a_job(mode))
     failure = master.failure()
-    assert (failure.summary, failure.category, failure.traceback) == (summary, category, traceback)
+    assert failure.summary.startswith(summary)
+    assert (failure.category, failure.traceback) == (category, traceback)
+    assert failure.evidence is not None
+    assert failure.evidence.peak_mb > 1
 
 
 def test_a_worker_that_ends_itself_with_code_0_ended_well(begin: Begin, master: PlayedMaster) -> None:
@@ -190,7 +194,7 @@ def test_an_interpreter_with_another_protocol_is_a_failure_of_setup_each_time(
         master.desire(a_worker(incarnation=incarnation), jobs=[a_job("finish", python=python)])
         failure = master.failure(f"w-0#{incarnation}")
         assert failure.category == "setup"
-        assert "its unified speaks protocol version 99, the agent 1; install the same release." in failure.summary
+        assert f"protocol version 99, the agent {PROTOCOL_VERSION}; install the same release." in failure.summary
     eventually(lambda: len(agent.descendants()) == 1, message="its zygote is not sent away")
 
 
@@ -270,9 +274,51 @@ def test_a_killed_zygote_takes_its_workers_and_is_replaced(begin: Begin, master:
     assert zygote in agent.descendants()
     os.kill(zygote, signal.SIGKILL)
     workers = master.observe(both_are(WorkerState.EXITED))
-    assert {worker.failure.summary for worker in workers.values() if worker.failure} == {"killed by SIGKILL"}
+    assert {worker.failure.summary for worker in workers.values() if worker.failure} == {
+        "killed by SIGKILL: the zygote that it was forked from was killed by SIGKILL"
+    }
     master.desire(a_worker(0, incarnation=1), jobs=[job])
     master.reaches("w-0#1", WorkerState.RUNNING)
+
+
+def test_a_zygote_that_hangs_is_replaced_and_its_workers_live_on(
+    begin: Begin, master: PlayedMaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNIFIED_FORK_S", "1")
+    job = a_job("finish")
+    agent = begin(job, a_worker(0), a_worker(1))
+    workers = master.observe(both_are(WorkerState.FINISHED))
+    zygote = parent_of(workers["w-0#0"].pid)
+    os.kill(zygote, signal.SIGSTOP)
+    master.desire(a_worker(0), a_worker(1), a_worker(2), jobs=[job])
+    why = f"could not be started: its zygote (pid {zygote}) hangs: it has said nothing for 1 s"
+    assert master.failure("w-2#0").summary == why
+    master.desire(a_worker(0), a_worker(1), a_worker(2, incarnation=1), jobs=[job])
+    assert parent_of(master.reaches("w-2#1", WorkerState.FINISHED).pid) != zygote
+    assert {parent_of(worker.pid) for worker in workers.values()} == {zygote}
+    os.kill(workers["w-0#0"].pid, signal.SIGKILL)
+    assert master.failure("w-0#0").summary.startswith("killed by SIGKILL, which its agent did not send")
+    assert process.is_alive(zygote)
+    master.desire(a_worker(2, incarnation=1), jobs=[job])
+    assert master.reaches("w-1#0", WorkerState.EXITED).failure is None
+    eventually(lambda: zygote not in agent.descendants(), message="it outlived its last worker")
+
+
+def test_an_end_that_a_hanging_zygote_does_not_tell_is_seen(
+    begin: Begin, master: PlayedMaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNIFIED_FORK_S", "1")
+    begin(a_job("finish"), a_worker())
+    worker = master.reaches("w-0#0", WorkerState.FINISHED)
+    os.kill(parent_of(worker.pid), signal.SIGSTOP)
+    os.kill(worker.pid, signal.SIGKILL)
+    assert master.failure().summary.startswith("killed by SIGKILL, which its agent did not send")
+
+
+def parent_of(pid: int) -> int:
+    found = process.facts(pid)
+    assert found is not None
+    return found.parent
 
 
 def test_what_workers_of_a_killed_zygote_left_is_ended(begin: Begin, master: PlayedMaster) -> None:
@@ -368,19 +414,19 @@ def test_workers_outlive_a_master_and_are_told_to_the_next(begin: Begin, master:
 
 
 @pytest.mark.parametrize(
-    ("answer", "version", "reason"),
+    ("answer", "ahead", "reason"),
     [
-        (AgentRefused(reason="node n1 is alive on another host"), 1, "node n1 is alive on another host"),
-        (Refused(code="version", reason="speak version 2"), 1, "refuses this agent: speak version 2"),
-        (HeartbeatSeen(), 2, "the peer speaks protocol version 2, this side speaks 1"),
+        (AgentRefused(reason="node n1 is alive on another host"), 0, "node n1 is alive on another host"),
+        (Refused(code="version", reason="speak version 2"), 0, "refuses this agent: speak version 2"),
+        (HeartbeatSeen(), 1, f"version {PROTOCOL_VERSION + 1}, this side speaks {PROTOCOL_VERSION}"),
     ],
 )
 def test_a_refusal_ends_it_with_one_line(
-    start: Start, master: PlayedMaster, answer: AgentToMaster, version: int, reason: str
+    start: Start, master: PlayedMaster, answer: AgentToMaster, ahead: int, reason: str
 ) -> None:
     agent = start()
     master.hear(RegisterAgent)
-    master.say(answer, version=version)
+    master.say(answer, version=PROTOCOL_VERSION + ahead)
     assert agent.wait() == 1
     last = agent.stderr.splitlines()[-1]
     assert last.startswith("unified-agent: ")

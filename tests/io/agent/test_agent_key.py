@@ -10,6 +10,7 @@ from tests.support.agents import AgentProcess, PlayedMaster, a_job, a_worker, ev
 from unified import process
 from unified.protocol.agent_master import AgentRegistered, HeartbeatSeen, ObservedWorkers, RegisterAgent
 from unified.protocol.client_master import Refused
+from unified.protocol.framing import PROTOCOL_VERSION
 from unified.protocol.records import WorkerState
 from unified.security.curve import new_key
 from unified.security.keys import ClusterKey, write_key
@@ -113,8 +114,8 @@ def test_a_member_bears_frames_of_another_version(start: Start, play: Play) -> N
     master.desire(a_worker(), jobs=[a_job("finish")])
     pid = master.reaches("w-0#0", WorkerState.FINISHED).pid
     for _ in range(3):
-        master.say(HeartbeatSeen(), version=2)
-        master.say(AgentRegistered(lease_s=2.0, heartbeat_s=0.1), version=2)
+        master.say(HeartbeatSeen(), version=PROTOCOL_VERSION + 1)
+        master.say(AgentRegistered(lease_s=2.0, heartbeat_s=0.1), version=PROTOCOL_VERSION + 1)
         master.say(Refused(code="version", reason="speak version 2."))
     assert eventually(lambda: agent.stderr.count("event=master-unreadable") >= 2)
     master.generation += 1

@@ -98,10 +98,10 @@ def test_what_is_printed_can_be_read_while_the_worker_lives(desk: Desk, tmp_path
 
 def test_the_end_of_a_life_brings_its_last_lines(desk: Desk) -> None:
     out, err = desk.reader.open(LIFE)
-    os.write(err, b"".join(b"line %d\n" % number for number in range(30)))
+    os.write(err, b"".join(b"line %d\n" % number for number in range(50)))
     desk.reader.finish(LIFE, -9)
     closed = desk.next()
-    assert closed == OutputClosed(LIFE, -9, "\n".join(f"line {number}" for number in range(10, 30)))
+    assert closed == OutputClosed(LIFE, -9, "\n".join(f"line {number}" for number in range(10, 50)))
     os.close(out)  # a stray that still holds the pipe holds nothing up
     os.close(err)
 
@@ -272,3 +272,8 @@ def test_a_reader_that_asks_no_more_is_not_waited_for(tmp_path: Path) -> None:
     assert found.data == b"\n"
     desk.reader.close()
     os.close(err)
+
+
+def test_the_end_of_a_fault_is_left_out_of_the_last_lines(tmp_path: Path) -> None:
+    (tmp_path / "err").write_text(f"Fatal\n  File x, line 3\n\nExtension modules: {', '.join(['numpy'] * 500)}\n")
+    assert last_lines(tmp_path / "err") == "Fatal\n  File x, line 3\n"

@@ -29,7 +29,7 @@ from unified.protocol.client_master import (
     StopJob,
     SubmitJob,
 )
-from unified.protocol.framing import MAX_MESSAGE
+from unified.protocol.framing import MAX_MESSAGE, PROTOCOL_VERSION
 from unified.protocol.records import Stage
 from unified.testing import eventually
 
@@ -152,7 +152,9 @@ def test_another_version_is_an_error_of_its_own(fake_master: FakeMaster, how: st
         connection.request(ListNodes())
 
 
-@pytest.mark.parametrize("frames", [[b"rubbish"], [b"\xff\xff", b"more"], [b"\x92\x01\x01", b"\xc1"], [b""]])
+@pytest.mark.parametrize(
+    "frames", [[b"rubbish"], [b"\xff\xff", b"more"], [bytes([0x92, PROTOCOL_VERSION, 1]), b"\xc1"], [b""]]
+)
 def test_rubbish_is_refused_and_the_connection_goes_on(fake_master: FakeMaster, frames: list[bytes]) -> None:
     fake_master.respond = lambda message: frames if isinstance(message, ListNodes) else JobList(jobs=[])
     with MasterConnection(fake_master.address) as connection:

@@ -20,6 +20,7 @@ import pytest
 from tests.support.fake_master import FakeMaster
 from tests.support.gateway_process import PAYLOAD, TOKEN, GatewayUnderTest, StartGateway
 from tests.support.master_process import MasterProcess, StartMaster
+from tests.support.ports import unused_port
 from unified.client.connection import MasterConnection
 from unified.process import every_process, is_alive
 from unified.protocol.client_master import JobList, ListJobs
@@ -237,6 +238,7 @@ def test_a_client_that_writes_too_fast_is_slowed_down(start_master: StartMaster,
     assert gateway.client.get("/train/train-tiny").status_code == 200
 
 
+@pytest.mark.slow
 def test_while_the_master_is_away_requests_fail_soon_and_say_so_and_then_go_on(
     start_master: StartMaster, start_gateway: StartGateway
 ) -> None:
@@ -278,6 +280,7 @@ def test_a_gateway_that_is_killed_and_comes_back_knows_all_that_it_knew(
     assert post(again, env={"A": "2"}).status_code == 409
 
 
+@pytest.mark.slow
 def test_however_many_ask_for_status_the_master_is_asked_once_a_second(
     fake_master: FakeMaster, start_gateway: StartGateway
 ) -> None:
@@ -321,10 +324,9 @@ def test_the_service_describes_itself_and_counts_its_requests(gateway: GatewayUn
     assert 'unified_gateway_runs{status="submitted"} 1.0' in text
 
 
+@pytest.mark.slow
 def test_a_master_starts_its_gateway_again_and_takes_it_along(start_master: StartMaster, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = unused_port()
     master = start_master("--http", str(port))
     url = f"http://127.0.0.1:{port}"
     eventually(lambda: _is_up(url), 20, "the master started no gateway")
@@ -407,6 +409,7 @@ def test_a_signal_ends_a_gateway_that_is_still_starting(start_gateway: StartGate
     assert "Traceback" not in gateway.log.read_text()
 
 
+@pytest.mark.slow
 def test_a_connection_that_brings_no_request_is_closed(start_master: StartMaster, start_gateway: StartGateway) -> None:
     gateway = start_gateway("--master", start_master().address, env={"TRAINER_API_HEAD_WITHIN_S": "1"})
     url = httpx.URL(gateway.url)

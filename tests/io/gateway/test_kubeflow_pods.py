@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.ports import unused_port
 from unified_master.gateway.kubernetes import manifest
 from unified_master.gateway.kubernetes.conditions import record_of, with_pods
 from unified_master.gateway.kubernetes.manifest import KubeflowOptions, pytorch_job
@@ -39,8 +39,7 @@ class Pods:
     """Processes of a `PyTorchJob`, one for each pod."""
 
     def __init__(self, job: dict[str, Any], folder: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = unused_port()
         self.folder = folder
         self.processes: list[subprocess.Popen[bytes]] = []
         replicas = job["spec"]["pytorchReplicaSpecs"]

@@ -19,7 +19,7 @@ from tests.support.master_process import PATIENCE_MS, StartMaster
 from tests.support.sim.sim_agent import Said, SimAgent, resources
 from unified.errors import InvariantError, UnifiedError
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
-from unified.protocol.agent_master import DesiredWorkers, MasterToAgent, master_to_agent
+from unified.protocol.agent_master import DesiredWorkers, MasterStopping, MasterToAgent, master_to_agent
 from unified.protocol.client_master import (
     Accepted,
     ClientToMaster,
@@ -241,6 +241,17 @@ def test_sigterm_ends_it_cleanly(start_master: StartMaster, connect: Connect) ->
     assert again.address
     both = re.findall(r"relay=(tcp://\S+)", again.log.read_text())
     assert both == [relay, relay], "workers that lived on know no other relay"
+
+
+def test_sigterm_ends_it_when_its_agents_know(start_master: StartMaster, connect: Connect) -> None:
+    master = start_master()
+    agents = [FakeAgent(connect(master.address), node) for node in ("n1", "n2")]
+    for agent in agents:
+        agent.until(lambda: any(isinstance(message, DesiredWorkers) for message in agent.heard))  # noqa: B023
+    master.process.send_signal(signal.SIGTERM)
+    for agent in agents:  # one after the other: the second is told although the first has answered
+        agent.until(lambda: any(isinstance(message, MasterStopping) for message in agent.heard))  # noqa: B023
+    assert master.process.wait(10) == 0
 
 
 def test_a_wildcard_address_is_advertised_as_one_that_can_be_reached(

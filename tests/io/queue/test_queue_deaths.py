@@ -1,5 +1,6 @@
 """What becomes of a queue when those who use it, or its owner, die."""
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -180,7 +181,15 @@ def test_a_journal_that_did_not_come_along_is_missed(
     theirs.put(2)
     owner.die()
     pending = theirs.put_async(3)
-    world.worker("a", 1).queue(**{**durable, "path": tmp_path / "elsewhere.sqlite"})
+    elsewhere = {**durable, "path": tmp_path / "elsewhere.sqlite"}
+    for incarnation in (1, 2):  # an incarnation that finds none leaves none for the next
+        worker = world.worker("a", incarnation)
+        with pytest.raises(
+            QueueJournalError, match=rf"was {re.escape(str(durable['path']))} on node n1, and this worker"
+        ):
+            worker.queue(**elsewhere)
+        worker.die()
+    world.worker("a", 3).queue(**{**elsewhere, "durable": "anew"})
     with pytest.raises(QueueLostError, match="without its journal"):
         pending.result(PATIENCE_S)
 

@@ -147,6 +147,7 @@ def test_the_newest_checkpoints_are_kept(data: str, base: str) -> None:
     assert "checkpoints/step-000010.pt" not in keys(base)
 
 
+@pytest.mark.slow
 def test_bf16_and_a_tied_decoder_with_grouped_heads(data: str, base: str) -> None:
     model = "config:{hidden_size: 16, num_attention_heads: 4, num_key_value_heads: 2, tie_word_embeddings: true}"
     codes, outputs = run_ranks(options(base, data, model=model, max_steps=4, precision="bf16", save_steps=0))

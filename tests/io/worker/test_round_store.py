@@ -8,9 +8,9 @@ from types import MappingProxyType
 
 import pytest
 
+from tests.support.ports import unused_port
 from unified.errors import ClusterError
 from unified.protocol.agent_master import RunOrder
-from unified.worker.process_group import wait_for_all
 from unified.worker.rendezvous_store import RoundStores, connect, open_round
 
 pytest.importorskip("torch")
@@ -84,25 +84,8 @@ def test_rank_that_waits_in_vain_is_told_for_whom(host: Host) -> None:
         open_round(host.order("nobody-asks", rank=1), "trainer", 0.2)
 
 
-def test_ranks_wait_until_the_groups_of_all_are_up(host: Host) -> None:
-    port = host.stores.port
-    with ThreadPoolExecutor() as pool:
-        first = pool.submit(wait_for_all, connect("127.0.0.1", port, 10), host.order("a"), 10)
-        with pytest.raises(TimeoutError):
-            first.result(0.1)
-        wait_for_all(connect("127.0.0.1", port, 10), host.order("a", rank=1), 10)
-        first.result(10)
-
-
-def test_rank_whose_peers_do_not_come_is_told_how_many_did(host: Host) -> None:
-    with pytest.raises(ClusterError, match=r"rank 1 waited 0\.2 s .* of all 2 ranks, and those of 1 are up"):
-        wait_for_all(connect("127.0.0.1", host.stores.port, 10), host.order("a", rank=1), 0.2)
-
-
 def test_a_port_that_was_chosen_is_that_of_every_round() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = unused_port()
     host = Host({"trainer": port})
     host.answer(3)
     rounds = [open_round(host.order(prefix), "trainer", 10) for prefix in ("a", "b")]

@@ -47,6 +47,12 @@ def test_function_lives_from_hello_to_exit(agent: Agent) -> None:
     assert list(agent.run_dir.rglob("*.sock")) == []
 
 
+def test_a_worker_gives_way_to_daemons(agent: Agent) -> None:
+    child = agent.run("import os\ndef run():\n    print(os.nice(0))\n", "run")
+    child.expect(Finished)
+    assert int(child.output.read_text()) == min(19, os.nice(0) + 1)
+
+
 def test_class_is_made_and_run(agent: Agent) -> None:
     child = agent.run(
         """

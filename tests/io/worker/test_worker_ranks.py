@@ -1,6 +1,7 @@
 """Real ranks of an elastic role, and the store of their rounds."""
 
 import os
+import re
 import signal
 import socket
 from typing import Any
@@ -93,4 +94,4 @@ def test_round_without_a_store_says_whom_it_awaited(agent: Agent) -> None:
         child.run(RunOrder(round=1, rank=0, world_size=1, store_host="127.0.0.1", store_port=port, store_prefix="p"))
         failure = child.failure()
     assert failure.category == "crash"
-    assert f"rank 0 waited 0.2 s for the job's store at 127.0.0.1:{port}" in failure.summary
+    assert re.search(rf"rank 0 waited \d+\.\d s for the job's store at 127\.0\.0\.1:{port}", failure.summary)

@@ -11,6 +11,9 @@ import sys
 import threading
 import time
 
+from msgspec import structs
+
+from unified.job.shared_spec import map_spec
 from unified.protocol.framing import StreamBuffer, encode_stream
 from unified.protocol.records import Failure, Inbox, Progress
 from unified.protocol.worker_agent import (
@@ -33,14 +36,19 @@ class Orders:
         self.control = control
         self._buffer = StreamBuffer()
         self._bodies: list[bytes] = []
+        self._passed: list[int] = []
 
     def next(self) -> AgentToWorker:
         while not self._bodies:
-            data = self.control.recv(65536)
+            data, passed, _, _ = socket.recv_fds(self.control, 65536, 1)
+            self._passed += passed
             if not data:
                 os._exit(9)
             self._bodies += self._buffer.feed(data)
-        return agent_to_worker.decode(self._bodies.pop(0))
+        order = agent_to_worker.decode(self._bodies.pop(0))
+        if isinstance(order, Launch) and order.spec_bytes:
+            return structs.replace(order, spec=map_spec(self._passed.pop(0), order.spec_bytes))
+        return order
 
     def say(self, word: object) -> None:
         self.control.sendall(encode_stream(word))

@@ -5,26 +5,39 @@ from collections.abc import Iterable
 import msgspec
 
 from unified.core.timers import TimerTable
+from unified.job.spec import JobSpec
 from unified.protocol.agent_master import (
     AgentHeartbeat,
     AgentLeaving,
     AgentRegistered,
-    AgentToMaster,
     DesiredWorker,
     DesiredWorkers,
-    LogRead,
     MasterToAgent,
     ObservedWorker,
     ObservedWorkers,
     ReadAgentLog,
+    ReadStacks,
     RegisterAgain,
     RegisterAgent,
+    StacksRead,
 )
-from unified.protocol.records import Device, Failure, Inbox, NameClaims, NodeResources, Progress, WorkerState
+from unified.protocol.records import (
+    Failure,
+    Inbox,
+    NameClaims,
+    NodeCheckReport,
+    NodeResources,
+    Progress,
+    WorkerState,
+)
+from unified.protocol.snapshots import ServerAddress, SnapshotHost
+from unified.protocol.stacks import GroupCollectives, StackReport, StackSource, WorkerStacks
+from unified_agent.core.lease_keeping import NodeLease
+from unified_simulator.agent import REJOINS, Delays, log_of, next_claims, resources
+from unified_simulator.node import Said
 
+__all__ = ["REJOINS", "Delays", "Said", "resources"]
 Life = tuple[str, str, int]
-Said = tuple[int, AgentToMaster]
-"""Request id and message."""
 
 
 class SimLife(msgspec.Struct):
@@ -35,14 +48,9 @@ class SimLife(msgspec.Struct):
     progress: Progress | None = None
     claims: NameClaims = NameClaims()
     is_begun: bool = False
-
-
-class Delays(msgspec.Struct, frozen=True):
-    """Seconds that things take on a simulated node."""
-
-    start: float = 0.05
-    run: float = 0.01
-    stop: float = 0.10
+    can_rejoin: bool = False
+    left_round: int = 0
+    node_check: NodeCheckReport | None = None
 
 
 class SimAgent:
@@ -57,8 +65,10 @@ class SimAgent:
         host_id: str = "",
         delays: Delays | None = None,
         labels: dict[str, str] | None = None,
+        snapshots: SnapshotHost | None = None,
     ) -> None:
         self.node = node
+        self.snapshots = snapshots
         self.labels = labels or {}
         self.resources = resources
         self.incarnation = incarnation
@@ -70,15 +80,34 @@ class SimAgent:
         self.is_stuck = False
         """Its processes ignore SIGTERM; they end at the end of their grace."""
         self.never_starts = False
+        self.collectives: dict[str, list[GroupCollectives] | None] = {}
+        """Process groups of workers, for those who ask for stacks; None: that one does not answer."""
+        self.is_mute = False
+        """Nobody is told any stacks."""
+        self.is_hung = False
+        """Its elastic loops do not get out of a collective."""
         self._timers: TimerTable[tuple[str, Life | None]] = TimerTable()
         self._graces: dict[str, float] = {}
+        self._jobs: dict[str, JobSpec] = {}
+        self.copy_nodes: dict[str, ServerAddress | None] = {}
+        """Nodes that hold copies of the jobs that are here, as the master said last."""
 
     @property
     def next_deadline(self) -> float | None:
         return self._timers.next_deadline
 
+    @property
+    def is_quiet(self) -> bool:
+        return False
+
+    def rouse(self, now: float) -> None:
+        pass
+
     def begin(self, now: float) -> list[Said]:
         self._timers.arm(("heartbeat", None), now + self.heartbeat_s)
+        return [(1, self._registration())]
+
+    def reached(self, now: float) -> list[Said]:
         return [(1, self._registration())]
 
     def receive(self, now: float, request_id: int, message: MasterToAgent) -> list[Said]:
@@ -91,8 +120,22 @@ class SimAgent:
                 return self._converge(now, message)
             case ReadAgentLog():
                 return [(request_id, log_of(message, self.node, self.incarnation))]
+            case ReadStacks():
+                return [] if self.is_mute else [(request_id, self._stacks(message))]
             case _:
                 return []
+
+    def lease(self, turned_at: float) -> NodeLease:
+        return NodeLease()  # it has no lease keeper
+
+    def lose_lease(self, reason: str) -> list[Said]:
+        return []
+
+    def kill_processes(self) -> None:
+        pass
+
+    def die(self) -> None:
+        pass
 
     def tick(self, now: float) -> list[Said]:
         said: list[Said] = []
@@ -128,6 +171,34 @@ class SimAgent:
             sim.claims = next_claims(sim.claims, names)
         return [self._observed()]
 
+    def _stacks(self, order: ReadStacks) -> StacksRead:
+        living = [life for life, sim in self.lives.items() if sim.state is not WorkerState.EXITED]
+        workers = []
+        for job_id, name, incarnation in living:
+            if job_id == order.job_id and name in order.workers:
+                groups = self.collectives.get(name, [])
+                rank = self.lives[job_id, name, incarnation].wanted.rank
+                note = "its process was stopped" if groups is None else ""
+                source: StackSource = "none" if groups is None else "interpreter"
+                stacks = WorkerStacks(
+                    worker=name, incarnation=incarnation, rank=rank, source=source, note=note, groups=groups
+                )
+                workers.append(stacks)
+        return StacksRead(node=self.node, incarnation=self.incarnation, report=StackReport(workers=workers))
+
+    def leave_round(self, job_id: str, worker: str) -> list[Said]:
+        """A collective of an elastic loop fails."""
+        for sim in self._running(job_id, worker):
+            if sim.can_rejoin:
+                sim.left_round = sim.round
+        return [self._observed()]
+
+    def check_node(self, job_id: str, worker: str, report: NodeCheckReport) -> list[Said]:
+        """A rank has checked its node together with the others of its round."""
+        for sim in self._running(job_id, worker):
+            sim.node_check = report
+        return [self._observed()]
+
     def leave(self) -> list[Said]:
         return [(3, AgentLeaving(node=self.node, incarnation=self.incarnation, reason="SIGTERM"))]
 
@@ -144,20 +215,30 @@ class SimAgent:
             pid=1,
             resources=self.resources,
             labels=self.labels,
+            snapshots=self.snapshots,
         )
 
     def _converge(self, now: float, message: DesiredWorkers) -> list[Said]:
         if message.generation < self.generation:
             return []
+        known = self._jobs | {job.job_id: job.spec for job in message.jobs if job.spec is not None}
+        if any(job.job_id not in known for job in message.jobs):
+            return []  # an earlier message was lost
         self.generation = message.generation
+        self._jobs = {job.job_id: known[job.job_id] for job in message.jobs}
         self._graces = {
-            job.job_id: job.spec.stop_grace_s if job.stop_grace_s is None else job.stop_grace_s for job in message.jobs
+            job.job_id: self._jobs[job.job_id].stop_grace_s if job.stop_grace_s is None else job.stop_grace_s
+            for job in message.jobs
         }
+        self.copy_nodes = {job.job_id: job.copy_node for job in message.jobs}
         wanted = {(one.job_id, one.name, one.worker_incarnation): one for one in message.workers}
         for life, sim in list(self.lives.items()):
             if life in wanted:
                 sim.wanted = wanted[life]
-                if sim.state is WorkerState.READY and sim.wanted.run is not None:
+                run, notice = sim.wanted.run, sim.wanted.notice
+                if notice is not None and sim.can_rejoin and sim.left_round < notice.round and not self.is_hung:
+                    self._timers.arm(("leave", life), now + self.delays.leave)
+                elif run is not None and (sim.state is WorkerState.READY or (sim.can_rejoin and run.round > sim.round)):
                     self._timers.arm(("run", life), now + self.delays.run)
             elif sim.state is WorkerState.EXITED or not sim.is_begun:
                 del self.lives[life]
@@ -192,9 +273,15 @@ class SimAgent:
                 sim.state = WorkerState.READY
                 if sim.wanted.run is not None:
                     self._timers.arm(("run", life), now + self.delays.run)
-            case "run", WorkerState.READY:
+            case "run", WorkerState.READY | WorkerState.RUNNING:
+                if self.is_hung and sim.state is WorkerState.RUNNING:
+                    return False
                 sim.state = WorkerState.RUNNING
                 sim.round = sim.wanted.run.round if sim.wanted.run is not None else 0
+                role = sim.wanted.role
+                sim.can_rejoin = bool(role) and self._jobs[life[0]].role(role).entry_point.target == REJOINS
+            case "leave", WorkerState.RUNNING if sim.wanted.notice is not None:
+                sim.left_round = sim.wanted.notice.round
             case "gone", WorkerState.STOPPING:
                 del self.lives[life]
                 self._begin_free(now)
@@ -226,25 +313,7 @@ class SimAgent:
             failure=sim.failure,
             log_file=f"/logs/{life[0]}/{life[1]}/{life[2]}.err",
             claims=sim.claims,
+            can_rejoin=sim.can_rejoin,
+            left_round=sim.left_round,
+            node_check=sim.node_check,
         )
-
-
-def log_of(order: ReadAgentLog, node: str, incarnation: str) -> LogRead:
-    data = f"{order.worker}#{order.worker_incarnation} says hello\n".encode()
-    return LogRead(node=node, incarnation=incarnation, data=data, offset=0, next_offset=len(data), size=len(data))
-
-
-def next_claims(claims: NameClaims, names: Iterable[str]) -> NameClaims:
-    """The set after one step: what is new in it is claimed, what is missing is withdrawn."""
-    number = claims.number + 1
-    return NameClaims(number=number, names={name: claims.names.get(name, number) for name in names})
-
-
-def resources(cpu: float = 8, devices: int = 0, kind: str = "virtual", **user: float) -> NodeResources:
-    return NodeResources(
-        cpu=cpu,
-        memory_mb=16000,
-        disk_mb=100000,
-        devices=[Device(index=index, kind=kind) for index in range(devices)],
-        user_defined=user,
-    )

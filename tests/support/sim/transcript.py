@@ -1,12 +1,13 @@
 """Golden transcripts: commands above the line, everything decided and sent below it."""
 
 import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.support.master import CRASH, ENTRY, all_run
-from tests.support.sim.real_agent import RealAgent
-from tests.support.sim.sim_agent import SimAgent, resources
+from tests.support.master import CRASH, ENTRY, LOOP, all_run
+from tests.support.sim.chaos import play
+from tests.support.sim.sim_agent import SimAgent
 from tests.support.sim.world import World
 from unified.job.spec import Communication, JobSpec, Resources, RoleSpec
 from unified.protocol.agent_master import (
@@ -18,10 +19,12 @@ from unified.protocol.agent_master import (
     ObservedWorkers,
     RegisterAgent,
 )
-from unified.protocol.client_master import Accepted, Done, Refused, RestartWorkers, StopJob, SubmitJob
+from unified.protocol.client_master import Accepted, Done, DrainNode, Refused, RestartWorkers, StopJob, SubmitJob
 from unified.protocol.records import EventRecord, Failure, Stage
+from unified_simulator.agent import SimulatedAgent, resources
 
 LINE = "----"
+SCENARIOS = Path(__file__).parents[2] / "sim" / "scenarios"
 
 
 def split(path: Path) -> tuple[list[str], str]:
@@ -35,6 +38,8 @@ class Transcript:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self._seed_now: float | None = None
+        """Time in the world of a seed, which is another than ours."""
         self._known: dict[str, dict[str, str]] = {}
         self._states: dict[str, dict[str, str]] = {}
         self.world = World(watch=self._watch)
@@ -47,15 +52,20 @@ class Transcript:
             "fail": self._fail,
             "finish": self._finish,
             "claim": self._claim,
+            "break": self._break,
             "stop": self._stop,
             "restart": self._restart,
             "lose": lambda words, _: self.world.kill_agent(words[0]),
             "leave": self._leave,
+            "hang": lambda words, _: setattr(self.world.sim_agent(words[0]), "is_hung", True),
             "cut": lambda words, _: self.world.cut.add(words[0]),
             "heal": lambda words, _: self.world.cut.discard(words[0]),
             "stuck": self._stuck,
+            "unkept": lambda words, _: setattr(self.world.keepers[words[0]], "is_over", True),
+            "drain": self._drain,
             "master": self._master,
             "status": self._status,
+            "seed": self._seed,
         }
 
     def play(self, commands: list[str]) -> str:
@@ -77,7 +87,7 @@ class Transcript:
             incarnation = options.get("incarnation", "a")
             host = options.get("host", "")
             self.world.add(
-                RealAgent(name, offered, lambda: self.world.now, incarnation=incarnation, host_id=host)
+                SimulatedAgent(name, offered, lambda: self.world.now, incarnation=incarnation, host_id=host)
                 if options.get("core") == "real"
                 else SimAgent(name, offered, incarnation=incarnation, host_id=host)
             )
@@ -128,6 +138,11 @@ class Transcript:
         job_id, name, node, agent = _worker(self.world, words[0], words[1])
         self.world.say(node, agent.claim(job_id, name, words[2:]))
 
+    def _break(self, words: list[str], options: dict[str, str]) -> None:
+        """``break JOB WORKER``: a collective of its elastic loop fails."""
+        job_id, name, node, agent = _worker(self.world, words[0], words[1])
+        self.world.say(node, agent.leave_round(job_id, name))
+
     def _stop(self, words: list[str], options: dict[str, str]) -> None:
         self.world.ask(StopJob(job=words[0], force="force" in words))
 
@@ -142,10 +157,17 @@ class Transcript:
     def _stuck(self, words: list[str], options: dict[str, str]) -> None:
         self.world.agents[words[0]].is_stuck = True
 
+    def _drain(self, words: list[str], options: dict[str, str]) -> None:
+        self.world.ask(DrainNode(node=words[0]))
+
     def _master(self, words: list[str], options: dict[str, str]) -> None:
         assert words == ["restart"]
         self._write("the master is killed and started again")
         self.world.restart_master()
+
+    def _seed(self, words: list[str], options: dict[str, str]) -> None:
+        """``seed 17``: random jobs under random faults."""
+        play(int(words[0]), self._watch_seed)
 
     def _status(self, words: list[str], options: dict[str, str]) -> None:
         job = self.world.job(words[0])
@@ -161,10 +183,17 @@ class Transcript:
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def _write(self, text: str) -> None:
-        self.lines.append(f"{self.world.now if hasattr(self, 'world') else 0.0:7.3f} {text}")
+        now = self._seed_now if self._seed_now is not None else self.world.now if hasattr(self, "world") else 0.0
+        self.lines.append(f"{now:7.3f} {text}")
+
+    def _watch_seed(self, now: float, who: str, what: object) -> None:
+        self._seed_now = now
+        self._watch(now, who, what)
 
     def _watch(self, _now: float, who: str, what: object) -> None:
         match what:
+            case str():
+                self._write(f"{who}   {what}")
             case EventRecord():
                 where = " ".join(word for word in (what.job, _short(what.worker) or what.role) if word)
                 self._write(f"master  {what.event} {where or what.node}: {what.reason}")
@@ -220,7 +249,8 @@ class Transcript:
 
 
 def _orders(one: DesiredWorker) -> str:
-    return f"run round {one.run.round} rank {one.run.rank} of {one.run.world_size}:" if one.run else ""
+    run = f"run round {one.run.round} rank {one.run.rank} of {one.run.world_size}:" if one.run else ""
+    return f"notice of round {one.notice.round} ({one.notice.kind}):" if one.notice else run
 
 
 def _short(name: str) -> str:
@@ -231,7 +261,7 @@ def _short(name: str) -> str:
     return f"{role}-{world_rank.split('-')[1]}"
 
 
-def _worker(world: World, job: str, short: str) -> tuple[str, str, str, SimAgent | RealAgent]:
+def _worker(world: World, job: str, short: str) -> tuple[str, str, str, SimAgent | SimulatedAgent]:
     record = world.job(job)
     found = next(worker for worker in record.workers.values() if _short(worker.name) == short)
     return record.job_id, found.name, found.node, world.agents[found.node]
@@ -244,8 +274,8 @@ def _role(name: str, text: str) -> RoleSpec:
     device = next((float(word.split("=")[1]) for word in words if word.startswith("device=")), 0.0)
     return RoleSpec(
         name=name,
-        kind="elastic" if "elastic" in words else "simple",
-        entry_point=ENTRY,
+        kind="elastic" if "elastic" in words or "rejoins" in words else "simple",
+        entry_point=LOOP if "rejoins" in words else ENTRY,
         total=int(total),
         resources=Resources(accelerator=device),
         is_driver="not_driver" not in words,
@@ -256,4 +286,21 @@ def _role(name: str, text: str) -> RoleSpec:
 
 
 def key_of(word: str) -> bool:
-    return word.split("=")[0] in ("per_group", "max_restart", "per_node_max_failure")
+    return word.split("=")[0] in ("per_group", "max_restart", "per_node_max_failure", "min_nodes", "max_nodes")
+
+
+def main() -> None:
+    """Print the transcript of a seed; given a name, too, keep it as the scenario of that name."""
+    seed, names = sys.argv[1], sys.argv[2:]
+    transcript = Transcript()
+    try:
+        transcript.play([f"seed {seed}"])
+    finally:
+        found = "".join(f"{line}\n" for line in transcript.lines)
+        sys.stdout.write(found)
+        for name in names:
+            (SCENARIOS / f"{name}.txt").write_text(f"seed {seed}\n{LINE}\n{found}")
+
+
+if __name__ == "__main__":
+    main()

@@ -9,7 +9,7 @@ from tests.support.agent_core import FACTS
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.agent_master import DesiredWorker
 from unified.protocol.records import Device, NodeResources
-from unified_agent.core.launching import launch_of
+from unified_agent.core.launching import start_of
 from unified_agent.environment import RESOLVER, NodeFacts, devices_of, starting_variables, tunables, worker_environment
 
 ENTRY = EntryPoint(kind="attribute", target="m")
@@ -45,6 +45,7 @@ def test_it_says_what_the_node_is() -> None:
         "UNIFIED_WORKER": "job-1/trainer_4-3_2-1/2",
         "RES_OPTIONS": RESOLVER,
         "OMP_NUM_THREADS": "4",
+        "TORCH_FR_BUFFER_SIZE": "2000",
         "GLOO_SOCKET_IFNAME": "eth0",
         "NCCL_SOCKET_IFNAME": "eth0",
         "CUDA_VISIBLE_DEVICES": "1",
@@ -111,7 +112,7 @@ def test_cpu_slots_are_not_taken_for_real_devices() -> None:
 
 def test_a_worker_sees_the_devices_of_its_group_and_takes_its_own() -> None:
     worker = replace(WORKER, group_devices=[3, 1])
-    launch = launch_of(worker, job(), node(), neighbours=[worker], relay="", directory=[])
+    launch = start_of(worker, job(), node(), num_neighbours=1, relay="", directory=[]).launch
     assert (launch.env["CUDA_VISIBLE_DEVICES"], launch.env["ACCELERATE_TORCH_DEVICE"]) == ("3,1", "cuda:1")
     assert [device.index for device in launch.devices] == [1]
 
@@ -123,7 +124,7 @@ def test_the_cpus_are_shared_among_the_workers_of_the_node(num_local_workers: in
 
 
 def test_a_launch_says_where_things_are() -> None:
-    launch = launch_of(WORKER, job(), node(), neighbours=[WORKER], relay="tcp://r:1", directory=[])
+    launch = start_of(WORKER, job(), node(), num_neighbours=1, relay="tcp://r:1", directory=[]).launch
     assert launch.log_file == "/logs/job-1/trainer_4-3_2-1/2.err"
     assert (launch.relay, launch.run_dir, launch.address, launch.incarnation) == ("tcp://r:1", "/run/x", "10.0.0.1", 2)
     assert [device.index for device in launch.devices] == [1]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -16,7 +17,7 @@ from unified.cli.main import COMMANDS, Command, guarded, main
 from unified.cli.show import NODE_HEADER, _node_row, status_lines, table
 from unified.cli.submit import load_job
 from unified.errors import ClusterError, RefusedError, UsageError
-from unified.protocol.client_master import JobStatus, NodeStatus, RoleStatus
+from unified.protocol.client_master import BudgetUse, JobStatus, NodeStatus, RoleStatus
 from unified.protocol.records import Device, NodeResources, NodeState, Stage, WorkerState
 
 
@@ -169,6 +170,13 @@ def test_a_common_list_of_nodes_fits_80_columns() -> None:
     assert all(line.endswith("0.4 s ago") for line in lines[1:])
 
 
+def test_a_node_out_of_service_says_so_and_why() -> None:
+    drained = msgspec.structs.replace(node(1), drained="a new disk", num_workers=0)
+    for num_leaving, state in ((1, "DRAINING"), (0, "DRAINED")):
+        row = _node_row(msgspec.structs.replace(drained, num_leaving=num_leaving))
+        assert (row[1], row[-1]) == (state, "a new disk")
+
+
 def test_a_status_has_a_line_a_worker_and_the_odd_ones_first_when_there_are_many() -> None:
     workers = [worker_status(rank, "t", name=f"t_50-{rank}_50-{rank}", node="n1") for rank in range(49)]
     status = JobStatus(
@@ -178,12 +186,17 @@ def test_a_status_has_a_line_a_worker_and_the_odd_ones_first_when_there_are_many
         version=1,
         reason="all run",
         submitted_at=1000.0,
+        budgets=[
+            BudgetUse(limit="max_restart", subject="t_50-3_50-3", used=2, allowed=10),
+            BudgetUse(limit="job_max_restart", subject="", used=1, allowed=9),
+        ],
         roles=[RoleStatus(name="t", kind="simple", total=50, is_driver=True)],
         workers=[*workers, worker_status(49, "t", name="t_50-49_50-49", node="n1", state=WorkerState.STARTING)],
     )
     lines = status_lines(status, 1012.0)
     assert lines[:2] == ["job a-1 is RUNNING, for 12 s", "  all run"]
     assert "  t: 1 STARTING, 49 RUNNING" in lines
+    assert "  used up of its limits: max_restart 2 of 10 (t_50-3_50-3), job_max_restart 1 of 9" in lines
     first = next(index for index, line in enumerate(lines) if "WORKER" in line) + 1
     assert lines[first].split()[:3] == ["t-49", "0", "STARTING"]
     assert lines[-1].strip() == "… 10 more; --json has them all"

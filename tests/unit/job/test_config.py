@@ -124,6 +124,21 @@ def test_the_sum_counts_every_worker_and_not_once_a_role() -> None:
     assert "2 x 4 = 8" in said
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, "role_9 and 490 more) need 500 accelerators"),
+        ({"resource": {"accelerator": 9}}, "and 491 more errors."),
+        ({"totl": 1}, "and 490 more errors"),
+    ],
+)
+def test_an_error_of_a_job_of_many_roles_is_short(fields: dict[str, Any], said: str) -> None:
+    told = refusal({f"role_{number}": fields for number in range(500)})
+    assert said in told
+    assert "role_11" not in told
+    assert len(told) < 6000
+
+
 def test_workers_without_accelerators_need_no_device() -> None:
     assert job({"a": {"total": 100, "resource": {"cpu": 1}}}, device_per_node=1)
 
@@ -173,6 +188,9 @@ def test_defaults_of_a_submission() -> None:
         "worker_isolation_schedule_resource": "",
         "failover_trigger_strategy": 2,
         "failover_exec_strategy": 1,
+        "restart_window": None,
+        "hang_timeout": None,
+        "restart_backoff": 30,
         "master_state_backend_type": "SQLITE",
         "master_state_backend_config": {},
         "stop_grace_s": 10,

@@ -65,6 +65,8 @@ def test_all_of_a_job_arrives() -> None:
             "worker_isolation_schedule_resource": "WR",
             "failover_trigger_strategy": 1,
             "failover_exec_strategy": 2,
+            "restart_window": 8,
+            "restart_backoff": 9,
             "stop_grace_s": 6,
             "call_timeout_s": 7,
             "python": "/py",
@@ -83,11 +85,18 @@ def test_all_of_a_job_arrives() -> None:
     assert (spec.master_cpu, spec.master_memory_mb) == (4, 5)
     assert (spec.master_isolation_resource, spec.worker_isolation_resource) == ("MR", "WR")
     assert (spec.failover_trigger, spec.failover_exec) == (1, 2)
+    assert (spec.restart_window_s, spec.restart_backoff_s) == (8, 9)
     assert (spec.stop_grace_s, spec.call_timeout_s, spec.python, spec.start_method) == (6, 7, "/py", "spawn")
     assert (spec.working_dir, spec.sys_path, spec.submitted_by) == ("/here", ["/scripts", "/here"], "me@host:1")
     config = decode(spec.user_config)
     assert isinstance(config, DictConfig)
     assert config == {"k": 1}
+
+
+@pytest.mark.parametrize(("described", "option", "window_s"), [(0, None, 0), (5, None, 5), (5, 7, 7), (5, 0, 0)])
+def test_the_option_goes_before_the_description(described: float, option: float | None, window_s: float) -> None:
+    spec = spec_of({"a": {}}, {"restart_window": option}, restart_window=described)
+    assert spec.restart_window_s == window_s
 
 
 def test_all_of_a_role_arrives() -> None:

@@ -115,6 +115,7 @@ def test_defaults_of_a_workload() -> None:
         "rank_based_gpu_selection": False,
         "is_driver": True,
         "node_group_failover": {"enabled": False, "group_label_key": "", "timeout": 300},
+        "hang_timeout": None,
         "sub_stage": [],
         "auto_visible_devices": True,
         "comm_pre_check": True,

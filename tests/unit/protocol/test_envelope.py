@@ -25,7 +25,7 @@ CALL = Envelope(BUS_VERSION, Kind.CALL, 7, "from", "worker_1-0_1-0", "to", "meth
 
 def test_golden_bytes() -> None:
     assert encode_envelope(CALL).hex() == (
-        "9d030107a466726f6dae776f726b65725f312d305f312d30a2746fa66d6574686f64cb3ff8000000000000a5747261636590a0c000"
+        "9e050107a466726f6dae776f726b65725f312d305f312d30a2746fa66d6574686f64cb3ff8000000000000a5747261636590a0c000c0"
     )
 
 
@@ -40,7 +40,7 @@ def test_comes_back() -> None:
 
 @pytest.mark.parametrize("frame", [[9, 1, 7], [9, 99, "what", {}], [9, 1, 7, "a", "b", "c", "d", None, ""]], ids=str)
 def test_other_version_is_named_even_when_the_rest_is_strange(frame: list[object]) -> None:
-    with pytest.raises(VersionMismatchError, match=r"version 9, this side speaks 3: install the same release"):
+    with pytest.raises(VersionMismatchError, match=r"version 9, this side speaks 5: install the same release"):
         decode_envelope(msgspec.msgpack.encode(frame))
 
 
@@ -49,10 +49,10 @@ def test_other_version_is_named_even_when_the_rest_is_strange(frame: list[object
     [
         b"",
         b"\xc1",
-        b"\x93\x03\x01\x07",  # too short
-        b"\x96\x03\x63\x07\xa1a\xa1b\xa1c",  # no such kind
-        b"\x96\x03\x01\x07\xa1\xff\xa1b\xa1c",  # a name that is not UTF-8
-        b"\x93\x03\xa1\xff\xc0",
+        b"\x93\x04\x01\x07",  # too short
+        b"\x96\x04\x63\x07\xa1a\xa1b\xa1c",  # no such kind
+        b"\x96\x04\x01\x07\xa1\xff\xa1b\xa1c",  # a name that is not UTF-8
+        b"\x93\x04\xa1\xff\xc0",
         b"\x91" * 5000,  # nested for ever
         b"x" * 10_000,
         b"\xdd\xff\xff\xff\xff",

@@ -58,12 +58,12 @@ def test_a_store_host_has_what_the_node_says_and_no_role() -> None:
 
 def test_elastic_variables_are_those_of_torchrun() -> None:
     given = launch()
-    order = RunOrder(round=2, rank=1, world_size=2, store_host="10.0.0.1", store_port=9, store_prefix="r2")
+    order = RunOrder(round=2, rank=1, world_size=2, node_rank=1, store_host="10.0.0.1", store_port=9)
     variables = environment.elastic(given, given.spec.role("trainer"), order, 4711)
     assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("10.0.0.1", "4711")
     assert (variables["RANK"], variables["WORLD_SIZE"], variables["LOCAL_RANK"]) == ("1", "2", "1")
     assert (variables["TORCHELASTIC_USE_AGENT_STORE"], variables["TORCHELASTIC_RESTART_COUNT"]) == ("True", "1")
-    assert variables["GROUP_RANK"] == "1"
+    assert (variables["GROUP_RANK"], variables["NODE_RANK"]) == ("1", "1")
 
 
 def test_working_directory(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from unified import compat
@@ -78,6 +79,13 @@ class DLJobBuilder:
         A dict, a DictConfig, an argparse.Namespace or None becomes a resolved DictConfig; anything else stays as it is.
         """
         return self._set(user_config=config)
+
+    def restart_window(self, seconds: float | timedelta) -> Self:
+        """Count only failures, lost nodes and restarts of the last so many seconds against the job's limits.
+
+        The option `restart_window` of `submit` goes before it.
+        """
+        return self._set(restart_window=seconds)
 
     def global_env(self, env: Mapping[str, Any] | None = None) -> Self:
         """Add environment variables of all workers; a role's own win."""
@@ -155,7 +163,7 @@ class DLJobBuilder:
         return self
 
     def skip_node_check(self) -> Self:
-        """Begin to train without a test of nodes and links."""
+        """Begin to train without a check of the nodes' devices and links."""
         self._elastic_fields["comm_pre_check"] = False
         return self
 

@@ -87,6 +87,15 @@ class RoleBuilder(Generic[ParentT]):
         """Set the failures of this role on one node, past which that node is excluded from the job."""
         return self._set(per_node_max_failure=num)
 
+    def hang_timeout(self, seconds: float | timedelta) -> Self:
+        """Set the time without progress after which the role is diagnosed, fails and is restarted.
+
+        Progress is a report (`current_worker().report`), a collective or a call that goes on; the ranks of an elastic
+        role are watched together, the workers of others each by itself. Choose it longer than the longest quiet phase:
+        a first compilation, an evaluation, a checkpoint. 0: never.
+        """
+        return self._set(hang_timeout=seconds)
+
     def rank_based_gpu_selection(self) -> Self:
         """Every worker sees all devices of its group, and takes the one of its local rank."""
         return self._set(rank_based_gpu_selection=True)
@@ -94,11 +103,15 @@ class RoleBuilder(Generic[ParentT]):
     def enable_node_group_failover(
         self, label_key: str | None = None, timeout: float | timedelta = 300, *, group_label_key: str | None = None
     ) -> Self:
-        """Give up a whole group of nodes when one of them stays lost.
+        """Give up a whole group of nodes, such as a rack, if the role does not run again soon after one of them failed.
+
+        It has not run again if, since a node of it was lost or excluded, its workers were never all RUNNING. The job
+        uses the group's nodes no more, provided that it fits on others; each is used again once its agent was started
+        anew.
 
         Args:
             label_key: nodes with the same value of this label are a group (also ``group_label_key``).
-            timeout: seconds that a node may stay lost; at least 60.
+            timeout: seconds that the role is given; at least 60.
         """
         key = one_of("enable_node_group_failover", label_key=label_key, group_label_key=group_label_key)
         return self._set(node_group_failover={"enabled": True, "group_label_key": key, "timeout": timeout})

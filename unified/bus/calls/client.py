@@ -128,12 +128,24 @@ class CallClient:
 
     def step(self, event: pending.Event) -> None:
         """Take an event in: have the table decide what follows, and do that."""
-        with self._lock:
-            actions = self.table.step(time.monotonic(), event)
-            self._mind_deadlines()
         later: list[RpcFuture[Any]] = []
-        for action in actions:
-            self._perform(action, later)
+        actions: list[pending.Action] = []
+        stopped_by: BaseException | None = None
+        try:
+            with self._lock:
+                actions = self.table.step(time.monotonic(), event)
+                self._mind_deadlines()
+        except BaseException as error:  # such as KeyboardInterrupt: the table does not decide the same again
+            stopped_by = error
+        while actions:
+            try:
+                while actions:
+                    self._perform(actions.pop(0), later)
+            except BaseException as error:
+                stopped_by = error
+        if stopped_by is not None:
+            _call_back_elsewhere(later)
+            raise stopped_by
         if type(event) is pending.TimePassed:
             _call_back_elsewhere(later)
         else:
@@ -265,9 +277,12 @@ class CallClient:
             case pending.SendWaiting(target=target):
                 self._resumer.put(target)
             case pending.FailCall(call_id=call_id, error=error):
-                outbound = self._ended(call_id)
-                if outbound is not None:
-                    outbound.fail(error, later)
+                outbound = self._outbound.get(call_id)
+                try:
+                    outbound = self._ended(call_id)
+                finally:  # also if it was interrupted
+                    if outbound is not None:
+                        outbound.fail(error, later)
             case pending.SendCancel(call_id=call_id, inbox=inbox):
                 self._sender.tell(Kind.CANCEL, call_id, inbox)
             case pending.DropPeer(inbox_id=inbox_id):

@@ -25,6 +25,7 @@ from unified.bus.shm.reader import PayloadGoneError, SharedReader
 from unified.bus.transport.connections import ConnectionTable, Tombstones
 from unified.bus.transport.framing import Frames, RemoteMessage
 from unified.bus.transport.io_threads import IoThreads
+from unified.bus.transport.pieces import PieceJoiner
 from unified.bus.transport.unix_connection import TransportEvents, UnixConnection
 from unified.errors import BusOverloadedError, ProtocolError, RouteLostError, RpcError
 from unified.protocol.envelope import (
@@ -99,6 +100,8 @@ class Admission:
         """Called with the inbox id of a caller from outside the job that is not known any more."""
         self._told: set[tuple[object, ...]] = set()
         self.num_rejected = 0
+        self.num_read = 0
+        """Messages of calls; those that look for deadlocks come while nothing goes on."""
 
     def read(self, frame: Bytes) -> Envelope:
         """Decode a first frame that is for this inbox; ProtocolError: the message is to be dropped."""
@@ -107,6 +110,8 @@ class Admission:
             raise ProtocolError(f"for inbox {envelope.target!r}, which is not this life's")
         if envelope.job != self._job_id and envelope.sender:  # a relay serves all jobs, and has no name of its own
             raise ProtocolError(f"from worker {envelope.worker} of job {envelope.job!r}, and this is {self._job_id!r}")
+        if envelope.kind is not Kind.WAITS:
+            self.num_read += 1
         return envelope
 
     def check_new(self, envelope: Envelope) -> None:
@@ -189,6 +194,7 @@ class Dispatcher(TransportEvents):
         self._io = io
         self._memory = memory
         self._reader = reader
+        self.pieces = PieceJoiner()
         self.admission = Admission(identity, connections.tombstones)
         self.admission.on_outsider_gone = connections.forget_relayed
 
@@ -221,12 +227,14 @@ class Dispatcher(TransportEvents):
         try:
             buffers = self._reader.borrow(envelope.sender, envelope.shared, frames.buffers)
         except ProtocolError as error:
-            self._refuse_unreadable(envelope, link, error)
+            self._refuse_unreadable(envelope, error, link)
             raise
         self._connections.trimmer.soon()
         return buffers
 
-    def _refuse_unreadable(self, envelope: Envelope, link: UnixConnection, reason: ProtocolError) -> None:
+    def _refuse_unreadable(
+        self, envelope: Envelope, reason: ProtocolError, link: UnixConnection | None, is_relayed: bool = False
+    ) -> None:
         """End the call of a message that cannot be read: its caller is not to wait for ever."""
         if envelope.kind in _ANSWERS and isinstance(reason, PayloadGoneError):
             self._client.step(pending.MailLost(call_id=envelope.call_id, reason=str(reason)))
@@ -234,7 +242,7 @@ class Dispatcher(TransportEvents):
             self._client.fail(envelope.call_id, reason)
         elif envelope.kind is Kind.CALL:
             error = RpcError(f"the arguments of {envelope.method!r} cannot be read in worker {self._worker}: {reason}")
-            self._answer_with(error, envelope, link, False)
+            self._answer_with(error, envelope, link, is_relayed)
 
     def _answer_too_old(self, envelope: Envelope, link: UnixConnection | None, is_relayed: bool) -> None:
         """Answer a call that may be a repetition. Most likely its caller has had the answer; if not, it would wait for
@@ -272,16 +280,26 @@ class Dispatcher(TransportEvents):
                 self._io.end_user_code()
 
     def remote_came(self, mail: RemoteMessage) -> None:
+        if mail.buffers:
+            self._connections.trimmer.soon()
         try:
             envelope = self.admission.read(mail.envelope)
+            if envelope.kind is Kind.PIECE:
+                self.pieces.lay(envelope, mail)
+                return
+            try:
+                buffers = self.pieces.collect(envelope, mail)
+            except ProtocolError as error:
+                self._refuse_unreadable(envelope, error, None, mail.is_relayed)
+                raise
             if envelope.kind in _ANSWERS:
-                self._client.take(envelope, mail.body, mail.buffers)
+                self._client.take(envelope, mail.body, buffers)
             elif envelope.kind is Kind.HELLO:
                 self._connections.greet(envelope.sender, decode_hello(mail.body))
             elif envelope.kind is Kind.UNDELIVERABLE:
                 self._on_undeliverable(envelope, mail)
             else:
-                self._dispatch(envelope, mail.body, mail.buffers, None, mail.is_relayed)
+                self._dispatch(envelope, mail.body, buffers, None, mail.is_relayed)
         except ProtocolError as error:
             self.admission.reject(error)
         except Exception:

@@ -10,7 +10,7 @@ from types import FrameType, ModuleType
 from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
 from unified.bus.calls.concurrency import ConcurrencyLimit, InlinePolicy
-from unified.errors import RpcNotFoundError, UsageError, nearest
+from unified.errors import RpcNotFoundError, UsageError, listed, nearest
 
 F = TypeVar("F", bound=Callable[..., Any])
 MARK = "__unified_rpc__"
@@ -80,8 +80,7 @@ class MethodRegistry(dict[str, Callable[..., Any]]):
 def _named(names: list[str]) -> str:
     if not names:
         return "Nothing is registered there: is the function marked with @rpc, in the module of the entry point?"
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return f"Registered there: {', '.join(names[:MAX_NAMED])}{more}."
+    return f"Registered there: {listed(names, MAX_NAMED)}."
 
 
 def is_runtimes(name: str) -> bool:

@@ -29,6 +29,7 @@ from unified.bus.streams.stream import StreamFeed
 from unified.bus.transport.connections import Connection, ConnectionTable
 from unified.bus.transport.framing import JOINED_BYTES, pack
 from unified.bus.transport.io_threads import IoThreads
+from unified.bus.transport.pieces import split
 from unified.bus.transport.unix_connection import UnixConnection
 from unified.core.directory import WorkerDirectory
 from unified.errors import RpcError
@@ -256,9 +257,8 @@ class Sender:
         give_up: Callable[[], bool],
     ) -> bool:
         """Send a message; False if there was no room, and `may_wait` or `give_up` forbade to wait for it."""
-        frame = encode_envelope(envelope)
         if isinstance(connection, UnixConnection):
-            pieces = pack(frame, body, buffers)
+            pieces = pack(encode_envelope(envelope), body, buffers)
             if self._shares_write(connection, envelope.kind) and len(pieces) == 1 and len(pieces[0]) <= JOINED_BYTES:
                 if connection.hold(pieces[0]) and connection not in self.holding:
                     self.holding.add(connection)
@@ -268,14 +268,14 @@ class Sender:
             if may_wait and connection.backlog_bytes > self._limit_bytes and envelope.kind not in _ENDS:
                 self._wait(lambda: connection.wait_for_room(self._limit_bytes, lambda: self.is_closing or give_up()))
             return True
-        frames: list[Buffer] = [frame, body, *buffers]
-        if connection.try_send(frames):
+        messages = split(envelope, body, buffers)
+        if connection.try_send(messages):
             return True
         if may_wait:
-            return self._wait(lambda: connection.send(frames, lambda: self.is_closing or give_up()))
+            return self._wait(lambda: connection.send(messages, lambda: self.is_closing or give_up()))
         if envelope.kind is Kind.ITEM:
             return False  # its stream asks again
-        self._pool.submit(lambda: self._wait(lambda: connection.send(frames, lambda: self.is_closing or give_up())))
+        self._pool.submit(lambda: self._wait(lambda: connection.send(messages, lambda: self.is_closing or give_up())))
         return True
 
     def _wait(self, work: Callable[[], bool]) -> bool:

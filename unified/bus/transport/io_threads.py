@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from unified.bus.transport.framing import Frames
 from unified.bus.transport.unix_connection import Spin, TransportEvents, UnixConnection
-from unified.threads import CLOSE_WITHIN_S, TimerThread, call_guarded, start_thread
+from unified.threads import CLOSE_WITHIN_S, TimerThread, call_guarded
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.002
@@ -277,10 +277,15 @@ class IoThreads:
         if self._is_closing:
             return
         if self._num_spare == 0:
-            name = f"bus-io-{len(self._threads)}"
-            thread = start_thread(name, self._follow)  # first: where no thread can be had, this one still leads
-            self._threads.append(thread)
+            thread = threading.Thread(target=self._follow, name=f"bus-io-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)  # first: an interrupt may come in the midst of `start`
             self._num_alive += 1
+            try:
+                thread.start()
+            except RuntimeError:  # no thread can be had: this one still leads
+                self._threads.remove(thread)
+                self._num_alive -= 1
+                raise
         else:
             self._num_spare -= 1
         self._leader, self._runs_code = 0, False

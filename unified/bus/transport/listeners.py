@@ -24,7 +24,7 @@ from unified.config.settings import make_private
 from unified.devices import cuda_devices
 from unified.errors import ClusterError
 from unified.protocol.records import Inbox
-from unified.security.curve import Gatekeeper
+from unified.security.curve import Gatekeeper, read_event
 from unified.threads import call_guarded, start_thread
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ _BACKLOG = 4096
 """Peers that may connect at one moment, as they do when a large job starts."""
 _BATCH = 100
 """Messages taken from one socket before the others are looked at."""
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 class Listeners:
@@ -51,13 +52,18 @@ class Listeners:
         self._gatekeeper = gatekeeper
         self._thread: threading.Thread | None = None
         self._is_closing = False
+        self._is_connected = False
         self._path: Path | None = None
         self.unix: socket.socket | None = None
         self._pull: Socket | None = None
         routes: list[str] = []
         if policy != "relay":
             routes += [*self._listen(network.run_dir, identity.inbox, policy), *self._bind_tcp(network.address)]
-        self._dealer = _dealer(gatekeeper, identity.inbox, network.relay) if network.relay else None
+        self._dealer = _dealer(gatekeeper, identity.inbox) if network.relay else None
+        self._relay_events = None if self._dealer is None else self._dealer.get_monitor_socket(_EVENTS)
+        if self._dealer is not None:
+            self._dealer.set(zmq.IPV6, "[" in network.relay)
+            self._dealer.connect(network.relay)
         self.inbox = Inbox(
             inbox_id=identity.inbox, routes=routes, host_id=identity.host, shm=shared_memory_id(), gpus=cuda_devices()
         )
@@ -105,9 +111,8 @@ class Listeners:
         self._path = None
 
     def _receive(self, wake: Socket, events: TransportEvents) -> None:
-        lost = None if self._dealer is None else self._dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         poller = zmq.Poller()
-        for each in (self._pull, self._dealer, lost, wake):
+        for each in (self._pull, self._dealer, self._relay_events, wake):
             if each is not None:
                 poller.register(each, zmq.POLLIN)
 
@@ -116,20 +121,25 @@ class Listeners:
             for source in (self._pull, self._dealer):
                 if source is not None and source in ready:
                     self._drain(source, source is self._dealer, events)
-            if lost is not None and lost in ready:
-                lost.recv_multipart()
+            if self._relay_events in ready and self._is_relay_lost():
                 events.relay_lost()
 
         while not self._is_closing:
             call_guarded("receiver-failed", receive)
-        if self._dealer is not None and lost is not None:
-            self._dealer.disable_monitor()
-            lost.close(0)
         wake.close(0)
         self._close_sockets()
 
+    def _is_relay_lost(self) -> bool:
+        """Take in one event of the connection to the relay. One that breaks in its handshake has carried no message."""
+        assert self._relay_events is not None
+        kind, _ = read_event(self._relay_events)
+        was_connected, self._is_connected = self._is_connected, kind == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        return was_connected and not self._is_connected
+
     def _close_sockets(self) -> None:
-        for each in (self._pull, self._dealer):
+        if self._dealer is not None:
+            self._dealer.disable_monitor()
+        for each in (self._pull, self._dealer, self._relay_events):
             if each is not None:
                 each.close(0)
 
@@ -177,16 +187,14 @@ class Listeners:
         return [pull.get_string(zmq.LAST_ENDPOINT)]
 
 
-def _dealer(gatekeeper: Gatekeeper, inbox_id: str, relay: str) -> Socket:
+def _dealer(gatekeeper: Gatekeeper, inbox_id: str) -> Socket:
     dealer = gatekeeper.socket(zmq.DEALER)
     dealer.set(zmq.IDENTITY, inbox_id.encode())
     dealer.set(zmq.LINGER, 0)
-    dealer.set(zmq.IPV6, "[" in relay)
     dealer.set(zmq.RECONNECT_IVL, 50)
     dealer.set(zmq.RECONNECT_IVL_MAX, 2_000)
     dealer.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     dealer.set(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
-    dealer.connect(relay)
     return dealer
 
 

@@ -76,9 +76,8 @@ class Spin:
 
 RECEIVE_BYTES = 64 * 1024
 FEW_BYTES = 8 * 1024
-"""Size of a read unless the last one was full. What is received is cut to its size, and the hole that is left is too
-small for the next: where small messages are kept for a while, as questions to a queue are, holes of 64 KiB added up to
-2 MiB a minute."""
+"""Size of a read unless the last one was full: small messages that are kept for a while, cut out of reads of 64 KiB,
+left holes of 2 MiB a minute."""
 HELD_BYTES = 16 * 1024
 """Small messages that may wait for one another, to share a write."""
 MAX_PIECES = 512
@@ -184,16 +183,14 @@ class UnixConnection:
         self.error: ProtocolError | None = None
         """Reason why what came could not be read."""
         self.reader = 0
-        """Ident of the thread that reads; 0 for none."""
-        self._reading = threading.Lock()
+        """Ident of the thread that reads, or 0. No lock is held meanwhile: an interrupt may come before its release."""
         self._shall_close = False
         self._counting = threading.Lock()
         self._num_wanting = 0
-        """Number of streams, threads and callbacks that expect something on it and do not read it themselves."""
+        """Number of streams, threads and callbacks that expect something on it, and do not read it."""
         self._frames = FrameReader()
         self._read_size = FEW_BYTES
-        self._received: deque[Frames] = deque()
-        """Received, and yet to be handed on."""
+        self._received: deque[Frames] = deque()  # and yet to be handed on
         self._sending = threading.Lock()
         self._held: list[Buffer] = []
         self._held_bytes = 0
@@ -299,28 +296,33 @@ class UnixConnection:
 
     def read(self, most: int = 16) -> bool:
         """Receive what is there (at most so many times) and hand it on; return False if another thread is at it."""
-        if not self._reading.acquire(False):
+        me = threading.get_ident()
+        if self.reader == me or not self._begin_reading(me):
             return False
-        self.reader = threading.get_ident()
         try:
             for _ in range(most):
                 if not self._receive():
                     break
         finally:
-            self._stop_reading()
+            self.num_reads += 1
+            self.reader = 0
+            if self._shall_close:
+                self._close_files()
         return True
 
     def receive_until(self, done: Callable[[], bool], deadline: float | None) -> None:
         """Receive, on this thread, until `done()` or `deadline` (monotonic); returns at once if another thread does."""
-        if not self._reading.acquire(False):
-            self.want()  # before looking again: who reads now will look at it when leaving
-            try:
-                if not self._reading.acquire(False):
-                    return
-            finally:
-                self.unwant()
+        me = threading.get_ident()
+        if self.reader == me:
+            return
         try:
-            self.reader = threading.get_ident()
+            if not self._begin_reading(me):
+                self.want()  # before looking again: who reads now will look at it when leaving
+                try:
+                    if not self._begin_reading(me):
+                        return
+                finally:
+                    self.unwant()
             self.detach()
             while not self.is_lost and not done():
                 left_s = _LONGEST_POLL_S if deadline is None else min(deadline - time.monotonic(), _LONGEST_POLL_S)
@@ -332,11 +334,21 @@ class UnixConnection:
                     else:
                         os.eventfd_read(self._wake)
         finally:
-            self._stop_reading()
-            if self._num_wanting:
-                self.attach()
-            else:
-                self._watcher.left(self)
+            if self.reader == me:
+                self.num_reads += 1
+                self.reader = 0
+                if self._shall_close:
+                    self._close_files()
+                if self._num_wanting:
+                    self.attach()
+                else:
+                    self._watcher.left(self)
+
+    def _begin_reading(self, me: int) -> bool:
+        """Be the one that reads, unless another thread is."""
+        with self._counting:
+            self.reader = self.reader or me
+            return self.reader == me
 
     def want(self) -> None:
         """Have it read also when nobody waits in `receive_until`; undone by `unwant`."""
@@ -386,21 +398,11 @@ class UnixConnection:
         self.is_lost = self._shall_close = True
         self._release_files()
 
-    def _stop_reading(self) -> None:
-        self.reader = 0
-        self.num_reads += 1
-        self._reading.release()
-        if self._shall_close:
-            self._close_files()
-
     def _close_files(self) -> None:
         """Close the files unless somebody reads, who will then do it: nobody shall poll another file's number."""
-        if self._reading.acquire(False):
-            try:
-                with self._waking:
-                    self._release_files()
-            finally:
-                self._reading.release()
+        with self._counting, self._waking:
+            if not self.reader:
+                self._release_files()
 
     def _release_files(self) -> None:
         self.fd = -1
@@ -487,6 +489,8 @@ class UnixConnection:
             except BaseException as error:
                 stopped_by = error
         if stopped_by is not None:
+            if not isinstance(stopped_by, SystemExit):  # an interrupt: what was being handed on may be lost
+                self._lose(f"handing on was stopped by {type(stopped_by).__name__}")
             raise stopped_by
 
     def _lose(self, reason: str) -> None:

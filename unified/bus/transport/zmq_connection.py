@@ -22,6 +22,8 @@ TRACKED_BYTES = 64 * 1024
 """Size of a frame from which on ZeroMQ sends from the caller's memory, and tells when it is done with it."""
 HEARTBEAT_MS = 5_000
 Socket = zmq.Socket[bytes]
+Messages = Sequence[Sequence[Buffer]]
+"""A message that is sent, and before it those with the pieces of its large buffers (`unified.bus.transport.pieces`)."""
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # `|` of enum members costs more than a send
 _SEND_AGAIN = Backoff(first_s=0.0002, limit_s=0.005, num_free=0)
 
@@ -55,24 +57,26 @@ class SocketSender:
     def _prepare(self, gatekeeper: Gatekeeper, socket: Socket) -> None:
         """Set further options before the socket connects."""
 
-    def try_send(self, frames: Sequence[Buffer]) -> bool:
-        """Queue a message; return False if the queue is full. Once closed it goes nowhere: the peer is dead."""
+    def try_send(self, messages: Messages) -> bool:
+        """Queue a message, its pieces first; return False if the queue is full, and it is to be sent from the start.
+        Once closed it goes nowhere: the peer is dead."""
         with self._lock:
             socket = self._socket
             if socket is None:
-                return self._send_otherwise(frames)
+                return self._send_otherwise(messages)
             if self._on_way and not self._has_room():
                 return False
             try:
-                self._put(socket, frames)
-            except zmq.Again:  # only the first frame can meet a full queue
+                for frames in messages:
+                    self._put(socket, frames)
+            except zmq.Again:  # only the first frame of each can meet a full queue
                 return False
             return True
 
-    def send(self, frames: Sequence[Buffer], give_up: Callable[[], bool]) -> bool:
+    def send(self, messages: Messages, give_up: Callable[[], bool]) -> bool:
         """Queue a message, waiting for room until `give_up` says so; then return False."""
         num_tries = 0
-        while not self.try_send(frames):
+        while not self.try_send(messages):
             if give_up():
                 return False
             time.sleep(_SEND_AGAIN.delay_s(num_tries))  # ZeroMQ tells only its own threads when there is room
@@ -87,7 +91,7 @@ class SocketSender:
                 self._socket = None
                 self._on_way.clear()
 
-    def _send_otherwise(self, frames: Sequence[Buffer]) -> bool:
+    def _send_otherwise(self, messages: Messages) -> bool:
         """Send, under the lock, where no socket is to be used; as `try_send`."""
         return True
 
@@ -152,7 +156,8 @@ class ZmqConnection(SocketSender):
         self.inbox_id = inbox_id
         self._owner = owner
         self._greeting = greeting
-        self._held: deque[Sequence[Buffer]] = deque()
+        self._held: deque[Messages] = deque()
+        self._num_held = 0
         self._num_held_bytes = 0
         self._route = DirectOrRelay(time.monotonic(), has_relay=owner.has_relay, is_relayed=is_relayed)
         self._unconnected, self._socket = self._socket, None  # so that `try_send` has to look at one thing only
@@ -228,17 +233,18 @@ class ZmqConnection(SocketSender):
         self.is_relay = self._route.state == "relayed"
         self.may_give_back = self._route.state in ("connecting", "relayed")
 
-    def _send_otherwise(self, frames: Sequence[Buffer]) -> bool:
+    def _send_otherwise(self, messages: Messages) -> bool:
         if self._unconnected is None:
             return True
         if self._route.state == "relayed":
             self._route.used_relay(time.monotonic())
             relay = self._owner.find_relay()
-            return relay is not None and self._pass_on() and relay.try_send(frames)
-        if len(self._held) >= _MAX_HELD or self._num_held_bytes >= self._limit_bytes:
+            return relay is not None and self._pass_on() and relay.try_send(messages)
+        if self._num_held + len(messages) > _MAX_HELD or self._num_held_bytes >= self._limit_bytes:
             return False
-        self._held.append(frames)
-        self._num_held_bytes += sum(memoryview(frame).nbytes for frame in frames)
+        self._held.append(messages)
+        self._num_held += len(messages)
+        self._num_held_bytes += sum(memoryview(frame).nbytes for frames in messages for frame in frames)
         return True
 
     def _pass_on(self) -> bool:
@@ -253,7 +259,7 @@ class ZmqConnection(SocketSender):
         if self._unconnected is None:
             return
         self._socket, self._unconnected = self._unconnected, None
-        for frames in (self._greeting, *self._held):
+        for frames in (self._greeting, *itertools.chain.from_iterable(self._held)):
             self._put(self._socket, frames)
         self._held.clear()
 

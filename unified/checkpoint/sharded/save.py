@@ -46,6 +46,7 @@ from unified.errors import (
     CheckpointNotFoundError,
     CheckpointRankError,
     UsageError,
+    listed,
 )
 from unified.memory.host_buffers import BufferPool
 from unified.worker.rank_group import Ranks, ranks_here
@@ -176,8 +177,7 @@ class ShardedCommit:
         missing = sorted(set(range(share.size)) - found.written - {0, share.rank})
         if share.rank and not missing:
             return f"rank 0 did not write the manifest within {self.rank_timeout_s:g} s; is it alive?"
-        more = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
-        names = ", ".join(map(str, missing[:MAX_NAMED])) + more
+        names = listed(missing, MAX_NAMED)
         return f"after {self.rank_timeout_s:g} s there is no part of ranks {names}; are they alive?"
 
     def _reason(self, share: RankShare, rank: int) -> str:

@@ -7,16 +7,18 @@ from collections.abc import Iterable
 
 from unified.protocol.records import JOB_MOVES, Stage, WorkerState
 from unified_master.core import incarnations, rendezvous
+from unified_master.core.scheduling import waiting
 from unified_master.core.scheduling.packing import Assignment, PlacementPlan
-from unified_master.core.scheduling.placement import all_units, place
 from unified_master.core.state import STORE, Cluster, JobRecord
 from unified_master.core.step import MasterStep, count
 
+MAX_LOOKED_AT = 20_000
+"""Number of nodes, each counted once a job, after which a step places no further job."""
 MAX_NAMED = 16
 """Nodes that a sentence lists by name."""
 
 
-def waiting(cluster: Cluster) -> list[JobRecord]:
+def waiting_jobs(cluster: Cluster) -> list[JobRecord]:
     """Return the jobs without a place, oldest first."""
     return sorted((job for job in cluster.jobs.values() if job.is_waiting), key=lambda job: job.sequence)
 
@@ -24,34 +26,30 @@ def waiting(cluster: Cluster) -> list[JobRecord]:
 def schedule(step: MasterStep) -> None:
     """Place every waiting job that fits and is not behind one that could fit."""
     ahead: JobRecord | None = None
-    for job in waiting(step.cluster):
+    num_looked_at = 0
+    for job in waiting_jobs(step.cluster):
         if ahead is not None:
             _wait(step, job, behind(ahead))
             continue
         if step.cluster.leaving_of(job.job_id):
             _wait(step, job, "its former workers are still stopping")
         else:
-            found = plan_for(step.cluster, job)
+            found = waiting.plan_for(step.cluster, job)
             if found.fits:
                 launch(step, job, found.assignments)
+                num_looked_at += len(step.cluster.nodes)
+                if num_looked_at >= MAX_LOOKED_AT:  # others are to be heard before the next job is placed
+                    step.cluster.timers.arm(("schedule",), step.now)
+                    return
                 continue
             _wait(step, job, found.reason)
-        if could_ever_fit(step.cluster, job):
+        if waiting.could_ever_fit(step.cluster, job):
             ahead = job
-
-
-def plan_for(cluster: Cluster, job: JobRecord) -> PlacementPlan:
-    return place(cluster, job, all_units(job.spec))
-
-
-def could_ever_fit(cluster: Cluster, job: JobRecord) -> bool:
-    """Return True if the job would fit if nothing else ran on the nodes that are alive."""
-    return place(cluster, job, all_units(job.spec), is_empty=True).fits
 
 
 def blocker(cluster: Cluster) -> JobRecord | None:
     """Return the waiting job that all later ones are behind."""
-    return next((job for job in waiting(cluster) if could_ever_fit(cluster, job)), None)
+    return next((job for job in waiting_jobs(cluster) if waiting.could_ever_fit(cluster, job)), None)
 
 
 def behind(job: JobRecord) -> str:
@@ -61,6 +59,7 @@ def behind(job: JobRecord) -> str:
 def launch(step: MasterStep, job: JobRecord, assignments: Iterable[Assignment]) -> None:
     """Allocate every worker's place and begin an incarnation of it."""
     job.is_placed = True
+    job.attempt = None
     for assignment in assignments:
         worker = rendezvous.store_of(job) if assignment.worker == STORE else job.workers[assignment.worker]
         incarnations.allocate(step, job, worker, step.cluster.nodes[assignment.node], assignment.allocation)
@@ -80,16 +79,19 @@ def requeue(step: MasterStep, job: JobRecord, reason: str) -> None:
     if job.stage is not Stage.INIT:
         job.stage = JOB_MOVES.check(job.job_id, job.stage, Stage.INIT)
     job.is_placed = False
+    job.attempt = None
     job.restart_at = None
     step.cluster.timers.cancel(("restart", job.job_id))
     for role in job.roles.values():
         role.suspect = role.pending = ""
+        role.waits_until = role.change_due_at = None
     for worker in job.workers.values():
         if worker.state is not WorkerState.EXITED:
             worker.reason = "the job waits for room"
         incarnations.end(step, job, worker)
         incarnations.release(step, job, worker)
         worker.is_held = False
+        worker.node_rank = -1
     step.wants_schedule = True
     step.decide("job-requeued", reason, job)
 
@@ -112,9 +114,10 @@ def _sharing(job: JobRecord) -> str:
     """Return which elastic roles share nodes although the job may use more, because there was no room."""
     text = ""
     for role in job.elastic_roles():
-        num_nodes = len({worker.node for worker in job.ranks(role.name)})
-        if num_nodes < min(role.num_groups, job.spec.node_num):
-            shared = f"the {role.num_groups} groups of role {role.name} share {count(num_nodes, 'node')}"
+        members = job.members(role)
+        num_nodes, num_groups = len({worker.node for worker in members}), len(members) // role.per_group
+        if num_nodes < min(num_groups, job.spec.node_num):
+            shared = f"the {num_groups} groups of role {role.name} share {count(num_nodes, 'node')}"
             text += f"; {shared}, for want of room on others"
     return text
 

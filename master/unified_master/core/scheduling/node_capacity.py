@@ -7,13 +7,25 @@ import math
 from collections.abc import Mapping
 
 from unified.errors import InvariantError
-from unified.job.names import parse_worker
 from unified.job.spec import Resources
 from unified.protocol.records import NodeResources
 from unified.values import Value
-from unified_master.core.state import STORE, Allocation, DeviceKey, JobRecord, NodeRecord
 
 EPSILON = 1e-6
+DeviceKey = tuple[str, int]
+"""(``device``, index among the node's devices) or (``slot``, number of a CPU core that stands in for one)."""
+
+
+class Allocation(Value, frozen=True, kw_only=True):
+    """The part of a node's resources that one worker holds."""
+
+    cpu: float = 0.0
+    memory_mb: float = 0.0
+    disk_mb: float = 0.0
+    user_defined: dict[str, float] = {}
+    devices: tuple[DeviceKey, ...] = ()
+    share: float = 0.0
+    """The part of each of `devices`."""
 
 
 class Member(Value, frozen=True, kw_only=True):
@@ -51,6 +63,18 @@ class Unit(Value, frozen=True, kw_only=True):
         return total
 
 
+class PlacementAttempt(Value, frozen=True, kw_only=True):
+    """An attempt to place a job, which failed."""
+
+    room: int
+    """The cluster's `room` at that time."""
+    reason: str
+    nodes: int
+    """Hash of the nodes that there were, and of those that the job may not use."""
+    could_fit: bool | None = None
+    """True if the job would fit onto the nodes if they were empty; None: nobody has asked."""
+
+
 class NodeCapacity:
     """The free part of a node, as one job sees it. `subtract` makes it smaller."""
 
@@ -75,19 +99,44 @@ class NodeCapacity:
         self.devices: dict[DeviceKey, float] = dict.fromkeys(_pool(resources, accelerator_type), 1.0)
         self.num_free = len(self.devices)
         """Wholly free devices."""
+        self.device_share = float(self.num_free)
+        """Free part of all devices together."""
         self.own: set[DeviceKey] = set()
         """Devices that the job uses already."""
         self.is_used = False
         """True if the job has workers here."""
         self.ranks: dict[str, int] = {}
         """Number of the job's workers here, by role."""
+        self.is_shared = False
+        """True if others read this too, so that only a copy may be made smaller."""
+        self._state: tuple[object, ...] = ()
+        """The `state`, once it was asked for, of one that is shared."""
+
+    def shared(self) -> NodeCapacity:
+        """Return this, from now on for all to read."""
+        self.is_shared = True
+        return self
 
     def copy(self) -> NodeCapacity:
-        """Return a copy, for a trial."""
+        """Return a copy, which may be made smaller."""
         other = copy.copy(self)
+        other.is_shared = False
         other.user_defined, other.devices = dict(self.user_defined), dict(self.devices)
         other.own, other.ranks = set(self.own), dict(self.ranks)
         return other
+
+    def state(self) -> tuple[object, ...]:
+        """Return all that `fit` and an offer depend on; nodes of one state differ in their names alone."""
+        if self.is_shared and self._state:
+            return self._state
+        self._state = (
+            (self.cpu, self.memory_mb, self.disk_mb, self.num_workers, self.device_cap, self.num_free, self.is_used),
+            tuple(self.devices.items()),
+            frozenset(self.own),
+            *(tuple(sorted(part.items())) for part in (self.user_defined, self.ranks, self.labels)),
+            (*self.resources.user_defined, self.resources.max_workers),
+        )
+        return self._state
 
     def grants(self, isolation: str) -> dict[str, float] | None:
         """Return what each member of a unit with this `isolation` takes of the node; None if the node will not do."""
@@ -121,8 +170,10 @@ class NodeCapacity:
             self.user_defined[name] = self.user_defined.get(name, 0.0) - amount
         for key in allocation.devices:
             if key in self.devices:
-                self.num_free -= self.devices[key] > 1 - EPSILON
-                self.devices[key] = max(0.0, self.devices[key] - allocation.share)
+                before = self.devices[key]
+                self.num_free -= before > 1 - EPSILON
+                self.devices[key] = max(0.0, before - allocation.share)
+                self.device_share -= before - self.devices[key]
         self.num_workers += 1
 
     @property
@@ -130,10 +181,16 @@ class NodeCapacity:
         """Wholly free devices that the job may still take here."""
         return min(self.num_free, max(0, self.device_cap - len(self.own)))
 
+    @property
+    def free_places(self) -> float:
+        """Processes that may still run here."""
+        return self.resources.max_workers - self.num_workers if self.resources.max_workers else math.inf
+
     def fit(self, unit: Unit) -> dict[str, Allocation] | None:
         """Return what each worker of the unit would hold, or None if the unit does not fit. Nothing is subtracted."""
         granted = self.grants(unit.isolation)
-        if granted is None or not self._has_amounts(unit, granted):
+        has_places = unit.is_control or len(unit.members) <= self.free_places
+        if granted is None or not has_places or not self._has_amounts(unit, granted):
             return None
         chosen = self.choose_devices(unit)
         if chosen is None:
@@ -187,21 +244,6 @@ class NodeCapacity:
 def share_of(accelerator: float) -> float:
     """Return the part of each device that a worker takes: all of it from one device upwards."""
     return accelerator if accelerator < 1 - EPSILON else 1.0
-
-
-def free_capacity(node: NodeRecord, job: JobRecord, *, is_empty: bool) -> NodeCapacity:
-    """Return the capacity of a node for a job; with `is_empty`, as if nothing ran there."""
-    spec, info = job.spec, node.info
-    capacity = NodeCapacity(node.name, info.resources, spec.accelerator_type, spec.device_per_node, info.labels)
-    if not is_empty:
-        for allocation in node.held():
-            capacity.subtract(allocation)
-        for (owner, worker), allocation in node.allocations.items():
-            if owner == job.job_id:
-                capacity.own.update(allocation.devices)
-                if worker != STORE:
-                    capacity.note_own(parse_worker(worker).role)
-    return capacity
 
 
 def _pool(resources: NodeResources, accelerator_type: str) -> list[DeviceKey]:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from unified.job.spec import Resources
 from unified.values import Value
-from unified_master.core.scheduling.node_capacity import EPSILON, NodeCapacity, Unit
-from unified_master.core.state import STORE, Allocation
+from unified_master.core.scheduling.node_capacity import EPSILON, Allocation, NodeCapacity, Unit
+from unified_master.core.state import STORE
 from unified_master.core.step import count
 
 _AMOUNTS = (("cpu", "CPU cores"), ("memory_mb", "MB of memory"), ("disk_mb", "MB of disk"))
@@ -70,7 +70,14 @@ def plan(
     orders = (False, True) if has_control else (False,)
     for control_first in orders:
         for is_spread in (True, False) if any(unit.elastic for unit in units) else (False,):
-            found = _attempt(units, nodes or open_nodes(), bound, is_spread=is_spread, control_first=control_first)
+            found = _attempt(
+                units,
+                nodes or open_nodes(),
+                bound,
+                is_spread=is_spread,
+                control_first=control_first,
+                says_why=failed is None and not is_bound,
+            )
             if found.fits:
                 return found
             failed, nodes = failed or found, []
@@ -83,18 +90,27 @@ def plan(
         for control_first in orders:
             if (found := _few_nodes(units, open_nodes(), bound, control_first=control_first)).fits:
                 return found
-    packed = _attempt(units, open_nodes(), len(open_nodes()), is_spread=False, control_first=False)
+    packed = _attempt(units, open_nodes(), len(open_nodes()), is_spread=False, control_first=False, says_why=False)
     used = count((packed if packed.fits else everywhere).num_nodes, "node")
     return PlacementPlan(reason=f"it fits on {used}, and may use {bound} (node_num)")
 
 
 def _attempt(
-    units: Sequence[Unit], nodes: list[NodeCapacity], bound: int, *, is_spread: bool, control_first: bool
+    units: Sequence[Unit],
+    nodes: list[NodeCapacity],
+    bound: int,
+    *,
+    is_spread: bool,
+    control_first: bool,
+    says_why: bool,
 ) -> PlacementPlan:
-    """Place each unit on the node that suits it best. Nodes that the job may no more begin to use are left out."""
+    """Place each unit on the node that suits it best. Nodes that the job may no more begin to use are left out.
+
+    The reason why a unit has no place costs a look at each node, so it is found only where it is read (`says_why`).
+    """
     every = {node.name: node for node in nodes}
     num_used = sum(node.is_used for node in nodes)
-    left = every if num_used < bound else {name: node for name, node in every.items() if node.is_used}
+    left = list(every) if num_used < bound else _used(every)
     assignments: list[Assignment] = []
     placed: dict[str, int] = {}
     shape: Shape | None = None
@@ -103,28 +119,35 @@ def _attempt(
         if unit.is_control:
             node = _node_for_control(every.values(), unit)
             if node is None:
-                return PlacementPlan(reason=_shortage(unit, units, nodes, 0))
-            assignments += _assign(node, unit)
+                return _no_place(unit, units, every.values(), 0, says_why=says_why)
+            assignments += _assign(every, node.name, unit)
             shape = None
             continue
         # Units of one shape come in a row, and an assignment changes one node alone: each node is looked at once a
         # shape and once an assignment, not once a unit.
         if (its_shape := _shape(unit)) != shape:
             shape = its_shape
-            offers = [offer for node in left.values() if (offer := _offer(node, unit, is_spread=is_spread)) is not None]
+            offers = _offers((every[name] for name in left), unit, is_spread=is_spread)
             heapq.heapify(offers)
         if not offers:
-            return PlacementPlan(reason=_shortage(unit, units, list(left.values()), placed.get(unit.label, 0)))
-        node = left[heapq.heappop(offers)[-1]]
-        is_last = not node.is_used and num_used + 1 == bound
-        num_used += not node.is_used
-        assignments += _assign(node, unit)
+            there = (every[name] for name in left)
+            return _no_place(unit, units, there, placed.get(unit.label, 0), says_why=says_why)
+        name = heapq.heappop(offers)[-1]
+        is_last = not every[name].is_used and num_used + 1 == bound
+        num_used += not every[name].is_used
+        assignments += _assign(every, name, unit)
         placed[unit.label] = placed.get(unit.label, 0) + 1
         if is_last:
-            left, shape = {name: node for name, node in every.items() if node.is_used}, None
-        elif (offer := _offer(node, unit, is_spread=is_spread)) is not None:
+            left, shape = _used(every), None
+        elif (offer := _offer(every[name], unit, is_spread=is_spread)) is not None:
             heapq.heappush(offers, offer)
     return PlacementPlan(assignments=tuple(assignments))
+
+
+def _no_place(
+    unit: Unit, units: Sequence[Unit], nodes: Iterable[NodeCapacity], num_placed: int, *, says_why: bool
+) -> PlacementPlan:
+    return PlacementPlan(reason=_shortage(unit, units, list(nodes), num_placed) if says_why else f"no {unit.label}")
 
 
 def _few_nodes(units: Sequence[Unit], nodes: list[NodeCapacity], bound: int, *, control_first: bool) -> PlacementPlan:
@@ -132,19 +155,20 @@ def _few_nodes(units: Sequence[Unit], nodes: list[NodeCapacity], bound: int, *, 
     control = next((unit for unit in units if unit.is_control), None)
     left = _by_shape([unit for unit in _in_order(units, control_first=False) if not unit.is_control])
     assignments: list[Assignment] = []
+    every = {node.name: node for node in nodes}
     if control is not None and control_first and (node := _node_for_control(nodes, control)) is not None:
-        assignments += _assign(node, control)
-    used = [node for node in nodes if node.is_used]
-    for node in used:
-        left = _fill(node, left, assignments)
+        assignments += _assign(every, node.name, control)
+    used = _used(every)
+    for name in sorted(used):
+        left = _fill(every, name, left, assignments)
     while left and len(used) < bound:
-        best = _roomiest([node for node in nodes if not node.is_used], left)
+        best = _roomiest([node for node in every.values() if not node.is_used], left)
         if best is None:
             break
-        left = _fill(best, left, assignments)
+        left = _fill(every, best, left, assignments)
         used.append(best)
-    if control is not None and not control_first and (node := _node_for_control(nodes, control)) is not None:
-        assignments += _assign(node, control)
+    if control is not None and not control_first and (node := _node_for_control(every.values(), control)) is not None:
+        assignments += _assign(every, node.name, control)
     is_whole = len(assignments) == sum(len(unit.members) for unit in units)
     return PlacementPlan(assignments=tuple(assignments)) if is_whole else PlacementPlan(reason="it needs more nodes")
 
@@ -174,8 +198,10 @@ def _shape(unit: Unit) -> Shape:
     return (unit.isolation, unit.elastic, [(member.local_rank, member.needs) for member in unit.members])
 
 
-def _roomiest(nodes: list[NodeCapacity], left: list[list[Unit]]) -> NodeCapacity | None:
-    """Return the node that takes most of the units, and of those that take all the one with the least to spare."""
+def _roomiest(nodes: list[NodeCapacity], left: list[list[Unit]]) -> str | None:
+    """Return the name of the node that takes most of the units, and of those that take all the one with the least to
+    spare.
+    """
     units = [unit for alike in left for unit in alike]
     devices = sum(_whole_devices(unit) for unit in units)
     cpu = sum(unit.total("cpu") for unit in units)
@@ -183,29 +209,39 @@ def _roomiest(nodes: list[NodeCapacity], left: list[list[Unit]]) -> NodeCapacity
     may_hold = [node for node in by_free if node.free_devices >= devices and (node.cpu + EPSILON >= cpu or cpu <= 0)]
     best, most = None, 0
     for node in [*may_hold[:MAX_LOOKED_AT], *by_free[: -MAX_LOOKED_AT - 1 : -1]]:
-        taken = len(units) - sum(map(len, _fill(node.copy(), left, [])))
+        taken = len(units) - sum(map(len, _fill({node.name: node.copy()}, node.name, left, [])))
         if taken > most:
-            best, most = node, taken
+            best, most = node.name, taken
         if most == len(units):
             break
     return best
 
 
-def _fill(node: NodeCapacity, left: list[list[Unit]], assignments: list[Assignment]) -> list[list[Unit]]:
-    """Assign what fits to the node; return what does not."""
+def _fill(
+    nodes: dict[str, NodeCapacity], name: str, left: list[list[Unit]], assignments: list[Assignment]
+) -> list[list[Unit]]:
+    """Assign what fits to one of the nodes; return what does not."""
     over = []
     for alike in left:
         number = len(alike)
-        while number and node.fit(alike[number - 1]) is not None:
+        while number and nodes[name].fit(alike[number - 1]) is not None:
             number -= 1
-            assignments += _assign(node, alike[number])
+            assignments += _assign(nodes, name, alike[number])
         if number:
             over.append(alike[:number])
     return over
 
 
-def _assign(node: NodeCapacity, unit: Unit) -> list[Assignment]:
-    """Assign a unit that fits."""
+def _used(nodes: dict[str, NodeCapacity]) -> list[str]:
+    """Return the names of the nodes on which the job has workers."""
+    return [name for name, node in nodes.items() if node.is_used]
+
+
+def _assign(nodes: dict[str, NodeCapacity], name: str, unit: Unit) -> list[Assignment]:
+    """Assign a unit to a node on which it fits."""
+    if nodes[name].is_shared:
+        nodes[name] = nodes[name].copy()
+    node = nodes[name]
     allocations = node.fit(unit) or {}
     node.allocate(unit, allocations)
     return [Assignment(worker=worker, node=node.name, allocation=one) for worker, one in allocations.items()]
@@ -226,6 +262,21 @@ def _in_order(units: Sequence[Unit], *, control_first: bool) -> list[Unit]:
 def _size(unit: Unit) -> tuple[float, float, float, float]:
     scarce = sum(unit.user_total().values()) + (len(unit.members) if unit.isolation else 0)
     return (scarce, unit.total("accelerator"), unit.total("cpu"), unit.total("memory_mb"))
+
+
+def _offers(nodes: Iterable[NodeCapacity], unit: Unit, *, is_spread: bool) -> list[Fitness]:
+    """Return the offers of all nodes that have one. Most nodes of a large cluster are alike: one is asked for all."""
+    found: list[Fitness] = []
+    known: dict[tuple[object, ...], Fitness | None] = {}
+    whole = _whole_devices(unit)
+    for node in nodes:
+        if whole > node.free_devices:
+            continue
+        if (state := node.state()) not in known:
+            known[state] = _offer(node, unit, is_spread=is_spread)
+        if (offer := known[state]) is not None:
+            found.append((*offer[:-1], node.name))
+    return found
 
 
 def _offer(node: NodeCapacity, unit: Unit, *, is_spread: bool) -> Fitness | None:
@@ -254,9 +305,14 @@ def _shortage(unit: Unit, units: Sequence[Unit], nodes: list[NodeCapacity], num_
     if not nodes:
         pair = "label" if "=" in unit.isolation else "resource or label"
         return f"{unit.label} may only be on a node with the {pair} {unit.isolation!r}, and there is none"
+    if all(node.free_places < len(unit.members) for node in nodes):
+        most = max(node.resources.max_workers for node in nodes)
+        wanted = count(len(unit.members), "process", "processes")
+        return f"{needs} {wanted}; a node has at most {most} (--max-workers of its agent)"
     shares = [member.needs.accelerator for member in unit.members if 0 < member.needs.accelerator < 1 - EPSILON]
-    need = _whole_devices(unit) + sum(shares)
-    if need > 0 and all(node.choose_devices(unit) is None for node in nodes):
+    whole_devices = _whole_devices(unit)
+    need = whole_devices + sum(shares)
+    if need > 0 and all(node.free_devices < whole_devices or node.choose_devices(unit) is None for node in nodes):
         whole = math.ceil(need - EPSILON)
         wanted = f"{needs} {'1 device' if abs(need - 1) < EPSILON else f'{round(need, 4):g} devices'}"
         if whole > (cap := nodes[0].device_cap):
@@ -275,10 +331,11 @@ def _shortage(unit: Unit, units: Sequence[Unit], nodes: list[NodeCapacity], num_
     if any(node.grants(unit.isolation) for node in nodes):
         named[unit.isolation] = named.get(unit.isolation, 0.0) + len(unit.members)
     for name, amount in sorted(named.items()):
-        richest = max(nodes, key=lambda node: (node.user_defined.get(name, 0.0), _reversed(node.name)))
-        has = richest.user_defined.get(name, 0.0)
+        free = {node.name: node.user_defined.get(name, 0.0) for node in nodes}
+        richest = _largest(free)
+        has = free[richest]
         if amount > 0 and amount > has + EPSILON:
-            where = f"the node with most, {richest.name}, has {max(0.0, has):g}" if has > 0 else "no node has any left"
+            where = f"the node with most, {richest}, has {max(0.0, has):g}" if has > 0 else "no node has any left"
             return f"{needs} {amount:g} {name}; {rooms_left}{where}"
     one = "it" if unit.is_control else "one"
     return f"{needs.removesuffix(' of')}; {rooms_left}no node has all that {one} needs at once"
@@ -292,14 +349,15 @@ def _whole_devices(unit: Unit) -> int:
 
 def _at_most(need: float, word: str, free: dict[str, float], total: dict[str, float], num_placed: int) -> str:
     """Return what there is of a resource, by node, where no node has `need` free."""
-    largest = max(total, key=lambda node: (total[node], _reversed(node)))
+    largest = _largest(total)
     if need > total[largest] + EPSILON:
         return f"no node of this cluster has {need:g}{word} (the largest, {largest}, has {total[largest]:g})"
-    freest = max(free, key=lambda node: (free[node], _reversed(node)))
+    freest = _largest(free)
     has = f"the largest free node {freest} has {max(0.0, free[freest]):g}"
     return f"there is room for {num_placed} of them, after which {has}" if num_placed else has
 
 
-def _reversed(name: str) -> tuple[int, ...]:
-    """Return a key with which `max` prefers the name that sorts first."""
-    return tuple(-ord(letter) for letter in name)
+def _largest(amounts: dict[str, float]) -> str:
+    """Return the name of the node that has most; of several, the one that sorts first."""
+    most = max(amounts.values())
+    return min(name for name, amount in amounts.items() if amount == most)

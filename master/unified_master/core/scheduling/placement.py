@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import msgspec
 
-from unified.job.spec import JobSpec, Resources
-from unified_master.core.scheduling.node_capacity import Member, Unit, free_capacity
+from unified.errors import listed
+from unified.job.names import parse_worker
+from unified.job.spec import JobSpec, Resources, has_range
+from unified_master.core.scheduling.node_capacity import Member, NodeCapacity, Unit
 from unified_master.core.scheduling.packing import PlacementPlan, plan
-from unified_master.core.state import STORE, Cluster, JobRecord
+from unified_master.core.state import STORE, Cluster, JobRecord, NodeRecord
+
+SPARE = "spare"
+"""Label of a node, with any value, that is kept for jobs that have lost one."""
 
 
 def units_of(spec: JobSpec) -> list[Unit]:
@@ -59,22 +65,143 @@ def all_units(spec: JobSpec) -> list[Unit]:
     return units_of(spec) + ([control] if control is not None else [])
 
 
-def place(cluster: Cluster, job: JobRecord, units: Sequence[Unit], *, is_empty: bool = False) -> PlacementPlan:
-    """Plan on the nodes that the job may use; with `is_empty`, on the alive cluster as if nothing ran on it."""
-    nodes = [node for node in cluster.alive_nodes() if is_empty or (node.is_connected and node.has_reported)]
-    allowed = [node for node in nodes if node.name not in job.excluded]
-    found = plan(units, lambda: [free_capacity(node, job, is_empty=is_empty) for node in allowed], job.spec.node_num)
-    if found.fits:
-        return found
-    if not nodes:
+def place(
+    cluster: Cluster,
+    job: JobRecord,
+    units: Sequence[Unit],
+    *,
+    is_empty: bool = False,
+    spare_use: Sequence[bool] = (False, True),
+) -> PlacementPlan:
+    """Plan on the nodes that the job may use; with `is_empty`, on the alive cluster as if nothing ran on it.
+
+    A job that has run may use spares, by default where other nodes do not do: `spare_use` has the attempts in order.
+    """
+    used = set() if is_empty else _nodes_of(job)
+    allowed: list[NodeRecord] = []
+    excluded, drained, spares = [], [], []
+    for node in cluster.alive_nodes():
+        if not (is_empty or node.is_open):
+            continue
+        if node.name in job.excluded:
+            excluded.append(node.name)
+        elif not node.is_in_service:
+            drained.append(node.name)
+        else:
+            allowed.append(node)
+            if SPARE in node.info.labels and node.name not in used:
+                spares.append(node.name)
+    max_nodes = job.spec.node_num - len(used - {node.name for node in allowed})  # excluded, and still in use
+    found = PlacementPlan()
+    for uses_spares in spare_use if spares and _has_run(job) else (False,):
+        usual = allowed if uses_spares else [node for node in allowed if node.name not in spares]
+        found = plan(units, partial(capacities, usual, job, is_empty=is_empty), max_nodes)
+        if found.fits:
+            return found
+    if not (allowed or excluded or drained):
         return PlacementPlan(reason=_no_nodes(cluster))
-    if len(allowed) < len(nodes):
-        left_out = ", ".join(node.name for node in nodes if node.name in job.excluded)
-        return msgspec.structs.replace(found, reason=f"{found.reason} ({left_out} failed too often for this job)")
-    return found
+    reasons = [f"{listed(sorted(excluded))} failed too often for this job"] if excluded else []
+    reasons += [f"out of service: {listed(sorted(drained))}"] if drained else []
+    reasons += [f"kept as spares: {listed(sorted(spares))}"] if spares and not _has_run(job) else []
+    return msgspec.structs.replace(found, reason=f"{found.reason} ({'; '.join(reasons)})") if reasons else found
+
+
+def capacities(nodes: Iterable[NodeRecord], job: JobRecord, *, is_empty: bool) -> list[NodeCapacity]:
+    """Return what is free of each node for a job; with `is_empty`, as if nothing ran there."""
+    kind, cap = job.spec.accelerator_type, job.spec.device_per_node
+    own = set() if is_empty else {worker.node for worker in job.workers.values() if worker.allocation is not None}
+    return [
+        _beside_own(node, job) if node.name in own else node.capacity(kind, cap, is_empty=is_empty) for node in nodes
+    ]
+
+
+def _beside_own(node: NodeRecord, job: JobRecord) -> NodeCapacity:
+    """Return what is free of a node where the job has workers already."""
+    capacity = node.capacity(job.spec.accelerator_type, job.spec.device_per_node).copy()
+    for (owner, worker), allocation in node.allocations.items():
+        if owner == job.job_id:
+            capacity.own.update(allocation.devices)
+            if worker != STORE:
+                capacity.note_own(parse_worker(worker).role)
+    return capacity
+
+
+def _has_run(job: JobRecord) -> bool:
+    """Return True if the job has had its workers, and so is placed now because something failed."""
+    return any(worker.incarnation >= 0 for worker in job.workers.values())
+
+
+def _nodes_of(job: JobRecord) -> set[str]:
+    """Return the nodes that count in `node_num`."""
+    placed = (worker for worker in job.workers.values() if worker.kind == "worker" and worker.allocation is not None)
+    return {worker.node for worker in placed}
+
+
+def place_within_ranges(
+    cluster: Cluster, job: JobRecord, units: Sequence[Unit], *, is_empty: bool = False, is_growth: bool = False
+) -> PlacementPlan:
+    """Plan as `place` does, but leave out units of roles with a range of nodes that find no place.
+
+    Each such role keeps its least number of groups. Groups beyond that are each on a node without another of the role;
+    they take spares unless it `is_growth`.
+    """
+    required, optional = _required(job, units, is_empty=is_empty)
+    if not optional:
+        return place(cluster, job, units, is_empty=is_empty)
+    low, high = 0, min(len(optional), len(cluster.alive_nodes()))
+    best = place(cluster, job, required, is_empty=is_empty) if required else PlacementPlan()
+    while best.fits and low < high:  # the largest number that fits
+        number = (low + high + 1) // 2
+        chosen = [*required, *optional[:number]]
+        plans = (
+            place(cluster, job, chosen, is_empty=is_empty, spare_use=(uses_spares,))
+            for uses_spares in ((False,) if is_growth else (False, True))
+        )
+        if fitting := next((found for found in plans if found.fits and not _shares_node(job, chosen, found)), None):
+            best, low = fitting, number
+        else:
+            high = number - 1
+    return best
+
+
+def _required(job: JobRecord, units: Sequence[Unit], *, is_empty: bool) -> tuple[list[Unit], list[Unit]]:
+    """Split units into those that must have a place and those of ranges that need not."""
+    missing = {role.name: role.min_groups for role in job.spec.roles if has_range(role)}
+    if not is_empty:
+        for name in missing:
+            role = job.spec.role(name)
+            missing[name] -= len(job.members(role)) // role.per_group
+    required: list[Unit] = []
+    optional: list[Unit] = []
+    for unit in units:
+        name = unit.members[0].role
+        if missing.get(name, 1) <= 0:
+            optional.append(unit)
+            continue
+        required.append(unit)
+        if name in missing:
+            missing[name] -= 1
+    return required, optional
+
+
+def _shares_node(job: JobRecord, units: Sequence[Unit], found: PlacementPlan) -> bool:
+    """Return True if groups of a role with a range would share a node."""
+    nodes = {one.worker: one.node for one in found.assignments}
+    for role in filter(has_range, job.spec.roles):
+        used = {worker.node for worker in job.members(role) if worker.rank % role.per_group == 0}
+        for unit in units:
+            if unit.members[0].role != role.name:
+                continue
+            if (node := nodes[unit.members[0].worker]) in used:
+                return True
+            used.add(node)
+    return False
 
 
 def _no_nodes(cluster: Cluster) -> str:
-    if cluster.alive_nodes():
+    alive = cluster.alive_nodes()
+    if any(node.has_reported for node in alive):
+        return "each node that is alive still has to end what nobody wants there any more"
+    if alive:
         return "no node has come back yet since the master restarted"
     return "no node is alive; start an agent with `unified-agent --master …`"

@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +12,14 @@ import pytest
 import zmq
 
 from tests.support.bus import PATIENCE_S, Hub, World, entry
+from tests.support.ports import unused_port
 from unified.core.backoff import Backoff
 from unified.errors import BusOverloadedError, RouteLostError, RpcError, RpcTimeoutError, UnifiedError
 from unified.protocol.envelope import (
     BUS_VERSION,
     Envelope,
     Kind,
+    PieceSeries,
     Undelivered,
     decode_envelope,
     decode_undelivered,
@@ -40,17 +43,17 @@ def envelope(target: str, call_id: int = 1, kind: Kind = Kind.CALL, sender: str 
     return encode_envelope(Envelope(BUS_VERSION, kind, call_id, sender, "worker", target, "method"))
 
 
-def known(hub: Hub, socket: Socket, identity: str) -> None:
-    """Wait until the relay knows the socket: it can send to itself."""
+def known(hub: Hub, member: Socket, identity: str) -> None:
+    """Wait until the relay knows the member: it can send to itself."""
     probe = [envelope(identity, 0, Kind.CANCEL, "nobody"), b"probe"]
 
     def arrives() -> bool:
-        socket.send_multipart(probe)
-        return bool(socket.poll(50))
+        member.send_multipart(probe)
+        return bool(member.poll(50))
 
     eventually(arrives)
-    while socket.poll(50):
-        socket.recv_multipart()
+    while member.poll(50):
+        member.recv_multipart()
 
 
 def test_forwards_by_the_envelope_alone(hub: Hub) -> None:
@@ -95,8 +98,8 @@ def test_bad_frames_are_counted_and_dropped(hub: Hub) -> None:
 def test_slow_receiver_holds_up_nobody_and_fills_no_memory() -> None:
     with contextlib.closing(Hub(limit_bytes=1 << 20)) as hub:
         a, slow, b = hub.socket("a"), hub.socket("slow", RCVHWM=1, RCVBUF=4096), hub.socket("b")
-        for name, socket in (("a", a), ("b", b), ("slow", slow)):
-            known(hub, socket, name)
+        for name, member in (("a", a), ("b", b), ("slow", slow)):
+            known(hub, member, name)
         for call_id in range(100):
             a.send_multipart([envelope("slow", call_id), b"", b"x" * (1 << 20)])
         a.send_multipart([envelope("b"), b"past it"])
@@ -104,6 +107,47 @@ def test_slow_receiver_holds_up_nobody_and_fills_no_memory() -> None:
         head, body = a.recv_multipart()
         assert decode_envelope(head).kind is Kind.UNDELIVERABLE
         assert decode_undelivered(body).code == "overloaded"
+
+
+def pieces(target: str, number: int, count: int) -> list[list[bytes]]:
+    """Return so many pieces of a series, and the message behind them."""
+    series = PieceSeries(number, count << 20)
+    piece, call = (
+        encode_envelope(Envelope(BUS_VERSION, kind, number, "a", "worker", target, "method", series=series))
+        for kind in (Kind.PIECE, Kind.CALL)
+    )
+    return [*([piece, b"", b"x" * (1 << 20)] for _ in range(count)), [call, b""]]
+
+
+def test_a_series_that_has_begun_is_forwarded_whole_also_to_a_slow_receiver() -> None:
+    with contextlib.closing(Hub(limit_bytes=1 << 20)) as hub:
+        a, slow = hub.socket("a"), hub.socket("slow", RCVHWM=1, RCVBUF=4096)
+        known(hub, a, "a")
+        known(hub, slow, "slow")
+        sent = pieces("slow", 1, 50)
+        for message in sent:
+            a.send_multipart(message)
+        eventually(lambda: hub.relay.num_forwarded > 0)
+        while (message := slow.recv_multipart())[0] != sent[0][0]:  # probes
+            pass
+        assert [message, *(slow.recv_multipart() for _ in sent[1:])] == sent
+        assert not a.poll(20)
+
+
+def test_a_series_for_which_there_is_no_room_is_given_back_once() -> None:
+    with contextlib.closing(Hub(limit_bytes=1 << 20)) as hub:
+        a, slow = hub.socket("a"), hub.socket("slow", RCVHWM=1, RCVBUF=4096)
+        known(hub, a, "a")
+        known(hub, slow, "slow")
+        for number in (1, 2):
+            for message in pieces("slow", number, 50):
+                a.send_multipart(message)
+        head, body = a.recv_multipart()
+        assert decode_envelope(head).call_id == 2
+        assert decode_undelivered(body) == Undelivered(kind=Kind.CALL, target="slow", code="overloaded")
+        assert not a.poll(20)
+        heads = [decode_envelope(slow.recv_multipart()[0]) for _ in range(51)]
+        assert {each.call_id for each in heads if each.series is not None} == {1}
 
 
 def test_port_that_is_taken_is_an_error_with_the_address(hub: Hub) -> None:
@@ -162,6 +206,23 @@ def test_lost_relay_ends_the_calls_that_were_with_it(tmp_path: Path) -> None:
         assert again.start() == hub.address
         assert a.call("b", "echo", (2,), {}, timeout=PATIENCE_S).result(PATIENCE_S) == 2
         again.close()
+
+
+def test_connection_that_breaks_in_its_handshake_ends_no_call(tmp_path: Path) -> None:
+    port = unused_port()
+    with contextlib.closing(World(tmp_path, "relay", f"tcp://127.0.0.1:{port}")) as world:
+        with socket.create_server(("127.0.0.1", port)) as refusing:
+            a, _ = world.endpoint("a")
+            _, b_inbox = world.endpoint("b", {"ping": lambda: "pong"})
+            a.update_directory([entry("b", b_inbox)])
+            pending = a.call("b", "ping", (), {}, timeout=PATIENCE_S)
+            for _ in range(4):
+                refusing.accept()[0].close()
+            assert not pending.done()
+        relay = BusRelay(f"tcp://127.0.0.1:{port}")
+        relay.start()
+        assert pending.result(PATIENCE_S) == "pong"
+        relay.close()
 
 
 def test_callee_whose_answer_was_lost_with_its_connection_says_so(tmp_path: Path, relay: str) -> None:

@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from tests.support.agent_core import SPEC, STORE, W0, W1, Driver, launched, next_life, started, wanted
-from unified.protocol.agent_master import AgentRegistered, DesiredJob, RegisterAgain, RunOrder
+from unified.protocol.agent_master import AgentRegistered, DesiredJob, RegisterAgain, RoundNotice, RunOrder
 from unified.protocol.records import Failure, Inbox, JobWorkerIncarnation, Progress, WorkerState
-from unified.protocol.worker_agent import Failed, Finished, Hello, Reported, Run, Running, Stop
+from unified.protocol.worker_agent import Failed, Finished, Hello, Notice, Rejoins, Reported, Run, Running, Stop
 from unified_agent.core.messages import (
     AgentEvent,
     KeepReport,
@@ -50,7 +50,7 @@ def test_generations_begin_anew_with_a_new_registration(driver: Driver) -> None:
     driver.generation = 5
     driver.desire(wanted(W0))
     driver.hear(RegisterAgain())
-    driver.hear(AgentRegistered(lease_s=5, heartbeat_s=1))
+    driver.hear(AgentRegistered(lease_s=15, heartbeat_s=1))
     driver.generation = 0
     driver.take()
     driver.desire()
@@ -103,12 +103,48 @@ def test_a_round_is_told_once_and_only_to_a_worker_that_said_hello(driver: Drive
     assert driver.notable() == []
 
 
-def test_a_later_round_is_told_too() -> None:
+def test_a_later_round_is_told_to_a_worker_that_can_rejoin() -> None:
     driver = launched(wanted(W0, run=1))
     driver.say(W0, Running(round=1))
     driver.take()
     driver.desire(wanted(W0, run=2))
-    assert driver.notable() == [TellWorker(life=W0, message=Run(order=RunOrder(round=2, rank=0, world_size=2)))]
+    assert driver.notable() == []
+    driver.say(W0, Rejoins(is_able=True))
+    told = [TellWorker(life=W0, message=Run(order=RunOrder(round=2, rank=0, world_size=2)))]
+    assert driver.notable() == told
+    driver.say(W0, Running(round=2))
+    assert driver.observed()[f"{W0.worker}#0"].round == 2
+    driver.desire(wanted(W0, run=2))
+    assert driver.notable() == []
+
+
+def test_a_notice_is_told_once_and_makes_an_order_into_its_round_void() -> None:
+    notice = RoundNotice(round=2, kind="broken", reason="a peer died")
+    driver = launched(wanted(W0, run=1))
+    driver.say(W0, Running(round=1))
+    driver.say(W0, Rejoins(is_able=True))
+    driver.take()
+    noticed = msgspec.structs.replace(wanted(W0, run=2), notice=notice)
+    for _ in range(2):
+        driver.desire(noticed)
+    assert driver.notable() == [TellWorker(life=W0, message=Notice(notice=notice))]
+    driver.say(W0, Rejoins(is_able=True, left_round=1))
+    driver.say(W0, Rejoins(is_able=True))
+    seen = driver.observed()[f"{W0.worker}#0"]
+    assert (seen.can_rejoin, seen.left_round) == (True, 1)
+    driver.take()
+    driver.desire(wanted(W0, run=3))
+    assert driver.notable() == [TellWorker(life=W0, message=Run(order=RunOrder(round=3, rank=0, world_size=2)))]
+
+
+def test_a_notice_waits_for_a_worker_to_run() -> None:
+    notice = RoundNotice(round=1, kind="planned", reason="a node joined", within_s=30)
+    driver = launched(msgspec.structs.replace(wanted(W0), notice=notice))
+    assert driver.notable() == []
+    driver.desire(msgspec.structs.replace(wanted(W0), notice=notice, run=RunOrder(round=2, rank=0, world_size=2)))
+    driver.take()
+    driver.say(W0, Running(round=2))
+    assert driver.notable() == [TellWorker(life=W0, message=Notice(notice=notice))]
 
 
 # A worker's life

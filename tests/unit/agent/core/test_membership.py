@@ -1,4 +1,4 @@
-"""What the agent tells whom, names included, how it stands with its master, and how it ends."""
+"""What the agent tells whom, names included, and how it stands with its master."""
 
 import msgspec
 import pytest
@@ -6,7 +6,6 @@ import pytest
 from tests.support.agent_core import FACTS, SPEC, STORE, W0, W1, Driver, launched, next_life, sent, wanted
 from unified.protocol.agent_master import (
     AgentHeartbeat,
-    AgentLeaving,
     AgentRefused,
     AgentRegistered,
     DesiredJob,
@@ -17,9 +16,8 @@ from unified.protocol.agent_master import (
     RegisterAgent,
 )
 from unified.protocol.records import DirectoryEntry, Inbox, NameClaims, NameRefusal, Progress, Reachability
-from unified.protocol.worker_agent import Claimed, DirectoryNews, Finished, Reported, Running, Stop, worker_to_agent
+from unified.protocol.worker_agent import Claimed, DirectoryNews, Reported, Running, worker_to_agent
 from unified_agent.core.messages import (
-    AgentEvent,
     Exit,
     KeepInterpreters,
     KeyRefused,
@@ -27,12 +25,9 @@ from unified_agent.core.messages import (
     MasterUnreadable,
     Reconnect,
     SendMaster,
-    SignalWorker,
     StartWorker,
-    StopAsked,
     TellWorker,
     WorkerExited,
-    WorkerSaid,
     WriteLog,
 )
 
@@ -150,7 +145,7 @@ def test_a_silent_master_costs_no_worker() -> None:
     assert 10 <= sum(isinstance(action, Reconnect) for action in actions) <= 12
     driver.hear(RegisterAgain())
     assert sent(driver.take()) == ["RegisterAgent"]
-    driver.hear(AgentRegistered(lease_s=5, heartbeat_s=1))
+    driver.hear(AgentRegistered(lease_s=15, heartbeat_s=1))
     assert f"{W0.worker}#0" in driver.observed()
 
 
@@ -194,7 +189,7 @@ def test_a_refusal_for_good_ends_it_and_a_refusal_for_now_does_not() -> None:
     assert sent(driver.take()) == ["RegisterAgent"]
     driver.hear(AgentRefused(reason="not you"))
     assert driver.take() == [Exit(code=1, reason="not you")]
-    driver.hear(AgentRegistered(lease_s=5, heartbeat_s=1))
+    driver.hear(AgentRegistered(lease_s=15, heartbeat_s=1))
     assert driver.take() == []
 
 
@@ -204,81 +199,6 @@ def test_a_member_bears_an_unreadable_master_and_says_so_once() -> None:
         driver.step(MasterUnreadable(reason="version 2."))
     assert driver.take() == [WriteLog(event="master-unreadable", reason="version 2. The workers stay.", level="error")]
     assert f"{W0.worker}#0" in driver.observed()
-
-
-# The agent's own end
-
-
-def test_it_leaves_when_its_workers_are_gone() -> None:
-    driver = launched(wanted(W0), wanted(W1))
-    driver.step(StopAsked(reason="SIGTERM"))
-    assert sum(action == SignalWorker(life=W0, how="terminate") for action in driver.take()) == 1
-    driver.step(WorkerExited(life=W0, code=0))
-    driver.desire(wanted(W0), wanted(next_life(W0)))
-    assert driver.notable() == []
-    driver.step(WorkerExited(life=W1, code=0))
-    actions = driver.take()
-    assert sent(actions)[-2:] == ["ObservedWorkers", "AgentLeaving"]
-    assert actions[-1] == Exit(code=0, reason="SIGTERM")
-
-
-def test_an_idle_agent_leaves_at_once() -> None:
-    driver = Driver()
-    driver.step(StopAsked(reason="SIGTERM"))
-    leaving, end = driver.take()[-2:]
-    assert leaving == SendMaster(message=AgentLeaving(node="n1", incarnation="abc", reason="SIGTERM"))
-    assert end == Exit(code=0, reason="SIGTERM")
-
-
-@pytest.mark.parametrize("events", [[StopAsked(reason="SIGINT")] * 2, [StopAsked(reason="orphan", at_once=True)]])
-def test_a_stop_at_once_kills(events: list[AgentEvent]) -> None:
-    driver = launched(wanted(W0))
-    for event in events:
-        driver.step(event)
-    assert driver.notable()[-1] == SignalWorker(life=W0, how="kill")
-
-
-@pytest.mark.parametrize(("stop_first", "category"), [(True, "node"), (False, None)])
-def test_what_returns_because_the_agent_ends_has_not_done_its_work(stop_first: bool, category: str | None) -> None:
-    driver = Driver()
-    driver.desire(wanted(W0, run=1), wanted(W1))
-    driver.start(W0)
-    driver.start(W1)  # it keeps the agent from leaving meanwhile
-    driver.say(W0, Running(round=1))
-    events: list[AgentEvent] = [StopAsked(reason="SIGTERM"), WorkerSaid(life=W0, word=Finished())]
-    for event in events if stop_first else reversed(events):
-        driver.step(event)
-    driver.step(WorkerExited(life=W0, code=0))
-    failure = driver.observed()[f"{W0.worker}#0"].failure
-    assert (failure.category if failure else None) == category
-
-
-@pytest.mark.parametrize(("told", "grace"), [(2.0, 10.0), (None, 10.0), (0.0, None)])
-def test_an_end_gives_workers_the_whole_grace_of_their_job(told: float | None, grace: float | None) -> None:
-    driver = Driver()
-    driver.desire(wanted(W0), grace_s=told)  # what a restart of the role would leave them, or a stop by force
-    driver.start(W0)
-    driver.take()
-    driver.step(StopAsked(reason="SIGTERM"))
-    if grace is None:
-        assert driver.notable() == [SignalWorker(life=W0, how="kill")]
-        return
-    order, signal = driver.notable()
-    assert order == TellWorker(life=W0, message=Stop(grace_s=grace, reason="the agent stops: SIGTERM"))
-    assert signal == SignalWorker(life=W0, how="terminate")
-    driver.pass_time(grace - 0.1, answered=True)
-    assert driver.notable() == []
-    driver.pass_time(0.2, answered=True)
-    assert driver.notable() == [SignalWorker(life=W0, how="kill")]
-
-
-def test_it_does_not_wait_for_ever_for_a_worker_that_cannot_die() -> None:
-    driver = launched(wanted(W0))
-    driver.step(StopAsked(reason="SIGTERM"))
-    driver.pass_time(11.9, answered=True)
-    assert not any(isinstance(action, Exit) for action in driver.take())
-    driver.pass_time(0.2, answered=True)
-    assert [action.code for action in driver.take() if isinstance(action, Exit)] == [1]
 
 
 REFUSED = KeyRefused(reason="the master has another key.")
@@ -309,7 +229,7 @@ def test_a_member_keeps_its_workers_says_so_once_and_tries_again() -> None:
     found = {action.event for action in actions if isinstance(action, WriteLog)}
     assert found == {"master-silent", "master-unreachable"}
     driver.hear(RegisterAgain())
-    driver.hear(AgentRegistered(lease_s=5, heartbeat_s=1))
+    driver.hear(AgentRegistered(lease_s=15, heartbeat_s=1))
     assert f"{W0.worker}#0" in driver.observed()
     driver.step(REFUSED)
     assert notes(driver) == [("key-refused", "error")], "it is news again"

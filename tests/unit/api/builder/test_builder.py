@@ -46,6 +46,7 @@ def test_settings_of_the_job() -> None:
     assert job.config == {"k1": "v1"}
     assert job.env == {"A": "1", "B": "2"}
     assert (job.dl_type, job.stream_type) == ("PRE", "DATA_STREAM")
+    assert DLJobBuilder().restart_window(timedelta(hours=1)).train("m.f").build().restart_window == 3600
     assert DLJobBuilder().as_data_stream().as_task_stream().train("m.f").build().stream_type == "TASK_STREAM"
 
 

@@ -338,7 +338,7 @@ def test_a_node_id_on_another_host_is_refused_while_the_lease_lives(world: World
     assert answer.retry_after_s is None
     assert "node id n1 is taken by the agent on n1.local (pid 1)" in answer.reason
     world.kill_agent("n1")
-    world.run(10)
+    world.run(20)
     assert any(isinstance(one, DesiredWorkers) for one in register(world, host_id="other"))
     assert world.core.cluster.nodes["n1"].info.host_id == "other"
 
@@ -364,7 +364,7 @@ def test_an_agent_with_impossible_facts_is_refused(world: World, changes: dict[s
 
 def test_a_lost_node_is_forgotten_after_an_hour(world: World) -> None:
     world.kill_agent("n1")
-    world.run(10)
+    world.run(20)
     assert world.core.cluster.nodes["n1"].state is NodeState.LOST
     world.run(3700)
     assert world.core.cluster.nodes == {}
@@ -392,6 +392,25 @@ def test_ended_jobs_are_forgotten_in_the_end(world: World, monkeypatch: pytest.M
     assert list(world.core.cluster.jobs) == ["j2-3", "j3-4"]
     assert {key for kind, key in world.stored if kind in ("job", "spec")} == {"j2-3", "j3-4"}
     assert set(world.core.cluster.events) == {"j2-3", "j3-4"}
+
+
+def test_a_long_job_that_ends_last_is_known_and_none_is_half_forgotten(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unified_master.core.jobs.MAX_ENDED", 2)
+    running(world, "long")
+    for number in range(3):
+        world.request(SubmitJob(spec=spec(f"j{number}", role("a", 0))))
+    world.request(StopJob(job="long"))
+    world.until_stage("long", Stage.STOPPED)
+    assert list(world.core.cluster.jobs) == ["long-1", "j2-4"]
+    assert {key for kind, key in world.stored if kind in ("job", "spec")} == {"long-1", "j2-4"}
+    monkeypatch.setattr("unified_master.core.jobs.MAX_ENDED_WEIGHT", 0)
+    running(world, "longer")
+    world.request(StopJob(job="longer"))
+    world.until_stage("longer", Stage.STOPPED)
+    world.restart_master()
+    assert list(world.core.cluster.jobs) == ["longer-5"]
 
 
 def test_ended_jobs_are_forgotten_when_they_weigh_too_much(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

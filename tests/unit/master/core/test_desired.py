@@ -72,3 +72,32 @@ def test_an_agent_is_told_how_many_workers_other_agents_of_its_host_have() -> No
     world.ask(SubmitJob(spec=JobSpec(name="job", roles=[role], node_num=3, device_per_node=2)))
     world.run(0.5)
     assert [agent.num_elsewhere for agent in agents] == [2, 2, 0]  # the store of the job is no worker
+
+
+class SpecReader(SimAgent):
+    """An agent that remembers for each desired set whether it came with the description of a job."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.told: list[bool] = []
+
+    def receive(self, now: float, request_id: int, message: MasterToAgent) -> list[Said]:
+        if isinstance(message, DesiredWorkers) and message.jobs:
+            self.told.append(any(job.spec is not None for job in message.jobs))
+        return super().receive(now, request_id, message)
+
+
+def test_a_description_is_sent_once_on_each_connection() -> None:
+    world = World()
+    agent = SpecReader("n1", resources(cpu=8))
+    world.add(agent)
+    world.run(1)
+    world.ask(SubmitJob(spec=JobSpec(name="job", roles=[simple("s", 2)])))
+    world.run(2)
+    assert len(agent.told) > 1, "one set to start workers, one to run them"
+    assert agent.told[0]
+    assert not any(agent.told[1:])
+    agent.told.clear()
+    world.break_connection("n1")
+    world.run(10)
+    assert agent.told.count(True) == 1

@@ -15,7 +15,15 @@ from unified.protocol.agent_master import (
     RegisterAgent,
 )
 from unified.protocol.client_master import SubmitJob
-from unified.protocol.records import DirectoryEntry, NameClaims, NameRefusal, Reachability, Stage, WorkerState
+from unified.protocol.records import (
+    DirectoryEntry,
+    JournalPlace,
+    NameClaims,
+    NameRefusal,
+    Reachability,
+    Stage,
+    WorkerState,
+)
 from unified_master.core import step
 from unified_master.core.messages import Received
 
@@ -155,7 +163,7 @@ def test_a_name_is_free_for_a_claim_that_comes_in_the_report_of_its_holders_end(
 def test_a_lost_node_frees_its_names(bench: NameBench) -> None:
     bench.claim(1, "x")
     bench.world.kill_agent("n2")
-    bench.world.run(10)
+    bench.world.run(20)
     assert bench.holders() == {}
 
 
@@ -283,3 +291,32 @@ def test_a_node_without_workers_of_the_job_is_told_nothing() -> None:
     bench.restart("s", 0, CRASH)
     bench.finish("s", 1)
     assert {node for node, _, _ in bench.told} == {"n1", "n2"}
+
+
+def test_the_entry_of_a_life_says_how_the_one_before_it_ended(bench: NameBench) -> None:
+    """Who asks only now and then sees the new life alone, and its calls to the old one fail with the evidence."""
+    assert bench.entry("s", 0).reason == ""
+    bench.restart("s", 0, CRASH, settle_s=2)
+    entry = bench.entry("s", 0)
+    assert (entry.incarnation, entry.state, entry.reason) == (1, Reachability.ALIVE, "killed by SIGKILL")
+    before = entry
+    bench.claim(0, "x")
+    assert bench.entry("s", 0) == msgspec.structs.replace(before, names={"x": 1}, revision=1)
+
+
+def test_the_place_of_a_file_that_belongs_to_a_name_outlives_its_holder_and_the_master(bench: NameBench) -> None:
+    bench.report(0, NameClaims(number=1, names={"q": 1}))
+    assert bench.entry("s", 0).journals == {}
+    bench.report(0, NameClaims(number=2, names={"q": 1, "r": 2}, journals={"q": "/a/q.sqlite", "z": "/not/held"}))
+    first = bench.worker("s", 0).node
+    assert bench.entry("s", 0).journals == {"q": JournalPlace(node=first, path="/a/q.sqlite")}
+    bench.restart("s", 0, CRASH)
+    assert bench.entry("s", 0).journals == {}
+    bench.world.restart_master()
+    bench.world.run(3)
+    bench.report(1, NameClaims(number=1, names={"q": 1}))
+    assert bench.entry("s", 1).journals == {"q": JournalPlace(node=first, path="/a/q.sqlite")}, "told with the grant"
+    bench.report(1, NameClaims(number=2, names={"q": 1}, journals={"q": "/a/q.sqlite"}))
+    second = bench.worker("s", 1).node
+    assert second != first
+    assert bench.entry("s", 1).journals == {"q": JournalPlace(node=second, path="/a/q.sqlite")}

@@ -6,8 +6,17 @@ import pytest
 from tests.support.master import COLLATERAL, CRASH, Bench, elastic, simple
 from tests.support.sim.sim_agent import SimAgent, resources
 from unified.job.spec import Blob, JobSpec
-from unified.protocol.agent_master import AgentLeaving, AgentRefused, DesiredWorkers, RegisterAgent
-from unified.protocol.client_master import Refused, StopJob, SubmitJob
+from unified.protocol.agent_master import (
+    AgentDied,
+    AgentLeaving,
+    AgentPulse,
+    AgentRefused,
+    DesiredWorkers,
+    HeartbeatSeen,
+    MasterToAgent,
+    RegisterAgent,
+)
+from unified.protocol.client_master import MasterAnswer, Refused, StopJob, SubmitJob
 from unified.protocol.records import Failure, NodeState, Stage
 from unified_master.core.jobs import MAX_SPEC_BYTES
 from unified_master.core.messages import Received, Send
@@ -67,7 +76,7 @@ def test_an_agent_that_was_displaced_is_not_let_in_again(was_lost: bool) -> None
     first = bench.world.core.cluster.nodes["n1"].info
     if was_lost:
         bench.world.kill_agent("n1")
-        bench.world.run(10.0)
+        bench.world.run(20.0)
         assert bench.world.core.cluster.nodes["n1"].state is NodeState.LOST
     second = msgspec.structs.replace(first, incarnation="second", pid=2)
 
@@ -111,3 +120,61 @@ def test_ctrl_c_reaches_the_agents_as_such() -> None:
     sent = [action.message for action in bench.world.core.step(bench.world.now, stop) if isinstance(action, Send)]
     [order] = [message for message in sent if isinstance(message, DesiredWorkers)]
     assert [job.is_interrupted for job in order.jobs] == [True]
+
+
+def keeper_says(bench: Bench, word: AgentDied | AgentPulse) -> list[MasterToAgent | MasterAnswer]:
+    """What the master answers to the lease keeper of an agent."""
+    event = Received(peer=b"keeper", request_id=7, message=word)
+    actions = bench.world.core.step(bench.world.now, event)
+    bench.world.run(0)
+    return [action.message for action in actions if isinstance(action, Send) and action.peer == b"keeper"]
+
+
+def test_an_agent_whose_process_ended_is_lost_at_once() -> None:
+    bench = Bench(simple(), nodes=2, failover_exec=2)
+    lost = bench.worker("s").node
+    incarnation = bench.agent(lost).incarnation
+    bench.world.kill_agent(lost)
+    at = bench.world.now
+    died = AgentDied(node=lost, incarnation=incarnation, reason="its agent (pid 7) ended")
+    bench.world.step(Received(peer=b"n1/1", request_id=7, message=died))
+    bench.running()
+    assert bench.world.now - at < 1
+    assert bench.lives() == {"s-0": 1}
+    assert bench.world.core.cluster.nodes[lost].reason == "its agent (pid 7) ended"
+    assert keeper_says(bench, died) == [HeartbeatSeen()], "said again, it changes nothing and is answered all the same"
+
+
+def test_the_keeper_of_an_earlier_agent_says_nothing_of_the_next() -> None:
+    bench = Bench(simple())
+    assert keeper_says(bench, AgentDied(node="n1", incarnation="another", reason="ended")) == [HeartbeatSeen()]
+    assert bench.world.core.cluster.nodes["n1"].state is NodeState.ALIVE
+    assert keeper_says(bench, AgentPulse(node="n1", incarnation="another")) == []
+    assert keeper_says(bench, AgentPulse(node="n9", incarnation="a")) == []
+
+
+def is_alive(bench: Bench) -> bool:
+    return bench.world.core.cluster.nodes["n1"].state is NodeState.ALIVE
+
+
+def test_a_lease_is_renewed_in_the_stead_of_an_agent_that_is_silent() -> None:
+    bench = Bench(simple())
+    incarnation = bench.agent().incarnation
+    bench.world.cut.add("n1")
+    for _ in range(40):
+        bench.world.run(1)
+        assert keeper_says(bench, AgentPulse(node="n1", incarnation=incarnation)) == [HeartbeatSeen()]
+    assert is_alive(bench)
+    bench.world.run(20)
+    assert not is_alive(bench)
+
+
+def test_an_agent_that_ended_its_workers_because_it_was_cut_off_has_lost_them() -> None:
+    bench = Bench(simple())
+    agent = bench.agent()
+    info = msgspec.structs.replace(bench.world.core.cluster.nodes["n1"].info, cut_off="cut off for 12.0 s")
+    agent.lives.clear()
+    bench.world.step(Received(peer=b"n1/1", request_id=3, message=info))
+    bench.running()
+    assert bench.lives() == {"s-0": 1}
+    assert bench.job.node_losses == {"n1": 1}

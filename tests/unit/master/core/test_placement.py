@@ -9,10 +9,9 @@ import pytest
 from tests.support.master import simple
 from unified.job.spec import JobSpec, Resources, RoleSpec
 from unified.protocol.records import Device, NodeResources
-from unified_master.core.scheduling.node_capacity import NodeCapacity, Unit
+from unified_master.core.scheduling.node_capacity import Allocation, NodeCapacity, Unit
 from unified_master.core.scheduling.packing import PlacementPlan, plan
 from unified_master.core.scheduling.placement import all_units, units_of
-from unified_master.core.state import Allocation
 
 
 def role(

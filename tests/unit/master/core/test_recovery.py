@@ -10,7 +10,7 @@ from tests.support.sim.sim_agent import SimAgent, resources
 from unified.job.spec import JobSpec, RoleSpec
 from unified.protocol.client_master import GetJob, JobStatus, RestartWorkers, SubmitJob
 from unified.protocol.records import Failure, NodeState, Progress, Reachability, Stage
-from unified_master.core.messages import MasterTick
+from unified_master.core.messages import MasterTick, SaveRecord
 from unified_master.core.status import job_status
 
 
@@ -210,6 +210,56 @@ def test_a_node_is_spared_once_in_a_silence() -> None:
         assert world.core.cluster.nodes["n1"].state is state
 
 
+def test_a_master_that_was_late_gives_as_much_time_and_no_more() -> None:
+    world = Bench(elastic()).world
+    world.cut.add("n1")
+    node = world.core.cluster.nodes["n1"]
+    late_s = 4.0
+    world.now = node.seen_at + world.intervals.lease_s + late_s
+    world.step(MasterTick())
+    assert node.reason == ""
+    world.until(lambda: node.state is NodeState.LOST, "the node to be lost")
+    least = world.intervals.lease_s + 2 * late_s
+    assert least <= world.now - node.seen_at <= least + 6
+
+
+def test_no_lease_is_judged_before_what_has_come_is_read() -> None:
+    world = Bench(elastic()).world
+    world.cut.add("n1")
+    for _ in range(20):
+        world.now += 60.0
+        world.step(MasterTick(is_behind=True))
+    assert world.core.cluster.nodes["n1"].reason == ""
+
+
+def test_nodes_are_awaited_as_long_as_a_master_that_stopped_in_order_told_them_to_wait() -> None:
+    world = Bench(elastic()).world
+    for action in world.core.stop(world.now):
+        if isinstance(action, SaveRecord):
+            assert action.data is not None
+            world.stored[action.kind, action.key] = action.data
+    told_at = world.now
+    world.cut.add("n1")
+    for _ in range(3):  # an end without a word does not make it forget
+        world.restart_master()
+        world.run(20)
+    node = world.core.cluster.nodes["n1"]
+    world.until(lambda: node.state is NodeState.LOST, "the node to be lost", limit_s=400)
+    assert world.now - told_at >= world.intervals.away_s
+    world.run(10)
+    world.restart_master()
+    assert ("meta", "away_until") not in world.stored
+
+
+def test_each_start_of_a_master_has_an_event_of_its_own() -> None:
+    world = Bench(elastic()).world
+    for _ in range(3):
+        world.run(5)
+        world.restart_master()
+    sequences = [event.sequence for event in world.log]
+    assert sequences == sorted(set(sequences))
+
+
 def reasons(bench: Bench) -> dict[str, str]:
     answer = bench.world.get(JobStatus, GetJob(job="job"))
     return {f"{worker.role}-{worker.rank}": worker.reason for worker in answer.workers}
@@ -280,6 +330,17 @@ def test_a_lost_store_gives_the_elastic_roles_a_new_round(failover_exec: Any) ->
     is_of_job = int(failover_exec == 1)
     assert bench.lives() == {"e-0": 1, "e-1": 1, "s-0": is_of_job}
     assert (bench.store.incarnation, bench.job.roles["e"].round, bench.job.num_charged_restarts) == (1, 2, is_of_job)
+
+
+def test_ranks_that_wait_for_a_back_off_are_not_done() -> None:
+    """They were stopped, and so ended without a failure, because the store was lost twice in a row."""
+    bench = Bench(elastic(), failover_exec=2)
+    for _ in range(2):
+        bench.end_worker(bench.store, CRASH)
+        bench.world.run(0.2)
+    assert (bench.job.stage, bench.job.exit_code) == (Stage.RUNNING, None)
+    bench.world.run(2)
+    assert bench.lives() == {"e-0": 2, "e-1": 2}
 
 
 def test_a_worker_that_never_says_hello_is_a_crash() -> None:

@@ -1,15 +1,17 @@
-"""The real agent core behind the simulator's door: its processes live in virtual time, its decisions are its own."""
+"""One life of an agent: the real core, and processes that live in virtual time."""
 
+from __future__ import annotations
+
+import time
 from collections.abc import Callable, Iterable
 
 import msgspec
 
-from tests.support.invariants.agent import check
-from tests.support.sim.sim_agent import Delays, Said, log_of, next_claims
 from unified.config.settings import Intervals
 from unified.core.timers import TimerTable
-from unified.protocol.agent_master import MasterToAgent
+from unified.protocol.agent_master import HeartbeatSeen, LogRead, MasterToAgent, ReadAgentLog
 from unified.protocol.records import (
+    Device,
     DirectoryEntry,
     Failure,
     Inbox,
@@ -18,23 +20,31 @@ from unified.protocol.records import (
     NodeResources,
     Progress,
 )
+from unified.protocol.stacks import StackReport, WorkerStacks
 from unified.protocol.worker_agent import (
     Claimed,
+    DumpStacks,
     Failed,
     Finished,
     Hello,
     Launch,
+    Notice,
+    Rejoins,
     Reported,
     Run,
     Running,
+    StacksDumped,
     WorkerToAgent,
 )
 from unified_agent.core.agent import AgentCore
+from unified_agent.core.lease_keeping import NodeLease, request_id_at
+from unified_agent.core.membership import MembershipState
 from unified_agent.core.messages import (
     AgentAction,
     AgentEvent,
     AgentTick,
     Exit,
+    LeaseLost,
     MasterReached,
     MasterSaid,
     Reconnect,
@@ -49,26 +59,60 @@ from unified_agent.core.messages import (
     WorkerStarted,
 )
 from unified_agent.environment import NodeFacts
+from unified_simulator.invariants.agents import check_agent
+from unified_simulator.measure import Longest
+from unified_simulator.node import Said
 
 SIGNAL_S = 0.001
 """From SIGKILL, or from the last word of a worker that fails, to the end of its process."""
 
 
-class SimProcess(msgspec.Struct):
+REJOINS = "rejoins"
+"""Target of an entry point whose process takes part in round after round, as an elastic loop does."""
+
+
+class Delays(msgspec.Struct, frozen=True):
+    """Seconds that things take on a simulated node."""
+
+    start: float = 0.05
+    run: float = 0.01
+    stop: float = 0.10
+    leave: float = 0.02
+    """Time from a notice to the boundary at which an elastic loop leaves its round."""
+
+
+class SimulatedProcess(msgspec.Struct):
+    """A process of a worker, or of a job's store host."""
+
     launch: Launch
     is_running: bool = False
-    """In its entry point."""
+    """True if it is in its entry point."""
     round: int = 0
     code: int = 0
-    """With which it will exit."""
+    """Exit code that it will have."""
     claims: NameClaims = NameClaims()
+    left_round: int = 0
+    is_gone: bool = False
+    """True if it was killed, and its agent has yet to see it."""
+
+    @property
+    def can_rejoin(self) -> bool:
+        """True if it is in an elastic loop."""
+        launch = self.launch
+        is_loop = launch.kind == "worker" and launch.spec.role(launch.role).entry_point.target == REJOINS
+        return is_loop and self.is_running
 
 
-class RealAgent:
-    """One life of an agent: the real core, simulated processes. Its invariants are checked after every step.
+ProcessWatch = Callable[["SimulatedAgent", JobWorkerIncarnation, bool], None]
+"""Called when a process begins to run its entry point or a further round (True), and when it is gone (False)."""
+
+
+class SimulatedAgent:
+    """The real core of an agent with simulated processes. Its invariants are checked after every step.
 
     Args:
-        clock: the world's virtual time, for what a test does to it.
+        clock: the cluster's virtual time, for what is done to its processes.
+        on_process: is told when a process runs and when it is gone.
     """
 
     def __init__(
@@ -80,15 +124,21 @@ class RealAgent:
         incarnation: str = "a",
         host_id: str = "",
         delays: Delays | None = None,
+        labels: dict[str, str] | None = None,
+        on_process: ProcessWatch | None = None,
     ) -> None:
         self.node = node
+        self.incarnation = incarnation
         self._clock = clock
+        self._on_process = on_process or (lambda _agent, _life, _is_running: None)
         self.delays = delays or Delays()
-        self.lives: dict[tuple[str, str, int], SimProcess] = {}
+        self.lives: dict[JobWorkerIncarnation, SimulatedProcess] = {}
         """Processes that exist."""
         self.is_stuck = False
-        """Its processes ignore SIGTERM."""
+        """True if its processes ignore SIGTERM."""
         self.is_over = False
+        self.times = Longest()
+        """Longest step of its core; all agents of a cluster may share one."""
         self._timers: TimerTable[tuple[str, JobWorkerIncarnation | None]] = TimerTable()
         self._core = AgentCore(
             NodeFacts(
@@ -102,6 +152,7 @@ class RealAgent:
                 run_dir="/run",
                 log_dir="/logs",
                 resources=resources,
+                labels=labels or {},
             ),
             Intervals(),
         )
@@ -111,7 +162,24 @@ class RealAgent:
         deadlines = [] if self.is_over else [self._core.next_deadline, self._timers.next_deadline]
         return min((due for due in deadlines if due is not None), default=None)
 
+    @property
+    def generation(self) -> int:
+        """Generation of the last desired set that it took."""
+        return self._core.generation
+
+    @property
+    def is_quiet(self) -> bool:
+        timers = {timer.kind for timer in self._core.timers}
+        is_member = self._core.membership.state is MembershipState.REGISTERED
+        return is_member and self._timers.next_deadline is None and timers <= {"heartbeat"}
+
+    def rouse(self, now: float) -> None:
+        self._step(now, MasterSaid(message=HeartbeatSeen(), request_id=request_id_at(now)))
+
     def begin(self, now: float) -> list[Said]:
+        return self._step(now, MasterReached())
+
+    def reached(self, now: float) -> list[Said]:
         return self._step(now, MasterReached())
 
     def receive(self, now: float, request_id: int, message: MasterToAgent) -> list[Said]:
@@ -125,7 +193,24 @@ class RealAgent:
             said += self._step(now, AgentTick())
         return said
 
-    # -- what a test does to it --------------------------------------------------------------------------------------
+    def lease(self, turned_at: float) -> NodeLease:
+        return self._core.membership.lease(turned_at)
+
+    def lose_lease(self, reason: str) -> list[Said]:
+        return self._step(self._clock(), LeaseLost(reason=reason))
+
+    def kill_processes(self) -> None:
+        for life, process in self.lives.items():
+            process.code, process.is_gone, process.is_running = -9, True, False
+            self._on_process(self, life, False)
+            self._timers.arm(("exit", life), self._clock() + SIGNAL_S)
+
+    def die(self) -> None:
+        while self.lives:
+            life, _ = self.lives.popitem()
+            self._on_process(self, life, False)
+
+    # -- what is done to it ------------------------------------------------------------------------------------------
 
     def end(self, job_id: str, worker: str, failure: Failure | None) -> list[Said]:
         """The worker's process ends now: by a signal, with an exception, or (None) because its work is done."""
@@ -155,6 +240,13 @@ class RealAgent:
     def directory(self, job_id: str) -> list[DirectoryEntry]:
         return self._core.directories[job_id].entries
 
+    def leave_round(self, job_id: str, worker: str) -> list[Said]:
+        said: list[Said] = []
+        for life in self._of(job_id, worker):
+            self.lives[life].left_round = self.lives[life].round
+            said += self._say_rejoins(self._clock(), life, self.lives[life])
+        return said
+
     def leave(self) -> list[Said]:
         return self._step(self._clock(), StopAsked(reason="SIGTERM"))
 
@@ -173,8 +265,10 @@ class RealAgent:
     def _step(self, now: float, event: AgentEvent) -> list[Said]:
         if self.is_over:
             return []
+        begun = time.thread_time()
         actions = self._core.step(now, event)
-        broken = check(self._core)
+        self.times.note(now, time.thread_time() - begun, lambda: f"{_named(event)}: {len(actions)} actions")
+        broken = check_agent(self._core)
         assert not broken, f"{self.node} at {now:.3f} after {event}: {broken}"
         return self._carry_out(now, actions)
 
@@ -182,19 +276,27 @@ class RealAgent:
         said: list[Said] = []
         for action in actions:
             match action:
-                case SendMaster(message=message):
-                    said.append((1, message))
+                case SendMaster(message=message, request_id=request_id):
+                    said.append((request_id or 1, message))
                 case Reconnect():
                     self._timers.arm(("reached", None), now + self.delays.run)
                 case StartWorker(life=life, launch=launch):
                     rivals = [other for other in self.lives if other[:2] == life[:2]]
                     assert not rivals, f"{life} is started beside {rivals}"
-                    self.lives[life] = SimProcess(launch)
+                    self.lives[life] = SimulatedProcess(launch)
                     self._timers.arm(("started", life), now)
                     self._timers.arm(("hello", life), now + self.delays.start)
                 case TellWorker(life=life, message=Run(order=order)) if life in self.lives:
                     self.lives[life].round = order.round
                     self._timers.arm(("run", life), now + self.delays.run)
+                case TellWorker(life=life, message=DumpStacks(number=number)) if life in self.lives:
+                    stacks = WorkerStacks(worker=life.worker, incarnation=life.incarnation, rank=0, node=self.node)
+                    dumped = StacksDumped(number=number, report=StackReport(workers=[stacks]))
+                    said += self._step(now, WorkerSaid(life=life, word=dumped))
+                case TellWorker(life=life, message=Notice(notice=notice)) if life in self.lives:
+                    if self.lives[life].can_rejoin:
+                        self.lives[life].left_round = notice.round
+                        self._timers.arm(("leave", life), now + self.delays.leave)
                 case SignalWorker(life=life, how=how) if life in self.lives:
                     self._signal(now, life, how)
                 case SendLog(order=order, request_id=request_id):
@@ -216,7 +318,7 @@ class RealAgent:
         if life is None:
             return self._step(now, MasterReached())
         process = self.lives.get(life)
-        if process is None:
+        if process is None or (process.is_gone and what != "exit"):
             return []
         match what:
             case "started":
@@ -225,13 +327,28 @@ class RealAgent:
                 return self._step(now, WorkerSaid(life=life, word=_hello(life, process.launch)))
             case "run":
                 process.is_running = True
-                return self._step(now, WorkerSaid(life=life, word=Running(round=process.round)))
+                self._on_process(self, life, True)
+                said = self._step(now, WorkerSaid(life=life, word=Running(round=process.round)))
+                return [*said, *self._say_rejoins(now, life, process)]
+            case "leave":
+                return self._say_rejoins(now, life, process)
             case _:
                 return self._exited(now, life, process.code)
 
+    def _say_rejoins(self, now: float, life: JobWorkerIncarnation, process: SimulatedProcess) -> list[Said]:
+        if not process.can_rejoin:
+            return []
+        return self._step(now, WorkerSaid(life=life, word=Rejoins(is_able=True, left_round=process.left_round)))
+
     def _exited(self, now: float, life: JobWorkerIncarnation, code: int) -> list[Said]:
         del self.lives[life]
+        self._on_process(self, life, False)
         return self._step(now, WorkerExited(life=life, code=code))
+
+
+def _named(event: AgentEvent) -> str:
+    message = getattr(event, "message", None)
+    return f"{type(event).__name__} {type(message).__name__}" if message is not None else type(event).__name__
 
 
 def _hello(life: JobWorkerIncarnation, launch: Launch) -> Hello:
@@ -241,9 +358,30 @@ def _hello(life: JobWorkerIncarnation, launch: Launch) -> Hello:
 
 
 def _last_word(failure: Failure | None) -> tuple[WorkerToAgent | None, int]:
-    """What a worker says before it exits, and its exit code."""
+    """Return the last word of a worker and its exit code."""
     if failure is None:
         return Finished(), 0
     if failure.category == "crash":
         return None, -9
     return Failed(failure=failure), 1
+
+
+def log_of(order: ReadAgentLog, node: str, incarnation: str) -> LogRead:
+    data = f"{order.worker}#{order.worker_incarnation} says hello\n".encode()
+    return LogRead(node=node, incarnation=incarnation, data=data, offset=0, next_offset=len(data), size=len(data))
+
+
+def next_claims(claims: NameClaims, names: Iterable[str]) -> NameClaims:
+    """Return the set after one step: what is new in it is claimed, what is missing is withdrawn."""
+    number = claims.number + 1
+    return NameClaims(number=number, names={name: claims.names.get(name, number) for name in names})
+
+
+def resources(cpu: float = 8, devices: int = 0, kind: str = "virtual", **user: float) -> NodeResources:
+    return NodeResources(
+        cpu=cpu,
+        memory_mb=16000,
+        disk_mb=100000,
+        devices=[Device(index=index, kind=kind) for index in range(devices)],
+        user_defined=user,
+    )

@@ -1,0 +1,52 @@
+"""Starts of workers on one node: a bounded number at once, so that a large job starves neither its agent nor others."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+
+from unified.protocol.records import JobWorkerIncarnation
+
+STARTS_PER_CPU = 4
+LEAST_STARTS = 16
+"""Processes that may start at once on the smallest of nodes: one that starts waits for memory and files, too."""
+
+
+def max_starts(num_cpus: float) -> float:
+    """Return the number of processes that may be starting at once on a node of so many CPUs."""
+    return math.inf if math.isinf(num_cpus) else max(LEAST_STARTS, math.ceil(STARTS_PER_CPU * num_cpus))
+
+
+class StartQueue:
+    """Incarnations that are to be started, in order, and those that are starting: no more than `limit` of them.
+
+    An incarnation starts until it says hello or ends. One that is no longer desired is forgotten before it starts, so
+    that the end of a job overtakes its beginning.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._waiting: deque[JobWorkerIncarnation] = deque()
+        self._starting: set[JobWorkerIncarnation] = set()
+
+    def clear(self) -> None:
+        """Forget those that wait."""
+        self._waiting.clear()
+
+    def add(self, life: JobWorkerIncarnation) -> None:
+        self._waiting.append(life)
+
+    def take(self, settled: JobWorkerIncarnation | None = None) -> Iterator[JobWorkerIncarnation]:
+        """Yield those whose turn it is, as long as there is room, once `settled` is; who starts one says `began`."""
+        if settled is not None:
+            self.settled(settled)
+        while self._waiting and len(self._starting) < self._limit:
+            yield self._waiting.popleft()
+
+    def began(self, life: JobWorkerIncarnation) -> None:
+        self._starting.add(life)
+
+    def settled(self, life: JobWorkerIncarnation) -> None:
+        """Note that it has said hello, or has ended."""
+        self._starting.discard(life)

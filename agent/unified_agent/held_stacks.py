@@ -1,0 +1,158 @@
+"""Stacks of workers whose interpreter does not answer, read from outside, on a thread for each.
+
+In this order: `faulthandler`, by SIGUSR2, if its file in memory is there (see `unified.worker.stacks`); py-spy, where
+it is installed and the kernel lets it attach. A process that a signal has stopped runs no handler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+import msgspec
+
+from unified.core.hangs.stacks import Thread, add_threads, read_faulthandler, read_py_spy
+from unified.protocol.stacks import StackReport, StackSource, WorkerStacks
+from unified.threads import call_guarded, start_thread
+from unified_agent.core.messages import HeldStacksRead, ReadHeldStacks
+
+SIGNAL = signal.SIGUSR2
+MEMORY_FILE = "/memfd:unified-stacks"
+"""Beginning of what ``/proc`` shows of the file, as `unified.worker.stacks` names it."""
+POLL_S = 0.01
+QUIET_S = 0.1
+"""Time without a further line after which a dump is whole."""
+MAX_BYTES = 1 << 20
+_STATES = {
+    "T": "a signal (SIGSTOP or SIGTSTP) has stopped its process; SIGCONT lets it go on",
+    "t": "a debugger has stopped its process",
+    "D": "its process is in a system call that cannot be interrupted, such as a read of a file system that hangs",
+    "Z": "its process has ended",
+}
+
+
+class HeldStacks:
+    """Reads stacks; `take` has the answers. Both are called from the daemon's loop and return at once."""
+
+    def __init__(self) -> None:
+        self.ready = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        """Readable when `take` has something."""
+        self._answers: deque[HeldStacksRead] = deque()
+
+    def read(self, order: ReadHeldStacks, pidfd: int) -> None:
+        """Begin to read; the descriptor of the process is closed here."""
+        start_thread("held-stacks", call_guarded, "stacks-unread", self._run, order, pidfd)
+
+    def take(self) -> list[HeldStacksRead]:
+        """Return the answers since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.ready)
+        return [self._answers.popleft() for _ in range(len(self._answers))]
+
+    def _run(self, order: ReadHeldStacks, pidfd: int) -> None:
+        report = StackReport(workers=[order.worker])
+        try:
+            report = read_held(order.worker, pidfd, order.within_s)
+        finally:
+            if pidfd >= 0:
+                os.close(pidfd)
+            self._answers.append(HeldStacksRead(life=order.life, number=order.number, report=report))
+            os.eventfd_write(self.ready, 1)
+
+
+def read_held(worker: WorkerStacks, pidfd: int, within_s: float) -> StackReport:
+    """Return the stacks of a worker, and why its interpreter did not answer, as far as that can be told."""
+    until = time.monotonic() + within_s
+    pid = worker.pid
+    state = _state(pid)
+    threads: list[Thread] = []
+    source: StackSource = "none"
+    note = _STATES.get(state, "its interpreter is held: a function in C, or the kernel, has not given it back")
+    if state not in _STATES and pidfd >= 0:
+        threads, source = _by_faulthandler(pid, pidfd, until), "faulthandler"
+    if not threads:
+        (threads, why), source = _by_py_spy(pid, until), "py-spy"
+        note += f"; {why}" if why else ""
+    return add_threads(msgspec.structs.replace(worker, source=source if threads else "none", note=note), threads)
+
+
+def _state(pid: int) -> str:
+    """Return the state of a process by its letter in ``/proc/PID/stat``; Z if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "Z"
+
+
+def _by_faulthandler(pid: int, pidfd: int, until: float) -> list[Thread]:
+    """Have the handler write, and read it; empty if it is not there, or did not write in time."""
+    if not _is_handled(pid) or (path := _memory_file(pid)) is None:
+        return []
+    try:
+        with open(path, "r+b", buffering=0) as file:
+            file.truncate(0)
+            signal.pidfd_send_signal(pidfd, SIGNAL)
+            text = _read_whole(file.fileno(), until)
+    except OSError:
+        return []
+    return read_faulthandler(text.decode(errors="replace"))
+
+
+def _is_handled(pid: int) -> bool:
+    """Return True if the process handles the signal, which else would end it, and its main thread does not block it,
+    as one does that waits for it."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    masks = {name: value for name, _, value in (line.partition(":\t") for line in lines)}
+    bit = 1 << (SIGNAL - 1)
+    return bool(int(masks["SigCgt"], 16) & bit) and not int(masks["SigBlk"], 16) & bit
+
+
+def _memory_file(pid: int) -> Path | None:
+    with contextlib.suppress(OSError):
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if os.readlink(path).startswith(MEMORY_FILE):
+                    return path
+    return None
+
+
+def _read_whole(file: int, until: float) -> bytes:
+    """Return what is written until nothing more comes."""
+    size, grew_at = 0, time.monotonic()
+    while (now := time.monotonic()) < until and not (size and now - grew_at > QUIET_S):
+        if (found := os.fstat(file).st_size) > size:
+            size, grew_at = found, now
+        time.sleep(POLL_S)
+    return os.pread(file, MAX_BYTES, 0)
+
+
+def _by_py_spy(pid: int, until: float) -> tuple[list[Thread], str]:
+    """Return the threads, or none and why there are none.
+
+    The exit code is not looked at: the agent reaps every child of its process, this one, too.
+    """
+    program = shutil.which(
+        "py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    )
+    if program is None:
+        return [], "py-spy, which could look from outside, is not installed on its node"
+    command = [program, "dump", "--json", "--nonblocking", "--pid", str(pid)]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=max(0.1, until - time.monotonic()), check=False)
+        if done.stdout:
+            return read_py_spy(done.stdout, pid), ""
+        return [], f"py-spy cannot look: {done.stderr.decode(errors='replace').splitlines()[:1]}"
+    except subprocess.TimeoutExpired:
+        return [], "py-spy did not answer in time"
+    except (OSError, ValueError) as error:
+        return [], f"py-spy cannot look: {error}"

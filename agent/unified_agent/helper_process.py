@@ -1,0 +1,101 @@
+"""A process that the agent starts beside workers, with a channel to it and a log that says why it ended.
+
+Zygotes and the snapshot server are such processes: Python modules that are given the number of a socket, and that end
+when the agent closes its end of it, or dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from unified_agent.child_channel import ChildChannel
+from unified_agent.logfile import last_lines
+
+
+class HelperProcess:
+    """A running helper; `Processes` reaps it."""
+
+    def __init__(
+        self,
+        python: str,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        log: Path,
+        env: Mapping[str, str],
+        descriptors: Sequence[int] = (),
+    ) -> None:
+        """Start ``python -m module SOCKET arguments``, in the folder of its log.
+
+        Args:
+            descriptors: those that it inherits beside its socket.
+
+        Raises:
+            OSError: the interpreter cannot be started.
+        """
+        self.began_at = time.monotonic()
+        self._log = log
+        ours, theirs = socket.socketpair()
+        try:
+            with log.open("wb") as output:
+                self._process = subprocess.Popen(
+                    [python, "-m", module, str(theirs.fileno()), *arguments, "--parent", str(os.getpid())],
+                    pass_fds=[theirs.fileno(), *descriptors],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    cwd=log.parent,
+                    env=env,
+                    start_new_session=True,  # Ctrl-C in the agent's terminal is the agent's business
+                )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self.pid = self._process.pid
+        self.channel = ChildChannel(ours)
+
+    @property
+    def age_s(self) -> float:
+        """Time since it was started."""
+        return time.monotonic() - self.began_at
+
+    def reaped(self, code: int) -> None:
+        """Note that its exit was seen; `subprocess` must not look for it again."""
+        self._process.returncode = code
+
+    def last_words(self) -> str:
+        """Return the last line of its own output: why it could not start, or ended."""
+        lines = last_lines(self._log).strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+    def remove_log(self) -> None:
+        """Remove the log of a helper that ended in order, which nobody will want to read."""
+        with contextlib.suppress(OSError):
+            self._log.unlink()
+
+    def close(self) -> None:
+        """Close the channel: at end of file the helper ends what it has started, and leaves."""
+        self.channel.close()
+
+    def await_end(self, deadline: float) -> None:
+        """Wait for its end, and reap it; past the deadline, on the monotonic clock, it is killed."""
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            pidfd = os.pidfd_open(self.pid)
+            poll = select.poll()
+            poll.register(pidfd, select.POLLIN)
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                poll.poll()
+            os.close(pidfd)
+            _, status = os.waitpid(self.pid, 0)
+            self.reaped(os.waitstatus_to_exitcode(status))

@@ -1,0 +1,276 @@
+"""The lease keeper: a small process beside the agent that nothing in the agent can hold up.
+
+It renews the lease while the agent is busy or stopped, tells the master at once when the agent's process has ended, and
+ends the node's workers before the master starts them elsewhere. The agent forks it before it has threads. A page of
+shared memory tells it what the agent's loop knows; a socket pair joins the two, so that either sees the other's end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import mmap
+import os
+import select
+import signal
+import socket
+import time
+from typing import assert_never
+
+import zmq
+
+from unified import process
+from unified.config.addresses import split_address
+from unified.errors import ProtocolError
+from unified.protocol.agent_master import (
+    AgentDied,
+    AgentPulse,
+    AgentToMaster,
+    HeartbeatSeen,
+    agent_to_master,
+    master_to_agent,
+)
+from unified.security.keys import ClusterKey
+from unified_agent.core.lease_keeping import (
+    Contact,
+    KeeperAction,
+    Kill,
+    LeaseKeeping,
+    NodeLease,
+    Probe,
+    Renew,
+    TellAgent,
+    request_id_at,
+)
+from unified_agent.environment import NodeFacts
+from unified_agent.master_channel import make_socket
+from unified_agent.orphans import kill_processes
+
+log = logging.getLogger("unified_agent")
+DEATH_S = 5.0
+"""Time for which the keeper of a dead agent tries to tell the master so."""
+DEATH_EVERY_S = 0.2
+PROBE_S = 3.0
+"""Time after which an attempt to connect is given up, if the lease is not shorter."""
+
+
+class _Page:
+    """The lease in shared memory: written by the agent alone, read by the keeper. A field is written at once."""
+
+    def __init__(self) -> None:
+        self._numbers = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("d")
+
+    def write(self, lease: NodeLease) -> None:
+        for index, number in enumerate(lease):
+            self._numbers[index] = number
+
+    def read(self) -> NodeLease:
+        return NodeLease(*self._numbers[: len(NodeLease._fields)])
+
+
+class LeaseKeeper:
+    """The agent's handle on its keeper, which runs from the making of this on."""
+
+    def __init__(self, facts: NodeFacts, key: ClusterKey | None) -> None:
+        self._page = _Page()
+        self._ours, theirs = socket.socketpair()
+        self._agent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _live(facts, key, self._page, theirs)
+        theirs.close()
+        self._ours.setblocking(False)
+        self._is_alive = True
+
+    @property
+    def descriptor(self) -> int:
+        return self._ours.fileno()
+
+    def note(self, lease: NodeLease) -> None:
+        """Tell the keeper what the agent knows, and that its loop turns."""
+        self._page.write(lease)
+
+    def receive(self) -> str:
+        """Return the reason why the workers have to end; empty if the keeper itself has ended."""
+        try:
+            return self._ours.recv(4096).decode()
+        except OSError:
+            return ""
+
+    def reaped(self, code: int) -> None:
+        """Note that its exit was seen: its pid may be somebody else's from now on."""
+        self._is_alive = False
+
+    def close(self, *, is_orderly: bool) -> None:
+        """End the keeper, unless the agent broke down: then it tells the master."""
+        if is_orderly and self._is_alive:
+            with contextlib.suppress(OSError):
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+        self._ours.close()
+
+
+def _live(facts: NodeFacts, key: ClusterKey | None, page: _Page, agent: socket.socket) -> None:
+    """Be the keeper until the agent ends; then leave the process."""
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # what ends the agent ends this
+        os.setsid()
+        process.set_title("unified-lease")
+        process.set_command_line(f"unified lease keeper of node {facts.node}")
+        own = agent.detach()
+        process.close_all_but([own])
+        _Keeper(facts, key, page, socket.socket(fileno=own)).run()
+    except BaseException:
+        log.exception("event=lease-keeper-broken")
+    finally:
+        os._exit(0)
+
+
+class _Keeper:
+    """The process itself: a loop around `LeaseKeeping`."""
+
+    def __init__(self, facts: NodeFacts, key: ClusterKey | None, page: _Page, agent: socket.socket) -> None:
+        self._facts = facts
+        self._key = key
+        self._page = page
+        self._agent = agent
+        found = process.facts(facts.pid)
+        self._start_ticks = found.start_ticks if found is not None else 0
+        self._core = LeaseKeeping()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._master: zmq.Socket[bytes] | None = None
+        self._probe: socket.socket | None = None
+        self._probe_until = 0.0
+        self._target: tuple[int, tuple[object, ...]] | None = None
+        """Family and address of the master's port, looked up while the network works."""
+        self._poller = zmq.Poller()
+        self._poller.register(agent.fileno(), zmq.POLLIN)
+
+    def run(self) -> None:
+        lease = self._page.read()
+        while True:
+            ready = dict(self._poller.poll(max(1, int(1000 * self._core.next_look_s(lease)))))
+            if self._agent.fileno() in ready and not self._is_agent_there():
+                break
+            lease = self._page.read()
+            if lease.lease_s and self._master is None:
+                self._connect()
+            self._read_answers()
+            self._read_probe()
+            for action in self._core.step(time.monotonic(), lease):
+                self._perform(action, lease)
+        self._tell_death()
+
+    def _is_agent_there(self) -> bool:
+        try:
+            return bool(self._agent.recv(64))
+        except OSError:
+            return False
+
+    def _perform(self, action: KeeperAction, lease: NodeLease) -> None:
+        match action:
+            case Renew():
+                if action.on_new_connection:
+                    self._connect()
+                self._send(AgentPulse(node=self._facts.node, incarnation=self._facts.incarnation), action.request_id)
+            case Probe():
+                self._start_probe(min(PROBE_S, lease.lease_s / 5))
+            case TellAgent():
+                with contextlib.suppress(OSError):
+                    self._agent.send(action.reason.encode(), socket.MSG_DONTWAIT)
+            case Kill():
+                self._kill(action)
+            case _:
+                assert_never(action)
+
+    def _kill(self, order: Kill) -> None:
+        if order.who == "agent":
+            os.kill(self._facts.pid, signal.SIGKILL)
+        killed = self._kill_workers()
+        if killed or order.who == "agent":
+            text = f"{order.reason}; ended {len(killed)} processes"
+            log.error("event=lease-ended reason=%r", f"{text} and the agent" if order.who == "agent" else text)
+
+    def _kill_workers(self) -> list[int]:
+        return kill_processes(self._facts.node, self._facts.incarnation, self._start_ticks)
+
+    # The master
+
+    def _connect(self) -> None:
+        if self._master is not None:
+            self._poller.unregister(self._master)
+            self._master.close()
+        self._master = make_socket(self._context, self._key)
+        self._poller.register(self._master, zmq.POLLIN)
+        self._master.connect(self._facts.master)
+        if self._target is None:
+            self._look_up()
+
+    def _look_up(self) -> None:
+        found = split_address(self._facts.master)
+        with contextlib.suppress(OSError):
+            family, _, _, _, address = socket.getaddrinfo(found.bare_host, found.port, type=socket.SOCK_STREAM)[0]
+            self._target = family, address
+
+    def _send(self, message: AgentToMaster, request_id: int) -> None:
+        if self._master is not None:
+            with contextlib.suppress(zmq.Again):  # no connection
+                self._master.send_multipart(agent_to_master.encode(message, request_id), zmq.DONTWAIT)
+
+    def _read_answers(self) -> int:
+        """Take in what the master said; return the newest of our requests that it has answered; 0: none."""
+        newest = 0
+        while self._master is not None:
+            try:
+                request_id, message = master_to_agent.decode(self._master.recv_multipart(zmq.DONTWAIT))
+            except zmq.Again:
+                break
+            except ProtocolError:
+                continue  # the agent hears the same, and says so
+            if isinstance(message, HeartbeatSeen):
+                self._core.answered(request_id)
+                newest = max(newest, request_id)
+                if self._probe_until:  # the network works, and the master may have another address by now
+                    self._probe_until = 0.0
+                    self._look_up()
+        return newest
+
+    def _start_probe(self, within_s: float) -> None:
+        if self._probe is not None or self._target is None:
+            return
+        family, address = self._target
+        self._probe = socket.socket(family, socket.SOCK_STREAM)
+        self._probe.setblocking(False)
+        self._probe_until = time.monotonic() + within_s
+        self._note_probe(self._probe.connect_ex(address))
+
+    def _read_probe(self) -> None:
+        if self._probe is None:
+            return
+        _, writable, _ = select.select([], [self._probe], [], 0)
+        if writable:
+            self._note_probe(self._probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+        elif time.monotonic() > self._probe_until:
+            self._note_probe(errno.ETIMEDOUT)
+
+    def _note_probe(self, error: int) -> None:
+        if self._probe is None or error == errno.EINPROGRESS:
+            return
+        self._probe.close()
+        self._probe = None
+        known = {0: Contact.ACCEPTED, errno.ECONNREFUSED: Contact.REFUSED}
+        self._core.contact(time.monotonic(), known.get(error, Contact.NONE))
+
+    def _tell_death(self) -> None:
+        """Tell the master that the agent has ended, once its workers have."""
+        self._kill_workers()
+        facts = self._facts
+        word = AgentDied(node=facts.node, incarnation=facts.incarnation, reason=f"its agent (pid {facts.pid}) ended")
+        began = time.monotonic()
+        while self._master is not None and time.monotonic() < began + DEATH_S:
+            self._send(word, request_id_at(time.monotonic()))
+            self._master.poll(int(1000 * DEATH_EVERY_S))
+            if self._read_answers() >= request_id_at(began):  # and not to a pulse before
+                break

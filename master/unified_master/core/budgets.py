@@ -1,0 +1,182 @@
+"""Budgets of a job: what failures are charged to, the limits that this is compared with, and the refill over time.
+
+All counts are the job's, by worker, role and node name, and in the master's records: an agent that leaves and comes
+back, or a master that restarts, finds them as they were. A charge that is older than the job's `restart_window_s` is
+taken back.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from unified.core.backoff import Backoff
+from unified.job.spec import JobSpec, RoleSpec
+from unified.protocol.client_master import BudgetUse
+from unified.protocol.records import Failure
+from unified_master.core.state import Charge, JobRecord, NodeRecord, WorkerRecord
+from unified_master.core.step import MasterStep
+
+QUICK_S = 1.0
+"""Time of running below which each failure in a row makes the wait before the next incarnation longer."""
+
+
+class Refusal(NamedTuple):
+    """The limit that forbids to repair a failure, and a sentence about it."""
+
+    limit: str
+    why: str
+
+
+def policy_refusal(spec: JobSpec) -> Refusal | None:
+    """Return what in the job's strategies forbids any restart."""
+    if spec.failover_trigger == 0:
+        return Refusal("failover_trigger_strategy=0", "failover_trigger_strategy=0 never restarts")
+    if spec.failover_exec == 0:
+        return Refusal("failover_exec_strategy=0", "failover_exec_strategy=0 stops the job at a failure")
+    return None
+
+
+def charge_failure(step: MasterStep, job: JobRecord, role: RoleSpec, worker: WorkerRecord) -> Refusal | None:
+    """Charge a root cause to its worker, its role and its node; return the limit that this is beyond."""
+    record = job.roles[role.name]
+    is_quick = worker.running_at is None or step.now - worker.running_at < QUICK_S
+    record.num_quick = record.num_quick + 1 if is_quick else 0
+    _charge(step, job, Charge(at=step.now, worker=worker.name, role=role.name, node=worker.node))
+    if role.role_max_restart is not None:
+        if record.num_failures <= role.role_max_restart:
+            return None
+        limit = f"role_max_restart={role.role_max_restart}"
+        return Refusal("role_max_restart", f"the limit {limit} (--max-restarts) of role {role.name} is used up")
+    if worker.num_failures > role.max_restart:
+        return Refusal("max_restart", f"the limit max_restart={role.max_restart} of role {role.name} is used up")
+    return None
+
+
+def charge_store(step: MasterStep, job: JobRecord, store: WorkerRecord) -> Refusal | None:
+    """Charge the end of the job's torch store, which has the largest `max_restart` of the roles that need it."""
+    _charge(step, job, Charge(at=step.now, worker=store.name))
+    limit = max(role.max_restart for role in job.elastic_roles())
+    if store.num_failures > limit:
+        return Refusal("max_restart", f"the limit max_restart={limit} is used up for the job's torch store")
+    return None
+
+
+def charge_loss(step: MasterStep, job: JobRecord, node: NodeRecord) -> Refusal | None:
+    """Charge a lost node, once for all workers that it took along."""
+    _charge(step, job, Charge(at=step.now, node=node.name))
+    limit = job.spec.node_max_restart
+    if job.node_losses[node.name] > limit:
+        return Refusal("node_max_restart", f"the limit node_max_restart={limit} is used up for node {node.name}")
+    return None
+
+
+def job_refusal(job: JobRecord) -> Refusal | None:
+    """Return the refusal of another restart of the whole job."""
+    limit = job.spec.job_max_restart
+    if job.num_charged_restarts >= limit:
+        return Refusal("job_max_restart", f"the limit job_max_restart={limit} is used up")
+    return None
+
+
+def charge_restart(step: MasterStep, job: JobRecord) -> None:
+    """Charge a restart of the whole job."""
+    _charge(step, job, Charge(at=step.now))
+
+
+def in_use(job: JobRecord) -> list[BudgetUse]:
+    """Return the limits of which anything is used up."""
+    uses: list[tuple[str, str, int, int]] = []
+    roles = {role.name: role for role in job.spec.roles}
+    for worker in job.workers.values():
+        role = roles.get(worker.role)
+        if role is None:  # the store host
+            allowed = max((role.max_restart for role in job.elastic_roles()), default=0)
+            uses.append(("max_restart", worker.name, worker.num_failures, allowed))
+        elif role.role_max_restart is None:
+            uses.append(("max_restart", worker.name, worker.num_failures, role.max_restart))
+    for role in job.spec.roles:
+        record = job.roles[role.name]
+        if role.role_max_restart is not None:
+            uses.append(("role_max_restart", role.name, record.num_failures, role.role_max_restart))
+            continue
+        for node, number in record.node_failures.items():
+            uses.append(("per_node_max_failure", f"{role.name} on {node}", number, role.per_node_max_failure))
+    uses += [("node_max_restart", node, number, job.spec.node_max_restart) for node, number in job.node_losses.items()]
+    uses.append(("job_max_restart", "", job.num_charged_restarts, job.spec.job_max_restart))
+    return [
+        BudgetUse(limit=limit, subject=subject, used=used, allowed=allowed)
+        for limit, subject, used, allowed in uses
+        if used
+    ]
+
+
+def is_used_up(job: JobRecord, node: str) -> bool:
+    """Return True if more failures of a role are charged to the node than the role allows for one node."""
+    return any(
+        role.role_max_restart is None and job.roles[role.name].node_failures.get(node, 0) > role.per_node_max_failure
+        for role in job.spec.roles
+    )
+
+
+def delay_s(job: JobRecord, num_quick: int) -> float:
+    """Return the wait before the restart after so many quick failures in a row."""
+    return Backoff(limit_s=job.spec.restart_backoff_s).delay_s(max(0, num_quick - 1))
+
+
+def cause(job: JobRecord, worker: WorkerRecord, failure: Failure) -> str:
+    """Return a failure in words, with what it was charged to."""
+    within = f" in {job.spec.restart_window_s:g} s" if job.spec.restart_window_s else ""
+    if failure.category == "node":
+        losses = job.node_losses.get(worker.node, 0)
+        return f"{failure.summary} (loss {losses} of that node{within}, {job.spec.node_max_restart} allowed)"
+    role = job.spec.role(worker.role)
+    if role.role_max_restart is not None:
+        counted = f"failure {job.roles[role.name].num_failures} of the role{within}, {role.role_max_restart} allowed"
+    else:
+        counted = f"failure {worker.num_failures}{within}, {role.max_restart} allowed"
+    return f"{worker.name} on {worker.node}: {failure.summary} ({counted})"
+
+
+def refill(step: MasterStep, job: JobRecord) -> None:
+    """Take back the charges that are older than the job's window, and come again when the next one will be. A job that
+    has ended goes on showing what was used up then.
+    """
+    if not job.charges or job.is_ending:
+        return
+    window_s = job.spec.restart_window_s
+    old = [charge for charge in job.charges if charge.at + window_s <= step.now]
+    if old:
+        job.charges = job.charges[len(old) :]
+        for charge in old:
+            _count(step, job, charge, -1)
+    if job.charges:
+        step.cluster.timers.arm(("refill", job.job_id), job.charges[0].at + window_s)
+
+
+def _charge(step: MasterStep, job: JobRecord, charge: Charge) -> None:
+    _count(step, job, charge, 1)
+    if job.spec.restart_window_s > 0:
+        job.charges = [*job.charges, charge]
+        refill(step, job)
+
+
+def _count(step: MasterStep, job: JobRecord, charge: Charge, number: int) -> None:
+    """Add a charge to the counts that are compared with limits, or take it from them."""
+    if worker := job.workers.get(charge.worker):
+        worker.num_failures += number
+        step.touch_worker(job, worker)
+    if charge.role:
+        record = job.roles[charge.role]
+        record.num_failures += number
+        _add(record.node_failures, charge.node, number)
+    elif charge.node:
+        _add(job.node_losses, charge.node, number)
+    elif not charge.worker:
+        job.num_charged_restarts += number
+    step.touch_job(job)
+
+
+def _add(counts: dict[str, int], node: str, number: int) -> None:
+    counts[node] = counts.get(node, 0) + number
+    if not counts[node]:
+        del counts[node]

@@ -1,0 +1,88 @@
+"""Copy nodes: where the copies of a job's snapshots go while all ranks of one of its roles are on one node.
+
+Such a node has no rank of that role. It stays the same as long as it can, also while the job has several nodes, because
+the next life of the job looks there for what it holds.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+from unified.protocol.records import NodeState
+from unified.protocol.snapshots import ServerAddress
+from unified_master.core.state import Cluster, JobRecord, NodeRecord
+from unified_master.core.step import MasterStep
+
+
+def settle(step: MasterStep, job: JobRecord) -> None:
+    """Give a job a copy node if it needs one, and take away one that is of no use any more."""
+    if job.is_ending or not job.is_placed:
+        return  # where it goes next, it may need what that node holds
+    alone = _lonely_nodes(job)
+    known = step.cluster.nodes.get(job.copy_node)
+    if known is not None and known.name not in alone and _is_of_use(known):
+        return
+    copy_node = _choose(step.cluster, job, alone) if alone else ""
+    if copy_node == job.copy_node:
+        return
+    job.copy_node = copy_node
+    step.touch_job(job)
+    if copy_node:
+        step.report("copy-node-chosen", f"copies of its snapshots go to {copy_node}, as all ranks are on one node", job)
+    _notify(step, job)
+
+
+def on_change(step: MasterStep, node: NodeRecord) -> None:
+    """Look again at the jobs that a node may hold copies for: it came, went, or is in service again."""
+    if node.info.snapshots is None or not node.info.snapshots.url:
+        return
+    step.cluster.snapshot_nodes.pop(node.name, None)
+    if _is_of_use(node):
+        step.cluster.snapshot_nodes[node.name] = node
+    for job in step.cluster.jobs.values():
+        if job.copy_node == node.name:  # which may be at another address now
+            _notify(step, job)
+        if job.copy_node in ("", node.name):
+            settle(step, job)
+
+
+def address_of(cluster: Cluster, job: JobRecord) -> ServerAddress | None:
+    """Return the snapshot server of a job's copy node, as its workers' nodes are told; None: there is none now."""
+    node = cluster.nodes.get(job.copy_node)
+    if node is None or not node.is_connected or node.info.snapshots is None:
+        return None
+    return node.info.snapshots.address(node.name, job.job_id)
+
+
+def _lonely_nodes(job: JobRecord) -> set[str]:
+    """Return the nodes that have all ranks of an elastic role."""
+    nodes: set[str] = set()
+    for role in job.elastic_roles():
+        used: set[str] = set()
+        for worker in job.ranks(role.name):
+            if worker.is_desired:
+                used.add(worker.node)
+                if len(used) > 1:
+                    break
+        if len(used) == 1:
+            nodes |= used
+    return nodes
+
+
+def _is_of_use(node: NodeRecord) -> bool:
+    """Return True if a node can hold copies, perhaps once it has registered with a new master."""
+    return node.state is NodeState.ALIVE and node.is_in_service
+
+
+def _choose(cluster: Cluster, job: JobRecord, alone: set[str]) -> str:
+    """Return another node, on another host if there is one, so that the jobs of a cluster spread over it."""
+    fit = [node for name, node in cluster.snapshot_nodes.items() if name not in alone]
+    hosts = {cluster.nodes[name].info.host_id for name in alone}
+    tie = {node.name: zlib.crc32(f"{job.job_id}/{node.name}".encode()) for node in fit}
+    best = min(fit, key=lambda node: (node.info.host_id in hosts, tie[node.name]), default=None)
+    return "" if best is None else best.name
+
+
+def _notify(step: MasterStep, job: JobRecord) -> None:
+    for name in {worker.node for worker in job.workers.values() if worker.is_desired}:
+        step.touch_node(name)

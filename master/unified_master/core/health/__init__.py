@@ -1,0 +1,1 @@
+"""Health of running roles and their nodes: hangs, stacks, node checks."""

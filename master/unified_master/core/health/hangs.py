@@ -1,0 +1,160 @@
+"""Hangs: roles without progress for longer than their `hang_timeout` are diagnosed, and then fail.
+
+The ranks of an elastic role wait for one another, so that any rank's progress is the role's. The workers of other roles
+are watched each by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from unified.core.hangs.stacks import StackGroup, group, merge
+from unified.core.hangs.verdict import judge, ranks_text
+from unified.protocol.records import Failure, NodeState, WorkerState
+from unified.protocol.stacks import StackReport
+from unified_master.core import incarnations, recovery
+from unified_master.core.health import stacks
+from unified_master.core.state import HangWatch, JobRecord, StackCollection, TimerKey, WorkerRecord
+from unified_master.core.step import MasterStep
+
+WITHIN_S = 5.0
+"""Time that agents have for the stacks."""
+MAX_GROUPS = 12
+MAX_FRAMES = 30
+MAX_REASON = 2000
+
+
+def progressed(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> None:
+    """Take note that a worker has begun to run, or has done something since."""
+    if worker.kind != "worker" or worker.state is not WorkerState.RUNNING:
+        return
+    role = job.spec.role(worker.role)
+    if role.hang_timeout_s is None:
+        return
+    key = (job.job_id, worker.role, "" if role.kind == "elastic" else worker.name)
+    watch = step.cluster.hangs.setdefault(key, HangWatch())
+    watch.progressed_at = step.now
+    if (timer := ("hang", *key)) not in step.cluster.timers:  # one that is armed looks again when it comes
+        step.cluster.timers.arm(timer, step.now + role.hang_timeout_s)
+
+
+def look(step: MasterStep, timer: TimerKey) -> None:
+    """See whether a watched role has stood still for too long; if so, ask where its workers stand."""
+    cluster, (_, job_id, role_name, name) = step.cluster, timer
+    found = _watched_role(step, (job_id, role_name, name))
+    if found is None:
+        return
+    job, watch, timeout_s, watched = found
+    running = [worker for worker in watched if _runs(worker)]
+    if any(_is_between(worker) for worker in watched):
+        watch.progressed_at = step.now
+    due = watch.progressed_at + timeout_s
+    if due <= step.now and not all(_is_heard(step, worker) for worker in running):
+        due = step.now + cluster.intervals.heartbeat_s  # what they have done may be on its way; else the lease ends it
+    if due > step.now:
+        cluster.timers.arm(timer, due)
+        return
+    watch.suspected_at = step.now
+    text = f"{_subject(role_name, name)} has made no progress for {timeout_s:g} s (hang_timeout): its stacks are read"
+    step.decide("hang-suspected", text, job, role_name, name)
+    collection = StackCollection(job_id=job_id, hang=(role_name, name))
+    diagnosed(step, stacks.collect(step, collection, running, WITHIN_S))
+
+
+def diagnosed(step: MasterStep, collection: StackCollection | None) -> None:
+    """Report the diagnosis of a hang, and fail the worker that is to blame, unless the role goes on by now."""
+    if collection is None:
+        return
+    cluster, (role_name, name) = step.cluster, collection.hang
+    key = (collection.job_id, role_name, name)
+    found = _watched_role(step, key)
+    if found is None:
+        return
+    job, watch, timeout_s, watched = found
+    running = {worker.name: worker for worker in watched if _runs(worker)}
+    if watch.progressed_at > watch.suspected_at:
+        step.decide("hang-over", f"{_subject(role_name, name)} goes on", job, role_name, name)
+        cluster.timers.arm(("hang", *key), watch.progressed_at + timeout_s)
+        return
+    del cluster.hangs[key]
+    report = merge(collection.reports)
+    verdict = judge(report.workers)
+    blamed = [running[each.worker] for each in verdict.culprits if each.worker in running]
+    worker = blamed[0] if blamed else next(iter(running.values()))
+    findings = verdict.findings or ["none of its ranks waits in a collective"]
+    places = [f"{ranks_text(each.workers)} in {_place(each)}" for each in _main_groups(report)]
+    text = "; ".join([*findings, *places])
+    step.report("hang-diagnosed", text[:MAX_REASON], job, role_name, worker.name, worker.node)
+    incarnations.end(step, job, worker)
+    failure = Failure(
+        category="hang",
+        summary=f"hang: no progress for {timeout_s:g} s; {findings[0]}",
+        traceback=_text(report, findings),
+    )
+    recovery.on_failure(step, job, worker, failure)
+
+
+class _WatchedRole(NamedTuple):
+    """A role, or a worker by itself, some of which runs."""
+
+    job: JobRecord
+    watch: HangWatch
+    timeout_s: float
+    workers: list[WorkerRecord]
+    """The workers that are watched together."""
+
+
+def _watched_role(step: MasterStep, key: tuple[str, str, str]) -> _WatchedRole | None:
+    """Return what is watched under a key; None if it does not run any more, and then it is watched no longer."""
+    job_id, role_name, name = key
+    watch, job = step.cluster.hangs.get(key), step.cluster.jobs.get(job_id)
+    if watch is not None and job is not None and not job.is_ending:
+        workers = [job.workers[name]] if name else job.ranks(role_name)
+        timeout_s = job.spec.role(role_name).hang_timeout_s
+        if timeout_s is not None and any(map(_runs, workers)):
+            return _WatchedRole(job, watch, timeout_s, workers)
+    step.cluster.hangs.pop(key, None)
+    return None
+
+
+def _runs(worker: WorkerRecord) -> bool:
+    return worker.is_desired and worker.state is WorkerState.RUNNING
+
+
+def _is_between(worker: WorkerRecord) -> bool:
+    """Return True if others may have to wait for it, with good reason: it is between two lives or two rounds."""
+    if worker.is_held or worker.is_joining:
+        return True
+    starts = worker.state in (WorkerState.STARTING, WorkerState.READY)
+    return worker.is_desired and (starts or worker.notice is not None)
+
+
+def _is_heard(step: MasterStep, worker: WorkerRecord) -> bool:
+    """Return True if its agent has spoken lately, so that its worker's progress would be known."""
+    node = step.cluster.nodes.get(worker.node)
+    if node is None or node.state is not NodeState.ALIVE or not node.has_reported:
+        return False
+    return step.now - node.seen_at <= 2 * step.cluster.intervals.heartbeat_s
+
+
+def _subject(role: str, name: str) -> str:
+    return name or f"role {role}"
+
+
+def _main_groups(report: StackReport) -> list[StackGroup]:
+    return [each for each in group(report) if each.is_main][:MAX_GROUPS]
+
+
+def _place(found: StackGroup) -> str:
+    return found.frames[-1] if found.frames else "no Python code"
+
+
+def _text(report: StackReport, findings: Sequence[str]) -> str:
+    """Return the diagnosis with its stacks, as a traceback of the failure shows it."""
+    lines = list(findings)
+    for each in group(report)[:MAX_GROUPS]:
+        lines += ["", f"{ranks_text(each.workers)}, {', '.join(each.threads[:3])}:"]
+        lines += [f"  {line}" for line in each.frames[-MAX_FRAMES:]]
+    lines += ["", *(f"rank {each.rank}: {each.note}" for each in report.workers if each.note)]
+    return "\n".join(lines).rstrip() + "\n"

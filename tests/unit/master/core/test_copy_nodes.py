@@ -1,0 +1,123 @@
+"""Copy nodes: who holds copies for a job while all ranks of a role are on one node."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.support.master import elastic, simple
+from tests.support.sim.sim_agent import SimAgent, resources
+from tests.support.sim.world import World
+from unified.job.spec import JobSpec, RoleSpec
+from unified.protocol.client_master import DrainNode, SubmitJob
+from unified.protocol.records import Stage
+from unified.protocol.snapshots import SnapshotHost, token_of
+
+
+def host(node: str, life: str = "a") -> SnapshotHost:
+    return SnapshotHost(f"tcp://{node}:1", f"{node}{life}".encode())
+
+
+def agent(node: str, life: str = "a", *, host_id: str = "", devices: int = 2) -> SimAgent:
+    return SimAgent(node, resources(devices=devices), incarnation=life, host_id=host_id, snapshots=host(node, life))
+
+
+Start = Callable[..., World]
+
+
+@pytest.fixture
+def start() -> Start:
+    """A cluster of these agents, and a job of these roles on it."""
+
+    def make(*agents: SimAgent, roles: tuple[RoleSpec, ...] = (), node_num: int = 1) -> World:
+        world = World()
+        for each in agents:
+            world.add(each)
+        world.run(0.1)
+        wanted = list(roles) or [elastic(total=2, accelerator=1, per_group=2)]
+        world.ask(SubmitJob(spec=JobSpec(name="job", roles=wanted, node_num=node_num)))
+        world.until_stage("job", Stage.RUNNING)
+        world.run(1.0)
+        return world
+
+    return make
+
+
+def where(world: World) -> str:
+    nodes = {worker.node for worker in world.job("job").ranks("e")}
+    assert len(nodes) == 1
+    return nodes.pop()
+
+
+def told(world: World, node: str) -> str:
+    """The node for copies that a node was told, whose token is that of the agent which runs there."""
+    copy_node = world.sim_agent(node).copy_nodes["job-1"]
+    if copy_node is None:
+        return ""
+    known = world.sim_agent(copy_node.node).snapshots
+    assert known is not None
+    assert (copy_node.url, copy_node.token) == (known.url, token_of(known.secret, "job-1"))
+    return copy_node.node
+
+
+def test_a_role_on_one_node_has_a_copy_node_elsewhere_and_keeps_it_in_its_next_life(start: Start) -> None:
+    world = start(*(agent(f"n{number}") for number in range(1, 5)))
+    first, copy_node = where(world), world.job("job").copy_node
+    assert copy_node not in ("", first)
+    assert told(world, first) == copy_node
+    world.kill_agent(first)
+    world.run(60.0)
+    assert world.job("job").stage is Stage.RUNNING
+    second = where(world)
+    assert second != first
+    if second == copy_node:  # what it holds for others is its own now
+        assert world.job("job").copy_node not in ("", first, second)
+    else:
+        assert world.job("job").copy_node == copy_node
+    assert told(world, second) == world.job("job").copy_node
+
+
+def test_a_copy_node_that_is_lost_or_drained_is_replaced_and_one_that_came_back_is_told_anew(start: Start) -> None:
+    world = start(*(agent(f"n{number}") for number in range(1, 4)))
+    here, first = where(world), world.job("job").copy_node
+    world.kill_agent(first)
+    world.run(60.0)
+    second = world.job("job").copy_node
+    assert len({here, first, second}) == 3
+    assert told(world, here) == second
+    world.request(DrainNode(node=second, reason="a test"))
+    world.run(1.0)
+    assert world.job("job").copy_node == ""
+    assert told(world, here) == ""
+    world.add(agent(first, "b"))
+    world.run(1.0)
+    assert told(world, here) == first
+
+
+def test_ranks_on_several_nodes_need_none_and_get_one_when_they_are_packed(start: Start) -> None:
+    world = start(agent("n1"), agent("n2"), roles=(elastic(total=2, accelerator=1),), node_num=2)
+    assert {worker.node for worker in world.job("job").ranks("e")} == {"n1", "n2"}
+    assert world.job("job").copy_node == ""
+    world.kill_agent("n2")
+    world.run(60.0)
+    assert where(world) == "n1"
+    assert world.job("job").copy_node == ""
+    world.add(agent("n2", "b"))
+    world.run(1.0)
+    assert told(world, "n1") == "n2"
+
+
+def test_a_copy_node_on_another_host_goes_first_and_the_master_s_restart_changes_nothing(start: Start) -> None:
+    near = [agent(f"n{number}", host_id="one") for number in range(1, 4)]
+    world = start(*near, agent("far", host_id="two", devices=0))
+    here = where(world)
+    assert told(world, here) == "far"
+    world.crash_master(1.0)
+    world.run(10.0)
+    assert world.job("job").copy_node == "far"
+    assert told(world, here) == "far"
+    assert not any(b"fara" in data for data in world.stored.values())  # the secret
+
+
+def test_a_job_without_ranks_that_train_together_has_none(start: Start) -> None:
+    world = start(agent("n1"), agent("n2"), roles=(simple(),))
+    assert world.job("job").copy_node == ""

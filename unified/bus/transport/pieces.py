@@ -1,0 +1,199 @@
+"""Large buffers over ZeroMQ: they go ahead of their message in pieces, which its receiver lays together as they come.
+
+No frame on tcp is longer than a piece (`unified.security.frames`). Each piece is a message of its own: the relay passes
+it on, and the receiver copies it, while later ones are still to come, so neither needs memory for all of them beside
+that in which they end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+
+import msgspec
+
+from unified.bus.buffers import Buffer
+from unified.bus.shm.reader import PayloadGoneError
+from unified.bus.transport.framing import RemoteMessage
+from unified.errors import ProtocolError
+from unified.protocol.envelope import (
+    Envelope,
+    Kind,
+    PiecePlace,
+    PieceSeries,
+    decode_piece,
+    encode_envelope,
+    encode_record,
+)
+from unified.security.frames import PIECE_BYTES
+
+_ROUNDED_BYTES = 1 << 21
+"""Sizes of memory are multiples of a large page, so that one suits buffers of nearly the same size."""
+_IDLE_S = 5.0
+"""Time after which idle memory is given back to the system."""
+_UNFINISHED_S = 600.0
+"""Time without a further piece after which a series is given up, if nobody tells of its sender's end: a piece takes a
+minute on a poor line, and a sender may be stopped for a while."""
+_numbers = itertools.count(1)
+
+
+def split(envelope: Envelope, body: Buffer, buffers: Sequence[Buffer]) -> list[list[Buffer]]:
+    """Return the messages as which a message is sent: the pieces of its large buffers, then itself without them."""
+    views = {index: memoryview(each) for index, each in enumerate(buffers)}
+    large = {index: each.cast("B") for index, each in views.items() if each.nbytes >= PIECE_BYTES}
+    if not large:
+        return [[encode_envelope(envelope), body, *buffers]]
+    series = PieceSeries(next(_numbers), sum(each.nbytes for each in large.values()))
+    head = encode_envelope(
+        Envelope(
+            envelope.version,
+            Kind.PIECE,
+            envelope.call_id,
+            envelope.sender,
+            envelope.worker,
+            envelope.target,
+            job=envelope.job,
+            series=series,
+        )
+    )
+    messages: list[list[Buffer]] = []
+    for index, view in large.items():
+        for start in range(0, view.nbytes, PIECE_BYTES):
+            piece = encode_record(PiecePlace(index=index, start=start, nbytes=view.nbytes))
+            messages.append([head, piece, view[start : start + PIECE_BYTES]])
+    left = [b"" if index in large else each for index, each in enumerate(buffers)]
+    messages.append([encode_envelope(msgspec.structs.replace(envelope, series=series)), body, *left])
+    return messages
+
+
+class PieceJoiner:
+    """Lays pieces together, in memory that comes back when nothing refers to it any more: memory that was written to
+    before takes a copy several times as fast as fresh memory, whose pages have to be found."""
+
+    def __init__(self) -> None:
+        self._unfinished: dict[tuple[str, bool], _Unfinished] = {}
+        """Newest series of each sender on each way (through the relay?), on which one comes after the other."""
+        self._idle: list[tuple[mmap.mmap, float]] = []
+        """Memory, and since when it is idle. Finalizers append, at any time on any thread, without the lock."""
+        self._used: dict[int, mmap.mmap] = {}
+        self._lock = threading.Lock()
+
+    def lay(self, envelope: Envelope, message: RemoteMessage) -> None:
+        """Copy a piece to its place; ProtocolError: it has none."""
+        piece = decode_piece(message.body)
+        if envelope.series is None or len(message.buffers) != 1:
+            raise ProtocolError(f"a PIECE with {len(message.buffers)} buffers, of the series {envelope.series}")
+        way = envelope.sender, message.is_relayed
+        series = self._unfinished.get(way)
+        if series is None or series.number < envelope.series.number:
+            series = self._unfinished[way] = _Unfinished(envelope.series.number)
+        elif series.number > envelope.series.number:
+            raise ProtocolError("a PIECE that came behind a newer series of its sender: its connection broke")
+        buffer = series.buffers.get(piece.index)
+        if buffer is None or piece.start == 0:  # again from the start, if its sender found no room in the middle
+            buffer = series.buffers[piece.index] = _Laid(self._take(piece.nbytes))
+        buffer.lay(piece, message.buffers[0])
+        series.newest = time.monotonic()
+
+    def collect(self, envelope: Envelope, message: RemoteMessage) -> list[Buffer]:
+        """Return the buffers of a message, with those that went ahead; PayloadGoneError: not all of them came."""
+        if envelope.series is None:
+            return message.buffers
+        way = envelope.sender, message.is_relayed
+        series = self._unfinished.get(way)
+        if series is None or series.number != envelope.series.number:
+            raise PayloadGoneError("its large buffers were lost on the way")
+        del self._unfinished[way]
+        buffers = [*message.buffers]
+        if series.num_whole_bytes != envelope.series.nbytes or max(series.buffers) >= len(buffers):
+            raise PayloadGoneError("a part of its large buffers was lost on the way")
+        for index, each in series.buffers.items():
+            buffers[index] = each.view
+        return buffers
+
+    def forget(self, inbox_id: str) -> None:
+        """Give up what comes from a process that is gone."""
+        for is_relayed in (False, True):
+            self._unfinished.pop((inbox_id, is_relayed), None)
+
+    def trim(self, now: float) -> bool:
+        """Give back what is idle for long; return whether there is anything left, idle or used."""
+        for way, series in list(self._unfinished.items()):
+            if series.newest + _UNFINISHED_S <= now:
+                self._unfinished.pop(way, None)
+        with self._lock:
+            for each in list(self._idle):
+                if each[1] + _IDLE_S <= now:
+                    self._idle.remove(each)
+        return bool(self._idle or self._used)
+
+    def _take(self, nbytes: int) -> memoryview:
+        import ctypes  # which workers that get no large buffers do without
+
+        size = -(-nbytes // _ROUNDED_BYTES) * _ROUNDED_BYTES
+        with self._lock:
+            fitting = next((each for each in self._idle if len(each[0]) == size), None)
+            if fitting is not None:
+                self._idle.remove(fitting)
+        try:
+            memory = fitting[0] if fitting else _map(size)
+        except (OSError, OverflowError, ValueError) as error:
+            raise ProtocolError(f"a buffer of {nbytes} bytes, for which there is no memory: {error}") from None
+        self._used[id(memory)] = memory
+        window = (ctypes.c_ubyte * nbytes).from_buffer(memory)
+        weakref.finalize(window, self._put_back, memory).atexit = False
+        return memoryview(window).cast("B")
+
+    def _put_back(self, memory: mmap.mmap) -> None:
+        del self._used[id(memory)]
+        self._idle.append((memory, time.monotonic()))
+
+
+class _Unfinished:
+    """Series of which pieces are still to come."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.newest = time.monotonic()
+        self.buffers: dict[int, _Laid] = {}
+
+    @property
+    def num_whole_bytes(self) -> int:
+        """Size of the buffers that are complete."""
+        return sum(each.view.nbytes for each in self.buffers.values() if each.num_filled == each.view.nbytes)
+
+
+class _Laid:
+    """One buffer, of which the first bytes are there."""
+
+    def __init__(self, view: memoryview) -> None:
+        from unified.memory.copy import address_of
+
+        self.view = view
+        self.num_filled = 0
+        self._address = address_of(view)
+
+    def lay(self, piece: PiecePlace, data: Buffer) -> None:
+        """Copy a piece behind those that came before it."""
+        from unified.memory.copy import Copy, address_of, copy_memory
+
+        nbytes, size = len(data), self.view.nbytes
+        if (piece.start, piece.nbytes) != (self.num_filled, size) or piece.start + nbytes > size:
+            raise ProtocolError(
+                f"a PIECE of {nbytes} bytes at {piece.start} of {piece.nbytes}, after {self.num_filled} of {size}: "
+                "some were lost on the way"
+            )
+        copy_memory([Copy(self._address + piece.start, address_of(data), nbytes)], 1)
+        self.num_filled += nbytes
+
+
+def _map(size: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

@@ -1,0 +1,78 @@
+"""Order of samples that goes on where training is, whoever takes part in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from unified.errors import UsageError
+
+
+class ElasticSampler:
+    """Batches of this rank: each step takes the next `batch_size` samples for every rank of an order that all share.
+
+    Its position counts samples of all ranks and moves with `ElasticState.commit`, not with what a data loader has read
+    ahead, so that a step that is taken again reads the same samples, and a round of more or fewer ranks goes on behind
+    them. Give it to a `DataLoader` as `batch_sampler`, anew in each round. An epoch ends where less is left than all
+    ranks need.
+
+    Args:
+        length: number of samples.
+        batch_size: of one rank.
+        shuffle: in another order each epoch, the same on all ranks.
+        seed: of the order.
+    """
+
+    def __init__(self, length: int, batch_size: int, *, shuffle: bool = True, seed: int = 0) -> None:
+        if length < 1 or batch_size < 1:
+            raise UsageError(f"ElasticSampler needs samples and a batch size: {length=}, {batch_size=}.")
+        self.length = length
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.position = 0
+        """Samples of this epoch that all ranks have taken."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield this rank's batches from the position on, to the end of the epoch."""
+        rank, world_size = _ranks()
+        order = self._order()
+        share = self.batch_size * world_size
+        for first in range(self.position, self.length - share + 1, share):
+            begin = first + rank * self.batch_size
+            yield order[begin : begin + self.batch_size]
+
+    def __len__(self) -> int:
+        return (self.length - self.position) // (self.batch_size * _ranks()[1])
+
+    def on_commit(self) -> None:
+        """Count the batches of one step; `ElasticState.commit` calls it."""
+        share = self.batch_size * _ranks()[1]
+        self.position += share
+        if self.position + share > self.length:
+            self.epoch += 1
+            self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.position = state["epoch"], state["position"]
+
+    def _order(self) -> list[int]:
+        import torch
+
+        if not self.shuffle:
+            return list(range(self.length))
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order: list[int] = torch.randperm(self.length, generator=generator).tolist()
+        return order
+
+
+def _ranks() -> tuple[int, int]:
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1

@@ -1,0 +1,358 @@
+"""Messages about snapshots: of a worker and its node's snapshot server, of two servers, and of the ranks of a round.
+
+A worker's go over a Unix socket of packets, in turns, a descriptor of a buffer beside some; those of two servers over
+ZeroMQ. Every request carries a token that the agent of the server made for the job, so that no job reads another's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta
+from msgspec.msgpack import Decoder, Encoder
+
+from unified.security.keys import ClusterKey
+from unified.values import Value
+
+PACKET_BYTES = 1 << 18
+"""Most bytes of a packet."""
+PIECE_BYTES = 4 << 20
+"""Most bytes of a snapshot that one server reads of another at a time."""
+LISTENER_NAME = "snapshots"
+"""Name of the server's socket in the run folder."""
+
+
+class SnapshotSeries(NamedTuple):
+    """Snapshots of one rank of a role, in rounds of one size."""
+
+    job_id: str
+    role: str
+    world_size: int
+    rank: int
+
+
+class SnapshotStamp(NamedTuple):
+    """Stamp by which the snapshots of all ranks that belong together are known; the larger is the newer."""
+
+    round: int
+    """Round in which it was taken: after a rollback, the same step is taken again in a later one."""
+    step: int
+
+
+def token_of(secret: bytes, job_id: str) -> str:
+    """Return the token by which a server knows the workers of a job."""
+    return hmac.new(secret, job_id.encode(), hashlib.sha256).hexdigest()
+
+
+NO_STAMP = SnapshotStamp(-1, -1)
+
+
+class HeldSnapshot(Value, frozen=True):
+    """One snapshot in the memory of a node."""
+
+    world_size: int
+    rank: int
+    stamp: SnapshotStamp
+    length: int
+    is_copy: bool = False
+    """True if the rank runs, or ran, on another node, and this is the copy for a partner."""
+
+
+class StoredSnapshot(Value, frozen=True):
+    """One snapshot of a rank on storage."""
+
+    job_id: str
+    """Job that took it, an earlier one perhaps."""
+    stamp: SnapshotStamp
+
+
+class ServerAddress(Value, frozen=True):
+    """Snapshot server of a node, as other nodes reach it."""
+
+    node: str
+    url: str
+    """``tcp://host:port``; empty: no other node can reach it."""
+    token: str
+    """Token of the job there."""
+
+
+class SnapshotHost(Value, frozen=True):
+    """Fact about a node, for the master: where its snapshot server is, and the secret that the tokens are made of."""
+
+    url: str
+    secret: bytes
+
+    def address(self, node: str, job_id: str) -> ServerAddress:
+        """Return the server's address for one job."""
+        return ServerAddress(node=node, url=self.url, token=token_of(self.secret, job_id))
+
+
+class StorageTarget(Value, frozen=True):
+    """Place of a rank's snapshots on storage, and the environment to open it with."""
+
+    location: str
+    """Absolute path, or address, of the job's storage."""
+    folder: str
+    """Folder of the rank there."""
+    env: dict[str, str] = {}
+
+
+# From the agent to its server
+
+
+class ServeSnapshots(Value, tag_field="type", tag="serve", frozen=True):
+    """First message: all that the server has to know."""
+
+    node: str
+    host: SnapshotHost
+    quota_bytes: int
+    linger_s: float
+    """Time for which the snapshots of a job are kept that has no worker here."""
+    key: ClusterKey | None = None
+
+
+class PersistSnapshots(Value, tag_field="type", tag="persist", frozen=True):
+    """Order to write to storage what is not there yet: the agent's workers have ended. Answered by `SnapshotsKept`."""
+
+
+class NameCopyNodes(Value, tag_field="type", tag="copy-nodes", frozen=True):
+    """Servers of nodes that hold copies for jobs that have no worker there, by job; those left out have none."""
+
+    copy_nodes: dict[str, ServerAddress]
+
+
+class SnapshotsKept(Value, tag_field="type", tag="kept", frozen=True):
+    """Message to the agent: whether the server has what will be written to storage when the agent stops."""
+
+    is_to_persist: bool
+    num_written: int = 0
+
+
+# From a worker to its server
+
+
+class SnapshotRequest(Value, tag_field="type", frozen=True):
+    """Base of requests of a worker."""
+
+
+class AttachSeries(SnapshotRequest, tag="attach", frozen=True):
+    """First request, and again in each round: who asks. Answered by `Attached`."""
+
+    token: str
+    series: SnapshotSeries
+    storage: StorageTarget | None = None
+
+
+class BeginSnapshot(SnapshotRequest, tag="begin", frozen=True):
+    """Ask for a buffer to write. Answered by `Writable`, `BufferWanted` or `SnapshotRefused`."""
+
+    nbytes: int
+    floor: SnapshotStamp = NO_STAMP
+    """Newest snapshot that all ranks' partners have: those that partners have or get, from this one on, are kept."""
+    is_sent: bool = False
+    """True if this snapshot will be sent on, to a partner or to storage: it waits for the one on its way."""
+
+
+class AddBuffer(SnapshotRequest, tag="add-buffer", frozen=True):
+    """Ask for one more buffer, to be written now or later. Answered by `Writable` or `SnapshotRefused`."""
+
+    nbytes: int
+    is_idle: bool = False
+
+
+class CommitSnapshot(SnapshotRequest, tag="commit", frozen=True):
+    """Say that a buffer is written. Answered by `Attached`."""
+
+    buffer: int
+    stamp: SnapshotStamp
+    length: int
+    floor: SnapshotStamp = NO_STAMP
+    partner: ServerAddress | None = None
+    """Server that shall have a copy."""
+    to_copy_node: bool = False
+    """True if the job's copy node shall have a copy, unless the last one is still on its way there."""
+    to_storage: bool = False
+
+
+class AgreeOn(SnapshotRequest, tag="agree-on", frozen=True):
+    """Go back to a snapshot: later ones of the role are of no use to anybody. Answered by `Attached`."""
+
+    stamp: SnapshotStamp
+    has_partner: bool = False
+
+
+class OpenSnapshot(SnapshotRequest, tag="open", frozen=True):
+    """Ask for a snapshot, from another server if one is named. Answered by `Readable` or `SnapshotRefused`."""
+
+    series: SnapshotSeries
+    stamp: SnapshotStamp
+    length: int = 0
+    source: ServerAddress | None = None
+
+
+class ListCopyNode(SnapshotRequest, tag="list-copy-node", frozen=True):
+    """Ask for what the job's copy node holds of the role. Answered by `CopyNodeHeld`."""
+
+
+class EndSeries(SnapshotRequest, tag="end", frozen=True):
+    """Say that the worker has done its work, and needs no snapshot any more. Answered by `Attached`."""
+
+
+class SnapshotAnswer(Value, tag_field="type", frozen=True):
+    """Base of answers to a worker."""
+
+
+class Attached(SnapshotAnswer, tag="attached", frozen=True):
+    address: ServerAddress
+    held: list[HeldSnapshot]
+    """Snapshots of the role that this node holds."""
+    copy_node: ServerAddress | None = None
+    """Server of the node that holds copies for the job while all of it is on one node."""
+
+
+class CopyNodeHeld(SnapshotAnswer, tag="copy-node-held", frozen=True):
+    """Snapshots of the role that the copy node holds; none where it does not answer."""
+
+    held: list[HeldSnapshot]
+
+
+class BufferWanted(SnapshotAnswer, tag="buffer-wanted", frozen=True):
+    """Demand for an `AddBuffer`: there is no buffer that could be written."""
+
+
+class Writable(SnapshotAnswer, tag="writable", frozen=True):
+    """Buffer to write, or that was added, whose descriptor comes along."""
+
+    buffer: int
+    nbytes: int
+    buffers: list[int]
+    """Buffers of the series; the worker gives back the memory of all others."""
+    confirmed: SnapshotStamp = NO_STAMP
+    """Newest of this rank that its partner has."""
+    complaint: str = ""
+    """Reason why the last one was not sent on."""
+
+
+class Readable(SnapshotAnswer, tag="readable", frozen=True):
+    """Snapshot to read, in the descriptor that comes along."""
+
+    length: int
+    buffer: int | None = None
+    """Number of the buffer, if it is one of the worker's own."""
+
+
+class SnapshotRefused(SnapshotAnswer, tag="refused", frozen=True):
+    reason: str
+    is_quota: bool = False
+
+
+WorkerSnapshotRequest = (
+    AttachSeries | BeginSnapshot | AddBuffer | CommitSnapshot | AgreeOn | OpenSnapshot | ListCopyNode | EndSeries
+)
+WorkerSnapshotAnswer = Attached | BufferWanted | Writable | Readable | CopyNodeHeld | SnapshotRefused
+
+
+# Of two servers
+
+
+class PeerMessage(Value, tag_field="type", frozen=True):
+    """Base of messages of two servers."""
+
+    number: int
+    """Number of a request, which its answer carries, too."""
+
+
+class OfferSnapshot(PeerMessage, tag="offer", frozen=True):
+    """Offer of a snapshot, which the peer reads before it answers with `OfferTaken`."""
+
+    token: str
+    series: SnapshotSeries
+    stamp: SnapshotStamp
+    length: int
+    floor: SnapshotStamp
+    source: ServerAddress
+
+
+class OfferTaken(PeerMessage, tag="offer-taken", frozen=True):
+    error: str = ""
+
+
+class ReadPiece(PeerMessage, tag="read-piece", frozen=True):
+    """Request for a piece of a snapshot; answered by `Piece`, and a second frame with the bytes."""
+
+    token: str
+    series: SnapshotSeries
+    stamp: SnapshotStamp
+    offset: Annotated[int, Meta(ge=0)]
+    nbytes: Annotated[int, Meta(ge=0, le=PIECE_BYTES)]
+
+
+class Piece(PeerMessage, tag="piece", frozen=True):
+    error: str = ""
+
+
+class AskHeld(PeerMessage, tag="ask-held", frozen=True):
+    """Question for the snapshots of a role; answered by `HeldThere`."""
+
+    token: str
+    series: SnapshotSeries
+
+
+class HeldThere(PeerMessage, tag="held-there", frozen=True):
+    held: list[HeldSnapshot]
+
+
+_encoder = Encoder()
+encode_snapshot_message = _encoder.encode
+snapshot_request: Decoder[WorkerSnapshotRequest] = Decoder(WorkerSnapshotRequest)
+snapshot_answer: Decoder[WorkerSnapshotAnswer] = Decoder(WorkerSnapshotAnswer)
+peer_message: Decoder[OfferSnapshot | OfferTaken | ReadPiece | Piece | AskHeld | HeldThere] = Decoder(
+    OfferSnapshot | OfferTaken | ReadPiece | Piece | AskHeld | HeldThere
+)
+SnapshotOrder = ServeSnapshots | NameCopyNodes | PersistSnapshots
+agent_to_snapshots: Decoder[SnapshotOrder] = Decoder(SnapshotOrder)
+snapshots_to_agent: Decoder[SnapshotsKept] = Decoder(SnapshotsKept)
+
+
+# Of the ranks of a round
+
+
+class RankReport(Value, frozen=True):
+    """Report of one rank to rank 0 of its round."""
+
+    server: ServerAddress
+    held: list[HeldSnapshot] = []
+    """Snapshots that its node holds; of one rank of each node."""
+    copy_node: ServerAddress | None = None
+    """Server of the job's copy node, which rank 0 has asked."""
+    held_by_copy_node: list[HeldSnapshot] = []
+    stored: list[StoredSnapshot] = []
+
+
+class SnapshotSource(Value, frozen=True):
+    """Place from which one rank takes its state."""
+
+    series: SnapshotSeries
+    length: int = 0
+    is_copy: bool = False
+    server: ServerAddress | None = None
+    """Server that has it; None: it is on storage."""
+
+
+class SnapshotAgreement(Value, frozen=True):
+    """Answer of rank 0 to all ranks: the newest snapshot that all of them have, and where."""
+
+    servers: list[ServerAddress]
+    """Snapshot server of each rank's node."""
+    snapshot: StoredSnapshot | None = None
+    """None: there is none that all ranks have."""
+    sources: list[SnapshotSource] = []
+    """Sources by rank."""
+    note: str = ""
+    """Half a sentence on what there is instead."""
+
+
+rank_report: Decoder[RankReport] = Decoder(RankReport)
+snapshot_agreement: Decoder[SnapshotAgreement] = Decoder(SnapshotAgreement)

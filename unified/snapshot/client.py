@@ -1,0 +1,206 @@
+"""The worker's end of the connection to its node's snapshot server: requests in turns, and mapped buffers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from unified.errors import SnapshotError, SnapshotQuotaError
+from unified.protocol.snapshots import (
+    LISTENER_NAME,
+    NO_STAMP,
+    PACKET_BYTES,
+    AddBuffer,
+    AgreeOn,
+    Attached,
+    AttachSeries,
+    BeginSnapshot,
+    BufferWanted,
+    CommitSnapshot,
+    CopyNodeHeld,
+    EndSeries,
+    HeldSnapshot,
+    ListCopyNode,
+    OpenSnapshot,
+    Readable,
+    ServerAddress,
+    SnapshotAnswer,
+    SnapshotRefused,
+    SnapshotRequest,
+    SnapshotSource,
+    SnapshotStamp,
+    Writable,
+    encode_snapshot_message,
+    snapshot_answer,
+)
+from unified.snapshot.memory import MappedBuffer
+
+ANSWER_WITHIN_S = 330.0
+"""Longest wait for an answer of the server, which may itself wait for a partner, or for storage."""
+A = TypeVar("A", bound=SnapshotAnswer)
+
+
+class WritableBuffer(NamedTuple):
+    """A buffer to write."""
+
+    number: int
+    buffer: MappedBuffer
+    confirmed: SnapshotStamp
+    complaint: str
+    num_buffers: int
+    waited_s: float
+    """Time for which the last snapshot was still on its way."""
+
+
+class SnapshotClient:
+    """Connection of one worker to the snapshot server of its node, made at the first request. For one thread."""
+
+    def __init__(self, run_dir: str, attach: AttachSeries) -> None:
+        self._path = Path(run_dir) / LISTENER_NAME
+        self._attach = attach
+        self._socket: socket.socket | None = None
+        self._mapped: dict[int, MappedBuffer] = {}
+
+    def attach(self, attach: AttachSeries | None = None) -> Attached:
+        """Say who this is, also in a new round; return what the node holds of the role."""
+        self._attach = attach or self._attach
+        if self._socket is None:
+            return self._connect()
+        return self._ask(self._attach, Attached)
+
+    def begin(self, nbytes: int, floor: SnapshotStamp = NO_STAMP, *, is_sent: bool = False) -> WritableBuffer:
+        """Return a buffer to write.
+
+        Raises:
+            SnapshotQuotaError: there is no room.
+        """
+        began = time.monotonic()
+        answer = self._ask(BeginSnapshot(nbytes=nbytes, floor=floor, is_sent=is_sent), Writable, BufferWanted)
+        waited_s = time.monotonic() - began
+        if isinstance(answer, BufferWanted):
+            answer = self._ask(AddBuffer(nbytes=nbytes), Writable)
+        assert isinstance(answer, Writable)
+        buffer = self._mapped[answer.buffer]
+        buffer.find_pages()
+        return WritableBuffer(answer.buffer, buffer, answer.confirmed, answer.complaint, len(answer.buffers), waited_s)
+
+    def prepare(self, nbytes: int) -> None:
+        """Add a buffer for a snapshot to come; where there is no room, that one will say so."""
+        with contextlib.suppress(SnapshotQuotaError):
+            answer = self._ask(AddBuffer(nbytes=nbytes, is_idle=True), Writable)
+            self._mapped[answer.buffer].find_pages()
+
+    def commit(self, request: CommitSnapshot) -> None:
+        """Say that a buffer is written."""
+        self._ask(request, Attached)
+
+    def go_back(self, stamp: SnapshotStamp, *, has_partner: bool) -> None:
+        """Forget what is later than the snapshot that all ranks go back to."""
+        self._ask(AgreeOn(stamp=stamp, has_partner=has_partner), Attached)
+
+    def held_by_copy_node(self) -> list[HeldSnapshot]:
+        """Return what the job's copy node holds of the role."""
+        return self._ask(ListCopyNode(), CopyNodeHeld).held
+
+    def end(self) -> None:
+        """Say that no snapshot is needed any more."""
+        if self._socket is not None:
+            self._ask(EndSeries(), Attached)
+
+    def open(self, source: SnapshotSource, stamp: SnapshotStamp, own: ServerAddress) -> memoryview:
+        """Return the image of a snapshot, which another node's server may have.
+
+        A buffer of the worker's own stays mapped, for the snapshots to come.
+        """
+        is_near = source.server is None or source.server.node == own.node
+        request = OpenSnapshot(
+            series=source.series, stamp=stamp, length=source.length, source=None if is_near else source.server
+        )
+        answer, descriptors = self._exchange(request)
+        if not isinstance(answer, Readable) or not descriptors:
+            raise self._error(answer)
+        buffer = MappedBuffer(descriptors[0]) if answer.buffer is None else self._keep(answer.buffer, descriptors[0])
+        return memoryview(buffer.memory)[: answer.length]
+
+    def close(self) -> None:
+        """Hang up: the server keeps what was committed."""
+        self._mapped.clear()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _connect(self) -> Attached:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.settimeout(ANSWER_WITHIN_S)
+        try:
+            connection.connect(str(self._path))
+        except OSError as error:
+            connection.close()
+            raise SnapshotError(
+                f"The snapshot server of this node cannot be reached at {self._path} ({error.strerror}): look for "
+                "event=snapshots in the log of its agent."
+            ) from error
+        self._socket = connection
+        try:
+            return self._ask(self._attach, Attached)
+        except SnapshotError:
+            self.close()
+            raise
+
+    def _ask(self, request: SnapshotRequest, *wanted: type[A]) -> A:
+        answer, descriptors = self._exchange(request)
+        if not isinstance(answer, wanted):
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise self._error(answer)
+        if isinstance(answer, Writable):
+            self._map(answer, descriptors)
+        return answer
+
+    def _map(self, answer: Writable, descriptors: list[int]) -> None:
+        """Map a buffer that is new here, and give back those that the server has dropped."""
+        for number in self._mapped.keys() - set(answer.buffers):
+            del self._mapped[number]
+        for descriptor in descriptors:
+            self._keep(answer.buffer, descriptor)
+
+    def _keep(self, number: int, descriptor: int) -> MappedBuffer:
+        """Return a buffer of the worker's own, mapped now or already; the descriptor is closed."""
+        if number in self._mapped:
+            os.close(descriptor)
+        else:
+            self._mapped[number] = MappedBuffer(descriptor)
+        return self._mapped[number]
+
+    def _exchange(self, request: SnapshotRequest) -> tuple[SnapshotAnswer, list[int]]:
+        if self._socket is None:
+            self._connect()
+        assert self._socket is not None
+        try:
+            self._socket.send(encode_snapshot_message(request))
+            data, descriptors, _, _ = socket.recv_fds(self._socket, PACKET_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            if not data:
+                raise EOFError
+            return snapshot_answer.decode(data), descriptors
+        except (OSError, EOFError, msgspec.DecodeError) as error:
+            self.close()
+            why = f"has not answered for {ANSWER_WITHIN_S:g} s" if isinstance(error, TimeoutError) else "is gone"
+            raise SnapshotError(
+                f"The snapshot server of this node {why} ({error or 'end of file'}); the next snapshot starts another "
+                "one, and what this one held is lost: look for event=snapshots in the log of the agent."
+            ) from error
+
+    def _error(self, answer: SnapshotAnswer) -> SnapshotError:
+        if isinstance(answer, SnapshotRefused):
+            if answer.is_quota:
+                return SnapshotQuotaError(
+                    f"{answer.reason}. Give the agent more with --snapshot-mb, or take smaller snapshots."
+                )
+            return SnapshotError(f"The snapshot server of this node refused: {answer.reason}.")
+        return SnapshotError(f"The snapshot server of this node answered with {type(answer).__name__}.")

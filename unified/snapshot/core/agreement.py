@@ -1,0 +1,105 @@
+"""The agreement of the ranks of a round: the newest snapshot that each of them finds somewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from unified.protocol.snapshots import (
+    HeldSnapshot,
+    RankReport,
+    ServerAddress,
+    SnapshotAgreement,
+    SnapshotSeries,
+    SnapshotSource,
+    SnapshotStamp,
+    StoredSnapshot,
+)
+
+
+def agree(
+    reports: Sequence[RankReport], job_id: str, role: str, *, step: int | None = None, is_replicated: bool = False
+) -> SnapshotAgreement:
+    """Choose a snapshot for all ranks.
+
+    A snapshot of this job goes before those of earlier ones, a later round before an earlier, a later step before an
+    earlier one. Each rank takes it from its own node's memory, else another's, else from storage.
+
+    Args:
+        reports: of all ranks, by rank.
+        step: the only one that will do; None: any.
+        is_replicated: every rank has the same state, so that any rank's is good for each, whatever the world size was.
+    """
+    servers = [report.server for report in reports]
+    by_rank = [_sources(rank, reports, job_id, role, is_replicated) for rank in range(len(reports))]
+    common = set(by_rank[0]).intersection(*by_rank[1:])
+    if step is not None:
+        common = {each for each in common if each.stamp.step == step}
+    if not common:
+        return SnapshotAgreement(servers=servers, note=_what_there_is(by_rank, reports))
+    best = max(common, key=lambda each: _age(each, job_id))
+    return SnapshotAgreement(servers=servers, snapshot=best, sources=[sources[best] for sources in by_rank])
+
+
+def partner_of(rank: int, servers: Sequence[ServerAddress]) -> ServerAddress | None:
+    """Return the server of the next node, in the order of their first ranks; None: there is one alone."""
+    # Which others cannot reach, they can neither give a copy to nor take one from.
+    nodes = {server.node: server for server in servers}
+    names, own = [name for name, server in nodes.items() if server.url], servers[rank].node
+    if own not in names or len(names) < 2:
+        return None
+    return nodes[names[(names.index(own) + 1) % len(names)]]
+
+
+def _sources(
+    rank: int, reports: Sequence[RankReport], job_id: str, role: str, is_replicated: bool
+) -> dict[StoredSnapshot, SnapshotSource]:
+    """Return where a rank finds each snapshot; of several places the nearest."""
+    own = reports[rank].server
+    found: dict[StoredSnapshot, SnapshotSource] = {}
+    for stored in reports[0 if is_replicated else rank].stored:
+        series = SnapshotSeries(job_id, role, len(reports), 0 if is_replicated else rank)
+        found[stored] = SnapshotSource(series=series)
+    places = [(report.server, report.held) for report in reports]
+    places += [(report.copy_node, report.held_by_copy_node) for report in reports if report.copy_node is not None]
+    for server, snapshots in sorted(places, key=lambda place: place[0].node == own.node):
+        if not server.url and server.node != own.node:
+            continue
+        for held in sorted(snapshots, key=lambda held: not held.is_copy):
+            if is_replicated or (held.rank == rank and held.world_size == len(reports)):
+                series = SnapshotSeries(job_id, role, held.world_size, held.rank)
+                found[StoredSnapshot(job_id=job_id, stamp=held.stamp)] = SnapshotSource(
+                    series=series, length=held.length, is_copy=held.is_copy, server=server
+                )
+    return found
+
+
+def _age(snapshot: StoredSnapshot, job_id: str) -> tuple[bool, SnapshotStamp]:
+    if snapshot.job_id == job_id:
+        return True, snapshot.stamp
+    return False, SnapshotStamp(0, snapshot.stamp.step)
+
+
+def _what_there_is(by_rank: Sequence[Mapping[StoredSnapshot, SnapshotSource]], reports: Sequence[RankReport]) -> str:
+    """Return why ranks that have snapshots have none in common; nothing if there is none at all."""
+    without = [rank for rank, sources in enumerate(by_rank) if not sources]
+    sizes = sorted({held.world_size for report in reports for held in report.held} - {len(reports)})
+    if any(by_rank):
+        steps = {rank: sorted({each.stamp.step for each in sources}) for rank, sources in enumerate(by_rank)}
+        some = ", ".join(f"rank {rank}: {found or 'none'}" for rank, found in list(steps.items())[:8])
+        more = f" ({len(without)} ranks have none)" if without else ""
+        return f"no step is held for every rank; there are {some}{more}"
+    if sizes:
+        return f"what is held was taken by {', '.join(map(str, sizes))} ranks, and now there are {len(reports)}"
+    return ""
+
+
+def describe_source(source: SnapshotSource, own: ServerAddress) -> str:
+    """Return where a state comes from, in a word: ``memory``, ``partner`` or ``storage``."""
+    if source.server is None:
+        return "storage"
+    return "memory" if source.server.node == own.node and not source.is_copy else "partner"
+
+
+def newest(held: Sequence[HeldSnapshot]) -> SnapshotStamp | None:
+    """Return the newest stamp of several snapshots; None: there are none."""
+    return max((each.stamp for each in held), default=None)

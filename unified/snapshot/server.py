@@ -1,0 +1,498 @@
+"""The snapshot server of a node: a process of its own that keeps what workers have copied, and decodes none of it.
+
+The agent starts it when the first worker connects. Its memory has no names in any file system: whatever dies, the
+kernel gives it back. It ends with its agent.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Callable
+
+import zmq
+
+from unified.core.timers import earliest
+from unified.protocol.framing import UNREADABLE
+from unified.protocol.snapshots import (
+    NO_STAMP,
+    PACKET_BYTES,
+    AddBuffer,
+    AgreeOn,
+    AskHeld,
+    Attached,
+    AttachSeries,
+    BeginSnapshot,
+    BufferWanted,
+    CommitSnapshot,
+    CopyNodeHeld,
+    EndSeries,
+    HeldSnapshot,
+    ListCopyNode,
+    NameCopyNodes,
+    OfferSnapshot,
+    OpenSnapshot,
+    Readable,
+    ReadPiece,
+    ServerAddress,
+    ServeSnapshots,
+    SnapshotAnswer,
+    SnapshotRefused,
+    SnapshotSeries,
+    SnapshotsKept,
+    SnapshotStamp,
+    WorkerSnapshotRequest,
+    Writable,
+    encode_snapshot_message,
+    snapshot_request,
+    token_of,
+)
+from unified.snapshot.core.inventory import OverQuotaError, SnapshotBuffer, SnapshotInventory
+from unified.snapshot.memory import make_buffer
+from unified.snapshot.server_state import JobState, SentState, WorkerConnection
+from unified.snapshot.storage import name_of
+from unified.snapshot.transfers import SnapshotTransfers
+from unified.snapshot.writers import StorageWriters
+
+log = logging.getLogger("unified.snapshot")
+
+DONE_LINGER_S = 30.0
+"""Time for which the snapshots of a job are kept here whose workers on this node have all done their work."""
+
+
+class SnapshotServer:
+    """Serves the workers of one node, and the servers of others, in one thread."""
+
+    def __init__(
+        self,
+        order: ServeSnapshots,
+        listener: socket.socket,
+        peers: socket.socket | None,
+        on_kept: Callable[[SnapshotsKept], None],
+    ) -> None:
+        """Make it; nothing is served before `step`.
+
+        Args:
+            listener: where workers connect.
+            peers: where the servers of other nodes connect; None: they cannot.
+            on_kept: tells the agent whether there is something to be persisted when it stops.
+        """
+        self._order = order
+        self._on_kept = on_kept
+        self._writers = StorageWriters()
+        self._num_written = 0
+        self._is_persisting = False
+        self._listener = listener
+        self._inventory = SnapshotInventory(order.quota_bytes)
+        self._memory: dict[int, int] = {}
+        """Descriptors of buffers, by number."""
+        self._connections: dict[int, WorkerConnection] = {}
+        self._jobs: dict[str, JobState] = {}
+        self._copy_nodes: dict[str, ServerAddress] = {}
+        self._transfers = SnapshotTransfers(
+            peers,
+            order.key,
+            self._read_piece,
+            self._take_offer,
+            lambda asked: self._inventory.held(self._checked(asked)),
+        )
+
+    def step(self, watched: dict[int, Callable[[], None]]) -> None:
+        """Wait for something to happen, and do it. `watched`: more descriptors, with what reads them."""
+        poller = zmq.Poller()
+        calls: dict[object, Callable[[], None]] = {self._listener.fileno(): self._accept}
+        calls.update({**watched, **self._writers.watched()}.items())
+        for number, connection in self._connections.items():
+            calls[number] = lambda connection=connection: self._hear(connection)  # type: ignore[misc]
+        for each in self._transfers.sockets():
+            calls[each] = lambda each=each: self._transfers.ready(each)  # type: ignore[misc]
+        for source in calls:
+            poller.register(source, zmq.POLLIN)
+        drops = (job.drop_at for job in self._jobs.values())
+        due = earliest(self._transfers.next_deadline, self._writers.next_deadline, *drops)
+        timeout_ms = None if due is None else max(0, math.ceil((due - time.monotonic()) * 1000))
+        for source, _ in poller.poll(timeout_ms):
+            if not isinstance(source, int) and source.closed:
+                continue  # an earlier one of this turn has ended it
+            calls[source]()
+        self._transfers.tick()
+        self._writers.tick()
+        self._drop_idle_jobs()
+        self._close_dropped()
+
+    def persist(self) -> None:
+        """Write to storage what is not there yet, the newest of every rank first; tell the agent when that is done."""
+        self._is_persisting = True
+        for buffer in self._inventory.to_persist():
+            self._store(buffer)
+        self._tell_when_persisted()
+
+    def name_copy_nodes(self, order: NameCopyNodes) -> None:
+        """Send copies from now on to these nodes, of jobs that are on this one alone."""
+        self._copy_nodes = order.copy_nodes
+
+    def close(self) -> None:
+        self._writers.close()
+        self._transfers.close()
+        self._listener.close()
+
+    # Workers
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listener.accept()
+        except OSError:
+            return
+        accepted.setblocking(False)
+        self._connections[accepted.fileno()] = WorkerConnection(accepted)
+
+    def _hear(self, connection: WorkerConnection) -> None:
+        if connection.socket.fileno() < 0:
+            return
+        try:
+            data = connection.socket.recv(PACKET_BYTES)
+            request = snapshot_request.decode(data) if data else None
+        except BlockingIOError:
+            return
+        except (OSError, *UNREADABLE):
+            request = None
+        if request is None:
+            self._part(connection)
+        elif connection.attached is None and not isinstance(request, AttachSeries):
+            self._answer(connection, SnapshotRefused(reason="the first request is to attach"))
+        else:
+            self._perform(connection, request)
+
+    def _perform(self, connection: WorkerConnection, request: WorkerSnapshotRequest) -> None:
+        try:
+            match request:
+                case AttachSeries():
+                    self._attach(connection, request)
+                case BeginSnapshot():
+                    self._begin(connection, request)
+                case AddBuffer():
+                    self._add(connection, request)
+                case CommitSnapshot():
+                    self._commit(connection, request)
+                case AgreeOn():
+                    self._inventory.go_back(connection.series, request.stamp, has_partner=request.has_partner)
+                    self._sent(connection.series).confirmed = NO_STAMP
+                    self._say_attached(connection)
+                case OpenSnapshot():
+                    self._open(connection, request)
+                case ListCopyNode():
+                    self._list_copy_node(connection)
+                case EndSeries():
+                    connection.is_done = True
+                    self._say_attached(connection)
+        except OverQuotaError as error:
+            self._answer(connection, SnapshotRefused(reason=str(error), is_quota=True))
+        except OSError as error:
+            self._answer(connection, SnapshotRefused(reason=f"the node has no memory for it: {error.strerror}"))
+
+    def _attach(self, connection: WorkerConnection, request: AttachSeries) -> None:
+        if not hmac.compare_digest(request.token, self._token(request.series.job_id)):
+            self._answer(connection, SnapshotRefused(reason=f"it is no worker of job {request.series.job_id}"))
+            self._part(connection)
+            return
+        if connection.attached is not None:
+            self._detach(connection)
+            connection.attached = None
+        for other in list(self._connections.values()):  # an earlier incarnation, on its way out
+            if other.attached is not None and other.series == request.series:
+                self._part(other)
+        connection.attached = request
+        if request.storage is not None:
+            self._job(request.series).targets[request.series] = request.storage
+            self._on_kept(SnapshotsKept(is_to_persist=True))
+        self._inventory.attached[request.series.job_id] += 1
+        self._job(request.series).drop_at = None
+        self._say_attached(connection)
+
+    def _say_attached(self, connection: WorkerConnection) -> None:
+        address = self._address(connection.series.job_id)
+        held, copy_node = self._inventory.held(connection.series), self._copy_nodes.get(connection.series.job_id)
+        self._answer(connection, Attached(address=address, held=held, copy_node=copy_node))
+
+    def _list_copy_node(self, connection: WorkerConnection) -> None:
+        copy_node = self._copy_nodes.get(connection.series.job_id)
+        if copy_node is None:
+            self._answer(connection, CopyNodeHeld(held=[]))
+            return
+
+        def end(held: list[HeldSnapshot], error: str) -> None:
+            if error:
+                log.warning("event=snapshot-copy-node-silent node=%s reason=%r", copy_node.node, error)
+            self._answer(connection, CopyNodeHeld(held=held))
+
+        self._transfers.ask_held(copy_node, connection.series, end)
+
+    def _begin(self, connection: WorkerConnection, request: BeginSnapshot) -> None:
+        sent = self._sent(connection.series)
+        if request.is_sent and sent.num_under_way:
+            connection.waiting = request
+            return
+        if request.floor != NO_STAMP:
+            self._inventory.settle_floor(connection.series, request.floor)
+        buffer = self._inventory.begin(connection.series, request.nbytes, request.floor)
+        if buffer is None:
+            self._answer(connection, BufferWanted())
+        else:
+            self._give(connection, buffer)
+
+    def _add(self, connection: WorkerConnection, request: AddBuffer) -> None:
+        buffer = self._new_buffer(connection.series, request.nbytes, is_copy=False)
+        if request.is_idle:
+            buffer.state = "free"
+        self._give(connection, buffer)
+
+    def _give(self, connection: WorkerConnection, buffer: SnapshotBuffer) -> None:
+        sent = self._sent(connection.series)
+        answer = Writable(
+            buffer=buffer.number,
+            nbytes=buffer.nbytes,
+            buffers=[each.number for each in self._inventory.of(connection.series)],
+            confirmed=sent.confirmed,
+            complaint=sent.complaint,
+        )
+        sent.complaint = ""
+        self._answer(connection, answer, self._memory[buffer.number])
+
+    def _commit(self, connection: WorkerConnection, request: CommitSnapshot) -> None:
+        buffer = self._inventory.buffers.get(request.buffer)
+        if buffer is None or buffer.series != connection.series or buffer.state != "writing":
+            self._answer(connection, SnapshotRefused(reason=f"buffer {request.buffer} is not being written"))
+            return
+        self._inventory.commit(buffer, request.stamp, min(request.length, buffer.nbytes))
+        self._say_attached(connection)
+        target = request.partner
+        if request.to_copy_node and not self._sent(connection.series).num_under_way:
+            target = self._copy_nodes.get(connection.series.job_id)
+        if target is not None:
+            self._offer(target, buffer, request)
+        if request.to_storage:
+            self._store(buffer)
+
+    def _offer(self, target: ServerAddress, buffer: SnapshotBuffer, request: CommitSnapshot) -> None:
+        series = buffer.series
+        buffer.is_offered = True
+
+        def end(error: str) -> None:
+            if error:
+                buffer.is_offered = False
+            else:
+                sent = self._sent(series)
+                sent.confirmed = max(sent.confirmed, request.stamp)
+
+        message = OfferSnapshot(
+            number=0,
+            token=target.token,
+            series=series,
+            stamp=request.stamp,
+            length=buffer.length,
+            floor=request.floor,
+            source=self._address(series.job_id),
+        )
+        self._transfers.offer(target, message, self._under_way(buffer, "copied to another node", end))
+
+    def _store(self, buffer: SnapshotBuffer) -> None:
+        target = self._job(buffer.series).targets.get(buffer.series)
+        if target is None:
+            return
+
+        def end(error: str) -> None:
+            buffer.is_stored = not error
+            self._num_written += not error
+            if error:
+                log.error("event=snapshot-not-stored step=%d reason=%r", buffer.stamp.step, error)
+            self._tell_when_persisted()
+
+        buffer.is_stored = True
+        name = name_of(buffer.series.job_id, buffer.stamp)
+        on_end = self._under_way(buffer, "written to storage", end)
+        self._writers.write(self._memory[buffer.number], buffer.length, target, name, on_end)
+
+    def _under_way(self, buffer: SnapshotBuffer, what: str, end: Callable[[str], None]) -> Callable[[str], None]:
+        """Count a snapshot as sent on until the function that this returns is called, with an error or nothing."""
+        sent = self._sent(buffer.series)
+        sent.num_under_way += 1
+        buffer.num_uses += 1
+
+        def ended(error: str) -> None:
+            sent.num_under_way -= 1
+            buffer.num_uses -= 1
+            if error:
+                sent.complaint = f"it was not {what}: {error}"
+            end(error)
+            self._go_on(buffer.series)
+
+        return ended
+
+    def _tell_when_persisted(self) -> None:
+        if self._is_persisting and self._writers.is_idle:
+            self._on_kept(SnapshotsKept(is_to_persist=False, num_written=self._num_written))
+
+    def _go_on(self, series: SnapshotSeries) -> None:
+        for connection in list(self._connections.values()):
+            if connection.waiting is not None and connection.series == series:
+                request, connection.waiting = connection.waiting, None
+                self._perform(connection, request)
+
+    def _open(self, connection: WorkerConnection, request: OpenSnapshot) -> None:
+        if request.series.job_id != connection.series.job_id:
+            self._answer(connection, SnapshotRefused(reason="it is another job's"))
+            return
+        held = self._inventory.find(request.series, request.stamp)
+        if held is not None:
+            self._say_readable(connection, held)
+            return
+        if request.source is None:
+            self._answer(connection, SnapshotRefused(reason="it is no longer here"))
+            return
+        buffer = self._writable(connection.series, request.length, NO_STAMP, is_copy=False)
+
+        def end(error: str) -> None:
+            if error:
+                self._answer(connection, SnapshotRefused(reason=error))
+            else:
+                self._say_readable(connection, buffer)
+
+        self._pull(buffer, request.source, request.series, request.stamp, request.length, end)
+
+    def _say_readable(self, connection: WorkerConnection, buffer: SnapshotBuffer) -> None:
+        is_own = buffer.series == connection.series and not buffer.is_copy
+        answer = Readable(length=buffer.length, buffer=buffer.number if is_own else None)
+        self._answer(connection, answer, self._memory[buffer.number])
+
+    def _part(self, connection: WorkerConnection) -> None:
+        """Forget a connection whose worker is gone, or has to go."""
+        if self._connections.pop(connection.socket.fileno(), None) is None:
+            return
+        connection.socket.close()
+        if connection.attached is not None:
+            self._detach(connection)
+
+    def _detach(self, connection: WorkerConnection) -> None:
+        series = connection.series
+        connection.waiting = None
+        self._inventory.abandon(series)
+        self._inventory.attached[series.job_id] -= 1
+        job = self._job(series)
+        job.all_done = job.all_done and connection.is_done
+        if not self._inventory.attached[series.job_id]:
+            job.drop_at = time.monotonic() + (DONE_LINGER_S if job.all_done else self._order.linger_s)
+            job.all_done = True
+
+    def _answer(self, connection: WorkerConnection, answer: SnapshotAnswer, descriptor: int | None = None) -> None:
+        if connection.socket.fileno() < 0:
+            return
+        try:
+            socket.send_fds(
+                connection.socket, [encode_snapshot_message(answer)], [] if descriptor is None else [descriptor]
+            )
+        except OSError:  # it is gone, or reads nothing
+            self._part(connection)
+
+    # Other servers
+
+    def _read_piece(self, asked: ReadPiece) -> bytes:
+        buffer = self._inventory.find(self._checked(asked), asked.stamp)
+        if buffer is None:
+            raise LookupError(f"node {self._order.node} no longer has the snapshot of step {asked.stamp.step}")
+        nbytes = max(0, min(asked.nbytes, buffer.length - asked.offset))
+        return os.pread(self._memory[buffer.number], nbytes, asked.offset)
+
+    def _checked(self, asked: ReadPiece | AskHeld | OfferSnapshot) -> SnapshotSeries:
+        """Return the series that another server asks about. LookupError: its token is not that of the job here."""
+        if not hmac.compare_digest(asked.token, self._token(asked.series.job_id)):
+            raise LookupError(f"the token is not that of job {asked.series.job_id} on node {self._order.node}")
+        return asked.series
+
+    def _held(self, asked: AskHeld) -> list[HeldSnapshot]:
+        return self._inventory.held(self._checked(asked))
+
+    def _take_offer(self, offer: OfferSnapshot, answer: Callable[[str], None]) -> None:
+        try:
+            self._checked(offer)
+        except LookupError as error:
+            answer(error.args[0])
+            return
+        if not self._inventory.attached[offer.series.job_id]:
+            self._job(offer.series).drop_at = time.monotonic() + self._order.linger_s
+        try:
+            buffer = self._writable(offer.series, offer.length, offer.floor, is_copy=True)
+        except OverQuotaError as error:
+            answer(f"node {self._order.node} takes no copy: {error}")
+            return
+        except OSError as error:
+            answer(f"node {self._order.node} has no memory for a copy: {error.strerror}")
+            return
+        self._pull(buffer, offer.source, offer.series, offer.stamp, offer.length, answer)
+
+    def _pull(
+        self,
+        buffer: SnapshotBuffer,
+        source: ServerAddress,
+        series: SnapshotSeries,
+        stamp: SnapshotStamp,
+        length: int,
+        on_end: Callable[[str], None],
+    ) -> None:
+        buffer.num_uses += 1
+        buffer.state = "writing"
+
+        def end(error: str) -> None:
+            buffer.num_uses -= 1
+            if error:
+                buffer.state = "free"
+            else:
+                self._inventory.commit(buffer, stamp, length)
+            on_end(error)
+
+        self._transfers.pull(source, series, stamp, length, self._memory[buffer.number], end)
+
+    # Memory
+
+    def _writable(self, series: SnapshotSeries, nbytes: int, floor: SnapshotStamp, *, is_copy: bool) -> SnapshotBuffer:
+        buffer = self._inventory.begin(series, nbytes, floor, is_copy=is_copy)
+        return buffer or self._new_buffer(series, nbytes, is_copy=is_copy)
+
+    def _new_buffer(self, series: SnapshotSeries, nbytes: int, *, is_copy: bool) -> SnapshotBuffer:
+        buffer = self._inventory.add(series, nbytes, is_copy=is_copy)
+        self._close_dropped()
+        try:
+            self._memory[buffer.number] = make_buffer(nbytes)
+        except OSError:
+            del self._inventory.buffers[buffer.number]
+            raise
+        return buffer
+
+    def _close_dropped(self) -> None:
+        for number in self._memory.keys() - self._inventory.buffers.keys():
+            os.close(self._memory.pop(number))
+
+    def _drop_idle_jobs(self) -> None:
+        now = time.monotonic()
+        for job_id, job in list(self._jobs.items()):
+            if job.drop_at is not None and job.drop_at <= now:
+                self._inventory.drop_job(job_id)
+                if self._inventory.has_job(job_id):  # a transfer is under way, which ends or is given up
+                    job.drop_at = now + 1.0
+                else:
+                    del self._jobs[job_id]
+
+    def _job(self, series: SnapshotSeries) -> JobState:
+        return self._jobs.setdefault(series.job_id, JobState())
+
+    def _sent(self, series: SnapshotSeries) -> SentState:
+        return self._job(series).sent.setdefault(series, SentState())
+
+    def _address(self, job_id: str) -> ServerAddress:
+        return self._order.host.address(self._order.node, job_id)
+
+    def _token(self, job_id: str) -> str:
+        return token_of(self._order.host.secret, job_id)

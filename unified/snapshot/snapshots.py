@@ -1,0 +1,335 @@
+"""`current_worker().snapshot()` and `.restore()`: the state of a rank, in memory that outlives its process and node."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from unified.config.logging import LogOnce
+from unified.errors import SnapshotError, SnapshotQuotaError, UsageError
+from unified.protocol.snapshots import (
+    NO_STAMP,
+    Attached,
+    AttachSeries,
+    CommitSnapshot,
+    RankReport,
+    ServerAddress,
+    SnapshotAgreement,
+    SnapshotSeries,
+    SnapshotSource,
+    SnapshotStamp,
+    StorageTarget,
+    StoredSnapshot,
+)
+from unified.protocol.worker_agent import Launch
+from unified.snapshot.client import SnapshotClient
+from unified.snapshot.core.agreement import agree, describe_source, partner_of
+from unified.snapshot.round_store import RoundAgreement, RoundPlace
+from unified.snapshot.storage import SnapshotStorage, target_of
+from unified.threads import start_thread
+
+if TYPE_CHECKING:
+    from unified.snapshot.image import StateImage
+
+logger = logging.getLogger(__name__)
+LATE_S = 0.5
+"""Wait for the last snapshot's way to its partner, or to storage, that is worth a warning."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A state that was restored."""
+
+    step: int
+    """Step of the snapshot, as it was given to `snapshot`."""
+    source: str
+    """Source of this rank's part: ``memory`` (of this node), ``partner`` (memory of another) or ``storage``."""
+    state: Any = field(repr=False)
+    """The state that was given to be filled; else a new one, in host memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotOptions:
+    """Options of `Snapshots.configure`, as they are at first."""
+
+    partner_every: int = 1
+    storage: str = ""
+    storage_every: int = 0
+    is_replicated: bool = False
+
+    def is_due(self, every: int, count: int) -> bool:
+        """Return True if a snapshot of this number is one of every so many."""
+        return every > 0 and count % every == 0
+
+
+@dataclass(kw_only=True)
+class _RoundState:
+    """State of the snapshots of one round, since its last agreement."""
+
+    place: RoundPlace
+    agreement: RoundAgreement
+    number: int
+    """Number of the agreement in its round."""
+    own: ServerAddress
+    partner: ServerAddress | None
+    is_first: bool
+    """True if no lower rank is on this node."""
+    is_alone: bool
+    """True if all ranks are on this node, so that copies go to the job's copy node, if there is one."""
+    has_copy_node: bool
+    client: SnapshotClient
+    floor: SnapshotStamp = NO_STAMP
+    count: int = 0
+    """Snapshots since the agreement."""
+
+
+class Snapshots:
+    """Snapshots of one worker. Made by the runtime; used through `current_worker().snapshots`."""
+
+    def __init__(self, launch: Launch, place: Callable[[], RoundPlace]) -> None:
+        self._launch = launch
+        self._place_now = place
+        self._options = SnapshotOptions()
+        self._using = threading.RLock()
+        self._client: SnapshotClient | None = None
+        self._state: _RoundState | None = None
+        self._warned = LogOnce()
+        self._pid = os.getpid()
+
+    def configure(
+        self,
+        *,
+        partner_every: int | None = None,
+        storage: str | os.PathLike[str] | None = None,
+        storage_every: int | None = None,
+        replicated: bool | None = None,
+    ) -> None:
+        """Set how snapshots are kept; all ranks call it alike, before their first snapshot or restore of a round. An
+        option that is not given stays as it is.
+
+        Args:
+            partner_every: every so-many-th snapshot is copied to another node, in the background; 0: none. 1 at first.
+            storage: a directory that all nodes share, or ``s3://bucket/prefix``: an agent that is asked to stop writes
+                there what it holds, and `restore` looks there last.
+            storage_every: every so-many-th snapshot is written there too, in the background; 0, as at first: none.
+            replicated: all ranks have the same state (data-parallel training), so that one rank of each node takes
+                snapshots, no copies are made, and any number of ranks can restore.
+        """
+        for name, every in (("partner_every", partner_every), ("storage_every", storage_every)):
+            if every is not None and every < 0:
+                raise UsageError(f"{name}={every} is no number of snapshots: 1 or more, or 0 for none.")
+        with self._using:
+            last = self._options
+            options = SnapshotOptions(
+                partner_every=last.partner_every if partner_every is None else partner_every,
+                storage=last.storage if storage is None else os.fspath(storage),
+                storage_every=last.storage_every if storage_every is None else storage_every,
+                is_replicated=last.is_replicated if replicated is None else replicated,
+            )
+            if options.storage_every and not options.storage:
+                raise UsageError(
+                    "storage_every needs storage=, a directory that all nodes share or s3://bucket/prefix."
+                )
+            self._options = options
+
+    def take(self, state: Any, step: int) -> None:
+        """Copy a state into memory of the node's snapshot server; see `Worker.snapshot`."""
+        self._check_process()
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise UsageError(f"The step of a snapshot is a whole number from 0 up, not {step!r}.")
+        from unified.snapshot.image import StateImage
+
+        with self._using:
+            here = self._here()
+            if here is None:
+                here, _ = self._agree()
+            here.count += 1
+            if self._options.is_replicated and not here.is_first:
+                return
+            image = StateImage(state)
+            try:
+                self._write(here, image, step)
+            except SnapshotQuotaError:
+                raise
+            except SnapshotError as error:  # a server that died: the agent starts another when one connects
+                logger.warning("event=snapshot-retried step=%d reason=%r", step, str(error))
+                here.client.attach()
+                self._write(here, image, step)
+
+    def restore(self, state: Any = None, *, step: int | None = None) -> Restored | None:
+        """Give back the newest state that all ranks have; see `Worker.restore`."""
+        self._check_process()
+        with self._using:
+            here, agreement = self._agree(step, is_restoring=True)
+            found = agreement.snapshot
+            if found is None:
+                if step is not None:
+                    why = agreement.note or "none is held"
+                    raise SnapshotError(f"No snapshot of step {step} can be restored: {why}.")
+                if agreement.note:
+                    logger.warning("event=snapshot-not-restored reason=%r", agreement.note)
+                self._settle(here, NO_STAMP)
+                return None
+            restored = self._load(here, state, found, agreement.sources[here.place.rank])
+            self._settle(here, found.stamp if found.job_id == self._launch.job_id else NO_STAMP)
+            logger.info("event=snapshot-restored step=%d source=%s", restored.step, restored.source)
+            return restored
+
+    def close(self) -> None:
+        """Let the node's memory go: the worker has done its work."""
+        with self._using:
+            if self._client is not None:
+                try:
+                    self._client.end()
+                except SnapshotError:
+                    return  # with the server, all of it is gone
+
+    # Taking
+
+    def _write(self, here: _RoundState, image: StateImage, step: int) -> None:
+        options = self._options
+        is_copied = options.is_due(options.partner_every, here.count)
+        partner = here.partner if is_copied else None
+        to_copy_node = is_copied and here.is_alone
+        to_storage = options.is_due(options.storage_every, here.count) and not (
+            options.is_replicated and here.place.rank
+        )
+        # Of the states of several ranks all have to arrive; of replicas, any will do, so training waits for none.
+        is_awaited = partner is not None or to_storage or (to_copy_node and not options.is_replicated)
+        target = here.client.begin(image.length, here.floor, is_sent=is_awaited)
+        self._report_sent(target.waited_s, target.complaint)
+        image.write(target.buffer.memory)
+        here.client.commit(
+            CommitSnapshot(
+                buffer=target.number,
+                stamp=SnapshotStamp(here.place.round, step),
+                length=image.length,
+                floor=here.floor,
+                partner=partner,
+                to_copy_node=to_copy_node,
+                to_storage=to_storage,
+            )
+        )
+        if target.confirmed > here.floor and (options.is_replicated or here.agreement.all_have(target.confirmed)):
+            here.floor = target.confirmed
+        if target.num_buffers == 1:
+            start_thread("unified-snapshot", self._prepare, image.length)
+
+    def _prepare(self, nbytes: int) -> None:
+        """Have the second buffer ready before it is needed: to find its pages takes longer than a copy into them."""
+        try:
+            with self._using:
+                if self._client is not None:
+                    self._client.prepare(nbytes)
+        except (SnapshotError, OSError) as error:
+            logger.warning("event=snapshot-buffer-late reason=%r", str(error))
+
+    def _report_sent(self, waited_s: float, complaint: str) -> None:
+        now = time.monotonic()
+        if complaint and self._warned.is_new(now, complaint):
+            logger.warning("event=snapshot-not-sent reason=%r", complaint)
+        elif waited_s > LATE_S and self._warned.is_new(now, "late"):
+            logger.warning(
+                "event=snapshot-waited seconds=%.1f reason=%r",
+                waited_s,
+                "the last one was still on its way to the partner or to storage: a larger partner_every or "
+                "storage_every sends fewer",
+            )
+
+    # Restoring
+
+    def _load(self, here: _RoundState, state: Any, found: StoredSnapshot, source: SnapshotSource) -> Restored:
+        from unified.snapshot.image import read_state
+
+        if source.server is None:
+            with self._storage(here.place) as storage:
+                image = storage.read(found)
+        else:
+            image = here.client.open(source, found.stamp, here.own)
+        return Restored(found.stamp.step, describe_source(source, here.own), read_state(image, state))
+
+    def _settle(self, here: _RoundState, stamp: SnapshotStamp) -> None:
+        """Forget what is later, on all ranks, before any of them goes on and takes it again."""
+        here.client.go_back(stamp, has_partner=here.partner is not None or here.has_copy_node)
+        here.floor = stamp
+        here.agreement.wait_for_all()
+
+    # Rounds
+
+    def _here(self) -> _RoundState | None:
+        """Return the state of the round that the worker is in; None: its ranks have not agreed on anything yet."""
+        state = self._state
+        return state if state is not None and state.place[:4] == self._place_now()[:4] else None
+
+    def _agree(self, step: int | None = None, *, is_restoring: bool = False) -> tuple[_RoundState, SnapshotAgreement]:
+        """Agree with the other ranks on a snapshot, and learn where their servers are."""
+        place, last = self._place_now(), self._here()
+        attached = self._attach(place)
+        number = 0 if last is None else last.number + 1
+        agreement = RoundAgreement(place, number)
+        is_first = self._launch.local_rank == 0 or place.connect is None
+        stored: list[StoredSnapshot] = []
+        if self._options.storage:
+            with self._storage(place) as storage:
+                stored = storage.steps()
+        assert self._client is not None
+        copy_node = attached.copy_node if is_restoring and place.rank == 0 else None
+        report = RankReport(
+            server=attached.address,
+            held=attached.held if is_first else [],
+            copy_node=copy_node,
+            held_by_copy_node=self._client.held_by_copy_node() if copy_node is not None else [],
+            stored=stored,
+        )
+        decide = partial(
+            agree,
+            job_id=self._launch.job_id,
+            role=place.role,
+            step=step,
+            is_replicated=self._options.is_replicated,
+        )
+        found = agreement.reach(report, decide)
+        copies = self._options.partner_every and not self._options.is_replicated
+        nodes = [server.node for server in found.servers]
+        is_alone = place.connect is not None and len(set(nodes)) == 1
+        self._state = _RoundState(
+            place=place,
+            agreement=agreement,
+            number=number,
+            own=attached.address,
+            partner=partner_of(place.rank, found.servers) if copies else None,
+            is_first=place.connect is None or nodes.index(attached.address.node) == place.rank,
+            is_alone=is_alone,
+            has_copy_node=is_alone and attached.copy_node is not None,
+            client=self._client,
+        )
+        return self._state, found
+
+    def _attach(self, place: RoundPlace) -> Attached:
+        series = SnapshotSeries(self._launch.job_id, place.role, place.world_size, place.rank)
+        storage = self._target(place) if self._options.storage else None
+        attach = AttachSeries(token=self._launch.snapshot_token, series=series, storage=storage)
+        if self._client is None:
+            self._client = SnapshotClient(self._launch.run_dir, attach)
+        return self._client.attach(attach)
+
+    def _target(self, place: RoundPlace) -> StorageTarget:
+        series = SnapshotSeries(self._launch.job_id, place.role, place.world_size, place.rank)
+        return target_of(self._options.storage, series, os.environ, is_replicated=self._options.is_replicated)
+
+    def _storage(self, place: RoundPlace) -> SnapshotStorage:
+        target = self._target(place)
+        return SnapshotStorage(target.location, target.folder)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"the snapshots of worker {self._launch.name} belong to process {self._pid}: this one ({os.getpid()}) "
+                "was forked from it. Take them in the worker itself."
+            )

@@ -1,0 +1,377 @@
+"""Transfers of snapshots between the servers of two nodes: one offers, the other reads piece by piece.
+
+So neither holds more than a few pieces beside the snapshot itself, and a partner's copy and the state of a rank that
+moved come by the same way. Under a cluster key all of it is encrypted, and peers without the key are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import zmq
+from msgspec import structs
+
+from unified.protocol.framing import UNREADABLE
+from unified.protocol.snapshots import (
+    PIECE_BYTES,
+    AskHeld,
+    HeldSnapshot,
+    HeldThere,
+    OfferSnapshot,
+    OfferTaken,
+    Piece,
+    ReadPiece,
+    ServerAddress,
+    SnapshotSeries,
+    SnapshotStamp,
+    encode_snapshot_message,
+    peer_message,
+)
+from unified.security.curve import Gatekeeper, read_event
+from unified.security.keys import ClusterKey
+
+PIECES_UNDER_WAY = 4
+STALLED_S = 30.0
+"""Time after which a transfer that makes no progress is given up."""
+ANSWER_S = 5.0
+"""Time for another server to say what it holds."""
+AVOID_S = 30.0
+"""Time for which a server that failed is asked nothing more, so that no snapshot waits for it again."""
+_BROKEN = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+OnEnd = Callable[[str], None]
+"""Function that is told the end of a transfer: the error, or nothing."""
+OnHeld = Callable[[list[HeldSnapshot], str], None]
+"""Function that is told what another server holds, or the error."""
+Socket = zmq.Socket[bytes]
+
+
+@dataclass(eq=False)
+class _Peer:
+    """Connection to another server."""
+
+    url: str
+    socket: Socket
+    monitor: Socket
+
+
+@dataclass(eq=False)
+class _Pull:
+    """A snapshot on its way here."""
+
+    peer: _Peer
+    source: ServerAddress
+    series: SnapshotSeries
+    stamp: SnapshotStamp
+    length: int
+    descriptor: int
+    on_end: OnEnd
+    deadline: float
+    num_asked: int = 0
+    num_received: int = 0
+
+
+@dataclass(eq=False)
+class _Question:
+    """A question for what another server holds."""
+
+    peer: _Peer
+    on_end: OnHeld
+    deadline: float
+
+
+@dataclass(eq=False)
+class _Offer:
+    """A snapshot on its way from here."""
+
+    peer: _Peer
+    series: SnapshotSeries
+    stamp: SnapshotStamp
+    on_end: OnEnd
+    deadline: float
+
+
+class SnapshotTransfers:
+    """The network side of a snapshot server; everything runs in its one thread.
+
+    Args:
+        listener: where other nodes' servers connect; None: they cannot.
+        on_read: returns the bytes of a piece; LookupError: there are none for that token.
+        on_offer: takes a snapshot that is offered, and a function for the answer.
+        on_ask: returns what is held of a role; LookupError: the token is wrong.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket | None,
+        key: ClusterKey | None,
+        on_read: Callable[[ReadPiece], bytes],
+        on_offer: Callable[[OfferSnapshot, OnEnd], None],
+        on_ask: Callable[[AskHeld], list[HeldSnapshot]],
+    ) -> None:
+        self._context: zmq.Context[Socket] = zmq.Context()
+        self._gate = Gatekeeper(self._context, key, name="snapshots")
+        self._on_read = on_read
+        self._on_offer = on_offer
+        self._on_ask = on_ask
+        self._numbers = itertools.count(1)
+        self._peers: dict[str, _Peer] = {}
+        self._avoided: dict[str, float] = {}
+        self._pulls: dict[int, tuple[_Pull, int, int]] = {}
+        """Pieces that are asked for: the number of the request to its offset and size."""
+        self._offers: dict[int, _Offer] = {}
+        self._questions: dict[int, _Question] = {}
+        self._server = self._socket(zmq.ROUTER, is_server=True)
+        if listener is not None:
+            self._server.set(zmq.USE_FD, listener.detach())
+            self._server.bind("tcp://0.0.0.0:0")  # libzmq takes the socket as it is, and does not look at this
+
+    def sockets(self) -> Iterator[Socket]:
+        """Yield what is to be polled for reading."""
+        yield self._server
+        for peer in self._peers.values():
+            yield peer.socket
+            yield peer.monitor
+
+    @property
+    def next_deadline(self) -> float | None:
+        """Time of the monotonic clock at which `tick` is due."""
+        pulls = [pull.deadline for pull, _, _ in self._pulls.values()]
+        offers = [offer.deadline for offer in self._offers.values()]
+        return min([*pulls, *offers, *(question.deadline for question in self._questions.values())], default=None)
+
+    def ready(self, socket: Socket) -> None:
+        """Read what has come to one of the sockets."""
+        if socket is self._server:
+            self._serve()
+            return
+        for peer in list(self._peers.values()):
+            if socket is peer.socket:
+                self._hear(peer)
+            elif socket is peer.monitor:
+                self._look(peer)
+
+    def tick(self) -> None:
+        """Give up what has stalled."""
+        now = time.monotonic()
+        stalled = [each.peer for each, _, _ in self._pulls.values() if each.deadline <= now]
+        stalled += [each.peer for each in self._offers.values() if each.deadline <= now]
+        for peer in dict.fromkeys(stalled):
+            self._fail(peer, f"the snapshot server at {peer.url} has not answered for {STALLED_S:g} s")
+        for number, question in list(self._questions.items()):
+            if question.deadline <= now:
+                del self._questions[number]
+                question.on_end([], f"the snapshot server at {question.peer.url} has not answered for {ANSWER_S:g} s")
+
+    def offer(self, target: ServerAddress, message: OfferSnapshot, on_end: OnEnd) -> None:
+        """Have another server read a snapshot of ours."""
+        peer = self._peer(target.url)
+        if peer is None:
+            on_end(f"the snapshot server at {target.url} cannot be reached, or failed a moment ago")
+            return
+        number = next(self._numbers)
+        self._offers[number] = _Offer(peer, message.series, message.stamp, on_end, time.monotonic() + STALLED_S)
+        self._send(peer.socket, [encode_snapshot_message(structs.replace(message, number=number))])
+
+    def ask_held(self, target: ServerAddress, series: SnapshotSeries, on_end: OnHeld) -> None:
+        """Ask another server what it holds of a role."""
+        peer = self._peer(target.url)
+        if peer is None:
+            on_end([], f"the snapshot server at {target.url} has failed before")
+            return
+        number = next(self._numbers)
+        self._questions[number] = _Question(peer, on_end, time.monotonic() + ANSWER_S)
+        asked = AskHeld(number=number, token=target.token, series=series)
+        self._send(peer.socket, [encode_snapshot_message(asked)])
+
+    def pull(
+        self,
+        source: ServerAddress,
+        series: SnapshotSeries,
+        stamp: SnapshotStamp,
+        length: int,
+        descriptor: int,
+        on_end: OnEnd,
+    ) -> None:
+        """Read a snapshot of another server into a buffer."""
+        peer = self._peer(source.url)
+        if peer is None:
+            on_end(f"the snapshot server at {source.url} cannot be reached, or failed a moment ago")
+            return
+        deadline = time.monotonic() + STALLED_S
+        pull = _Pull(peer, source, series, stamp, length, descriptor, on_end, deadline)
+        for _ in range(PIECES_UNDER_WAY):
+            self._ask(pull)
+        if not length:
+            on_end("")
+
+    def close(self) -> None:
+        for peer in list(self._peers.values()):
+            self._hang_up(peer)
+        self._server.close(0)
+        self._gate.close()
+        self._context.destroy(0)
+
+    # The side that has snapshots
+
+    def _serve(self) -> None:
+        while (frames := self._receive(self._server)) is not None:
+            if len(frames) < 2:
+                continue
+            try:
+                message = peer_message.decode(frames[1])
+            except UNREADABLE:
+                continue
+            if isinstance(message, ReadPiece):
+                self._answer_read(frames[0], message)
+            elif isinstance(message, OfferSnapshot):
+                self._on_offer(message, self._answer_of(frames[0], message.number))
+            elif isinstance(message, AskHeld):
+                with contextlib.suppress(LookupError):  # no job of ours asks: it is told nothing
+                    answer = HeldThere(number=message.number, held=self._on_ask(message))
+                    self._send(self._server, [frames[0], encode_snapshot_message(answer)])
+
+    def _answer_read(self, asker: bytes, asked: ReadPiece) -> None:
+        for offer in self._offers.values():
+            if (offer.series, offer.stamp) == (asked.series, asked.stamp):
+                offer.deadline = time.monotonic() + STALLED_S
+        try:
+            data, error = self._on_read(asked), ""
+        except LookupError as reason:
+            data, error = b"", str(reason.args[0])
+        self._send(self._server, [asker, encode_snapshot_message(Piece(number=asked.number, error=error)), data])
+
+    def _answer_of(self, asker: bytes, number: int) -> OnEnd:
+        def answer(error: str) -> None:
+            self._send(self._server, [asker, encode_snapshot_message(OfferTaken(number=number, error=error))])
+
+        return answer
+
+    # The side that reads
+
+    def _hear(self, peer: _Peer) -> None:
+        while (frames := self._receive(peer.socket)) is not None:
+            try:
+                message = peer_message.decode(frames[0])
+            except UNREADABLE:
+                self._fail(peer, f"the snapshot server at {peer.url} says what nobody here understands")
+                return
+            if isinstance(message, OfferTaken):
+                offer = self._offers.pop(message.number, None)
+                if offer is not None:
+                    offer.on_end(message.error)
+            elif isinstance(message, HeldThere):
+                question = self._questions.pop(message.number, None)
+                if question is not None:
+                    question.on_end(message.held, "")
+            elif isinstance(message, Piece) and message.number in self._pulls:
+                pull, offset, nbytes = self._pulls.pop(message.number)
+                self._take(pull, offset, nbytes, message, frames[1] if len(frames) > 1 else b"")
+            if self._peers.get(peer.url) is not peer:
+                return
+
+    def _ask(self, pull: _Pull) -> None:
+        offset = pull.num_asked
+        nbytes = min(PIECE_BYTES, pull.length - offset)
+        if nbytes <= 0:
+            return
+        number = next(self._numbers)
+        pull.num_asked += nbytes
+        self._pulls[number] = (pull, offset, nbytes)
+        asked = ReadPiece(
+            number=number, token=pull.source.token, series=pull.series, stamp=pull.stamp, offset=offset, nbytes=nbytes
+        )
+        self._send(pull.peer.socket, [encode_snapshot_message(asked)])
+
+    def _take(self, pull: _Pull, offset: int, nbytes: int, answer: Piece, data: bytes) -> None:
+        error = answer.error
+        if not error and len(data) != nbytes:
+            error = f"the snapshot server at {pull.peer.url} sent {len(data)} bytes instead of {nbytes}"
+        if not error:
+            try:
+                os.pwrite(pull.descriptor, data, offset)
+            except OSError as reason:
+                error = f"a snapshot cannot be written into memory: {reason.strerror}"
+        if error:
+            self._drop(pull)
+            pull.on_end(error)
+            return
+        pull.num_received += nbytes
+        pull.deadline = time.monotonic() + STALLED_S
+        if pull.num_received == pull.length:
+            pull.on_end("")
+        else:
+            self._ask(pull)
+
+    def _drop(self, pull: _Pull) -> None:
+        self._pulls = {number: each for number, each in self._pulls.items() if each[0] is not pull}
+
+    # Connections
+
+    def _socket(self, kind: int, *, is_server: bool = False) -> Socket:
+        socket = self._gate.socket(kind, is_server=is_server)
+        socket.linger = 0
+        socket.set(zmq.MAXMSGSIZE, PIECE_BYTES + (64 << 10))
+        return socket
+
+    def _peer(self, url: str) -> _Peer | None:
+        known = self._peers.get(url)
+        if known is not None:
+            return known
+        if self._avoided.get(url, 0.0) > time.monotonic():
+            return None
+        socket = self._socket(zmq.DEALER)
+        socket.set(zmq.IPV6, 1 if "[" in url else 0)
+        monitor = socket.get_monitor_socket(_BROKEN)
+        peer = _Peer(url, socket, monitor)
+        try:
+            socket.connect(url)
+        except zmq.ZMQError:  # it is no address
+            self._hang_up(peer)
+            return None
+        self._peers[url] = peer
+        return peer
+
+    def _look(self, peer: _Peer) -> None:
+        try:
+            read_event(peer.monitor)
+        except zmq.Again:
+            return
+        self._fail(peer, f"the snapshot server at {peer.url} is gone, or refuses the connection")
+
+    def _fail(self, peer: _Peer, error: str) -> None:
+        """Give up a connection, and all that waits for it."""
+        self._avoided[peer.url] = time.monotonic() + AVOID_S
+        self._hang_up(peer)
+        pulls = dict.fromkeys(pull for pull, _, _ in self._pulls.values() if pull.peer is peer)
+        offers = [number for number, offer in self._offers.items() if offer.peer is peer]
+        for pull in pulls:
+            self._drop(pull)
+            pull.on_end(error)
+        questions = [number for number, question in self._questions.items() if question.peer is peer]
+        for number in offers:
+            self._offers.pop(number).on_end(error)
+        for number in questions:
+            self._questions.pop(number).on_end([], error)
+
+    def _hang_up(self, peer: _Peer) -> None:
+        self._peers.pop(peer.url, None)
+        peer.socket.disable_monitor()
+        peer.socket.close(0)
+
+    def _receive(self, socket: Socket) -> list[bytes] | None:
+        try:
+            return socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def _send(self, socket: Socket, frames: list[bytes]) -> None:
+        try:
+            socket.send_multipart(frames, zmq.NOBLOCK, copy=len(frames[-1]) < PIECE_BYTES)
+        except zmq.Again:  # a peer that reads nothing; the transfer stalls, and is given up
+            return

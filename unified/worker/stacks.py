@@ -1,0 +1,140 @@
+"""Stacks of this worker, for its agent, which asks when somebody wants to know where the worker stands.
+
+The control thread answers with the interpreter's own frames and torch's flight record. Where something holds the
+interpreter (a C function that keeps the lock), no Python code can answer, and the agent sends SIGUSR2: the handler that
+`faulthandler` installed writes all stacks into a file in memory, which the agent reads through ``/proc``. As soon as
+user code takes SIGUSR2 for itself that file is closed, and its absence tells the agent not to send the signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, ModuleType
+from typing import Any
+
+from unified.core.hangs import flight_record
+from unified.core.hangs.stacks import MAX_FRAMES, Thread, add_threads, frame
+from unified.protocol.stacks import StackReport, WorkerStacks
+from unified.protocol.worker_agent import Launch
+
+SIGNAL = signal.SIGUSR2
+"""Signal of the handler. NCCL, among others, has SIGUSR1."""
+MEMORY_FILE = "unified-stacks"
+"""Name of the file in memory."""
+
+
+class StackDumper:
+    """Makes reports of this process's stacks.
+
+    Args:
+        launch: identity of the worker.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._rank = launch.rank
+        self._round_began_ns = 0
+        self._file = -1
+
+    def install(self) -> None:
+        """Install the signal handler. Main thread only, and before user code runs."""
+        self._file = os.memfd_create(MEMORY_FILE, os.MFD_CLOEXEC)
+        fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)  # the reader cuts it to nothing before each signal
+        faulthandler.register(SIGNAL, file=self._file, all_threads=True, chain=False)
+        for module, name in ((signal, "signal"), (faulthandler, "register")):
+            self._watch(module, name)
+
+    def begin_round(self, rank: int) -> None:
+        """Forget the collectives of earlier rounds; `rank` is that of the round."""
+        self._rank = rank
+        self._round_began_ns = time.time_ns()
+
+    def report(self) -> StackReport:
+        """Return the stacks of all threads but the calling one, and the collectives of the round."""
+        launch = self._launch
+        groups, is_cut, note = self._collectives()
+        worker = WorkerStacks(
+            worker=launch.name,
+            incarnation=launch.incarnation,
+            rank=self._rank,
+            node=launch.node,
+            pid=os.getpid(),
+            source="interpreter",
+            note=note,
+            groups=groups,
+            is_cut=is_cut,
+        )
+        return add_threads(worker, threads())
+
+    def _collectives(self) -> tuple[list[Any] | None, bool, str]:
+        distributed = sys.modules.get("torch.distributed")
+        if distributed is None or not distributed.is_available():
+            return [], False, ""
+        dump = getattr(sys.modules["torch"]._C._distributed_c10d, "_dump_fr_trace_json", None)
+        if dump is None:
+            return None, False, f"torch {sys.modules['torch'].__version__} has no flight recorder"
+        try:
+            record = flight_record.read(dump(), process_groups(), self._round_began_ns, time.time_ns())
+        except ValueError as error:
+            return None, False, str(error)
+        return record.groups, record.is_cut, ""
+
+    def _watch(self, module: ModuleType, name: str) -> None:
+        """Have a function of a module, that installs a handler, withdraw ours first if it is for the same signal."""
+        real: Callable[..., Any] = getattr(module, name)
+
+        @functools.wraps(real)
+        def install(signalnum: int, *args: Any, **options: Any) -> Any:
+            if signalnum == SIGNAL:
+                self._withdraw()
+            return real(signalnum, *args, **options)
+
+        setattr(module, name, install)
+
+    def _withdraw(self) -> None:
+        file, self._file = self._file, -1
+        if file >= 0:
+            faulthandler.unregister(SIGNAL)
+            os.close(file)
+
+
+def threads() -> list[Thread]:
+    """Return all threads of this process but the calling one."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    own, main = threading.get_ident(), threading.main_thread().ident
+    return [
+        Thread(names.get(ident) or f"thread {ident}", _lines(top), ident == main)
+        for ident, top in sys._current_frames().items()
+        if ident != own
+    ]
+
+
+def _lines(top: FrameType | None) -> list[str]:
+    lines: list[str] = []
+    while top is not None and len(lines) < MAX_FRAMES:
+        lines.insert(0, frame(top.f_code.co_filename, top.f_lineno, top.f_code.co_name))
+        top = top.f_back
+    return lines
+
+
+def process_groups() -> dict[str, list[int]]:
+    """Return the ranks of each process group of torch that there is now, by its name.
+
+    torch has no public way to list them; without them the verdict knows those groups alone that were used.
+    """
+    found: dict[str, list[int]] = {}
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    with contextlib.suppress(AttributeError, KeyError, TypeError, RuntimeError):
+        world = c10d._world  # type: ignore[union-attr]
+        for group, name in list(world.pg_names.items()):
+            found[str(name)] = sorted(world.pg_group_ranks[group])
+    return found

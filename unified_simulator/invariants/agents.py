@@ -1,0 +1,77 @@
+"""Invariants of one agent's state, and of the processes of all agents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from unified.protocol.records import JobWorkerIncarnation, WorkerState
+from unified.protocol.worker_agent import Launch
+from unified_agent.core.agent import AgentCore
+from unified_agent.core.membership import MembershipState
+from unified_agent.core.step import AgentTimer
+from unified_master.core.scheduling.node_capacity import EPSILON, share_of
+
+_DEADLINES = {WorkerState.STARTING: "start", WorkerState.STOPPING: "kill"}
+"""Timers without which a worker would be in these states for ever."""
+
+
+def check_agent(core: AgentCore) -> list[str]:
+    """Return the invariants of an agent that are broken."""
+    broken: list[str] = []
+    timers = {kind: {timer.life for timer in core.timers if timer.kind == kind} for kind in _DEADLINES.values()}
+    living: set[tuple[str, str]] = set()
+    for life, worker in core.workers.items():
+        if worker.life != life:
+            broken.append(f"{worker.life} is kept under {life}.")
+        state = worker.state
+        if state is WorkerState.EXITED:
+            if any(life in armed for armed in timers.values()):
+                broken.append(f"{life} has EXITED and a deadline is armed for it.")
+            continue
+        if life[:2] in living:
+            broken.append(f"{life.job_id}/{life.worker} lives more than once.")
+        living.add(life[:2])
+        if state in _DEADLINES and life not in timers[_DEADLINES[state]] and not worker.is_killed:
+            broken.append(f"{life} is {state} without a deadline.")
+        if state is WorkerState.STARTING and worker.kind == "worker" and core.shutdown.has_begun:
+            broken.append(f"{life} is STARTING while the agent stops.")
+    broken += [f"{why}, and nothing is armed for it." for why in _unarmed(core)]
+    return broken
+
+
+def _unarmed(core: AgentCore) -> Iterator[str]:
+    """Yield what the agent waits for without a deadline."""
+    state = core.membership.state
+    if state is MembershipState.UNKNOWN and not core.shutdown.has_begun and AgentTimer("register") not in core.timers:
+        yield "it is not registered"
+    if core.membership.is_registered and AgentTimer("heartbeat") not in core.timers:
+        yield "it is registered"
+
+
+def check_devices(node: str, launches: Iterable[Launch]) -> list[str]:
+    """Return the devices of a node that its processes, of whatever job, use more than once."""
+    shares: dict[int, float] = {}
+    for launch in launches:
+        if launch.kind == "worker":
+            need = launch.spec.role(launch.role).resources.accelerator
+            for device in launch.devices:
+                shares[device.index] = shares.get(device.index, 0.0) + share_of(need)
+    return [f"{node}: {used:g} of device {index} is in use" for index, used in shares.items() if used > 1 + EPSILON]
+
+
+class RunningRanks:
+    """The workers that run their entry point, on whatever nodes, also on those that the master takes for lost."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[str, str], tuple[str, JobWorkerIncarnation]] = {}
+
+    def note(self, node: str, life: JobWorkerIncarnation, is_running: bool) -> None:
+        """Take in that a process begins to run, or is gone: AssertionError, if another life of the worker runs."""
+        key, place = (life.job_id, life.worker), (node, life)
+        known = self._places.get(key)
+        if not is_running:
+            if known == place:
+                del self._places[key]
+            return
+        assert known in (None, place), f"{life} begins to run on {node} while {known[1]} runs on {known[0]}"
+        self._places[key] = place

@@ -1,0 +1,388 @@
+"""Invariants of the master's cluster, checked after every step: of all of it, or of what the step touched."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from unified.job.spec import RoleSpec, has_range
+from unified.protocol.agent_master import RunOrder
+from unified.protocol.records import NodeState, Reachability, Stage, WorkerState
+from unified_master.core import incarnations, rendezvous
+from unified_master.core.messages import MasterAction, MasterEvent, Received, SaveRecord, Send
+from unified_master.core.scheduling.node_capacity import EPSILON, DeviceKey, NodeCapacity
+from unified_master.core.state import Cluster, JobRecord, NodeRecord, WorkerRecord
+
+WORKERS_A_STEP = 5
+"""Workers of large jobs that sparing checks look at in a step, on average."""
+_ORDERED = (WorkerState.RUNNING, WorkerState.FINISHED)
+
+
+def check(
+    cluster: Cluster,
+    nodes: Iterable[NodeRecord] | None = None,
+    jobs: Iterable[JobRecord] | None = None,
+    workers: Iterable[WorkerRecord] = (),
+) -> list[str]:
+    """Return the invariants that are broken, of all nodes and jobs or of these, and of these workers by themselves."""
+    broken: list[str] = []
+    for worker in workers:
+        broken += _place(cluster, worker)
+        broken += _start(cluster, worker)
+    for node in cluster.nodes.values() if nodes is None else nodes:
+        broken += _node(cluster, node)
+    for job in cluster.jobs.values() if jobs is None else jobs:
+        broken += _places(cluster, job)
+        broken += _stage(cluster, job)
+        broken += _rounds(job)
+        broken += _gathering(cluster, job)
+        broken += _orders(cluster, job)
+        broken += _budgets(job)
+        broken += _charges(cluster, job)
+        broken += _names(job)
+        for worker in job.workers.values():
+            broken += _start(cluster, worker)
+        broken += _leaving(cluster, job)
+    broken += _waiting(cluster)
+    if nodes is None:
+        for node in cluster.nodes.values():
+            broken += _capacities(node)
+        leaving = {(node.name, life) for node in cluster.nodes.values() for life in node.leaving}
+        known = {key for of_job in cluster.leaving.values() for key in of_job}
+        broken += [f"{key} leaves, and is missing where its node or its job has it" for key in leaving ^ known]
+    return broken
+
+
+def _node(cluster: Cluster, node: NodeRecord) -> Iterator[str]:
+    """Nothing is given twice, and whatever is listed here belongs to a worker whose place is here."""
+    has = node.info.resources
+    cpu = memory_mb = disk_mb = 0.0
+    shares: dict[DeviceKey, float] = {}
+    named: dict[str, float] = {}
+    for allocation in node.allocations.values():
+        cpu, memory_mb = cpu + allocation.cpu, memory_mb + allocation.memory_mb
+        disk_mb += allocation.disk_mb
+        for key in allocation.devices:
+            shares[key] = shares.get(key, 0.0) + allocation.share
+        for name, amount in allocation.user_defined.items():
+            named[name] = named.get(name, 0.0) + amount
+    offered = {"cpu": has.cpu, "memory_mb": has.memory_mb, "disk_mb": has.disk_mb, **has.user_defined}
+    for name, amount in {"cpu": cpu, "memory_mb": memory_mb, "disk_mb": disk_mb, **named}.items():
+        if amount > offered.get(name, 0.0) + EPSILON:
+            yield f"node {node.name}: {amount:g} of {offered.get(name, 0.0):g} {name} are claimed"
+    for key, share in shares.items():
+        if share > 1 + 1e-4:
+            yield f"node {node.name}: {share:g} of device {key} is claimed"
+    if node.state is NodeState.LOST and (node.incarnations or node.allocations or node.leaving):
+        yield f"node {node.name} is lost and still has workers"
+    if not node.is_in_service:
+        for life in node.incarnations:
+            if all(role.change_due_at is None for role in cluster.jobs[life.job_id].roles.values()):
+                yield f"node {node.name} is out of service, and {life} is desired there, with no change announced"
+    if node.state is NodeState.ALIVE and cluster.leases.deadline(node.name) is None:
+        yield f"node {node.name} is alive without a lease"
+    for life, worker in node.incarnations.items():
+        if worker.life != life or worker.node != node.name or not worker.is_desired:
+            yield f"node {node.name}: {life} is listed, but its worker is {worker.life} on {worker.node}"
+        if life in node.leaving:
+            yield f"node {node.name}: {life} is both desired and leaving"
+    for job_id, name in node.allocations:
+        holder = cluster.worker(job_id, name)
+        if holder is None or holder.node != node.name or holder.allocation is None:
+            yield f"node {node.name}: {job_id}/{name} has a place, but not this one"
+
+
+def _capacities(node: NodeRecord) -> Iterator[str]:
+    """Placement remembers no more and no less than is free."""
+    for (kind, cap, is_empty), known in node.capacities.items():
+        found = NodeCapacity(node.name, node.info.resources, kind, cap, node.info.labels)
+        for allocation in () if is_empty else node.held():
+            found.subtract(allocation)
+        if found.state() != known.state():
+            yield f"node {node.name}: {known.state()} is taken for free of {kind}, and {found.state()} is"
+
+
+def _places(cluster: Cluster, job: JobRecord) -> Iterator[str]:
+    """One desired life of each worker, where the worker has its place; `_node` finds those that others list."""
+    devices: dict[str, set[DeviceKey]] = {}
+    used: set[str] = set()
+    for worker in job.workers.values():
+        if worker.is_desired or worker.allocation is not None:
+            yield from _place(cluster, worker)
+        if worker.allocation is not None:
+            devices.setdefault(worker.node, set()).update(worker.allocation.devices)
+            if worker.kind == "worker":
+                used.add(worker.node)
+    if len(used) > job.spec.node_num:
+        yield f"job {job.job_id} uses {sorted(used)}; node_num={job.spec.node_num}"
+    for name, keys in devices.items():
+        if len(keys) > job.spec.device_per_node:
+            yield f"job {job.job_id} uses {len(keys)} devices of {name}; device_per_node={job.spec.device_per_node}"
+
+
+def _place(cluster: Cluster, worker: WorkerRecord) -> list[str]:
+    """A worker's node lists it, and knows what it holds."""
+    broken: list[str] = []
+    node = cluster.nodes.get(worker.node)
+    if worker.is_desired and (node is None or node.incarnations.get(worker.life) is not worker):
+        broken.append(f"{worker.life} is desired on {worker.node!r}, which does not list it")
+    if worker.allocation is not None and (node is None or worker.place_key not in node.allocations):
+        broken.append(f"{worker.life} has its place on {worker.node!r}, which does not know of it")
+    if worker.is_desired and worker.allocation is None:
+        broken.append(f"{worker.life} is desired without a place")
+    return broken
+
+
+def _stage(cluster: Cluster, job: JobRecord) -> Iterator[str]:
+    holds = [worker.name for worker in job.workers.values() if worker.allocation is not None]
+    desired = [worker.name for worker in job.workers.values() if worker.is_desired]
+    if (job.is_waiting or job.stage is Stage.STOPPED) and (holds or desired):
+        yield f"job {job.job_id} is {job.stage} without a place, yet holds {holds} and desires {desired}"
+    if job.is_ending and (desired or job.outcome is None):
+        yield f"job {job.job_id} is {job.stage} with outcome {job.outcome}, yet desires {desired}"
+    if (job.stage is Stage.STOPPED) != (job.exit_code is not None):
+        yield f"job {job.job_id} is {job.stage} with exit code {job.exit_code}"
+    for worker in [one for role in job.driver_roles() for one in job.ranks(role.name)] if job.outcome == 0 else []:
+        is_left_out = worker.node_rank < 0 and has_range(job.spec.role(worker.role))
+        if not is_left_out and (worker.incarnation < 0 or worker.is_held or worker.failure is not None):
+            yield f"job {job.job_id} ended well, and {worker.life}, for which it waits, did not finish"
+    if job.restart_at is not None and ("restart", job.job_id) not in cluster.timers:
+        yield f"job {job.job_id} waits to restart, and nothing will wake it"
+    if job.restart_at is None and any(worker.is_held for worker in job.workers.values()):
+        yield f"job {job.job_id} holds workers back for ever"
+    for role in job.roles.values():
+        if role.suspect and ("settle", job.job_id, role.name) not in cluster.timers:
+            yield f"role {role.name} of {job.job_id} has a suspect, and nothing will settle it"
+
+
+def _rounds(job: JobRecord) -> Iterator[str]:
+    """The members of a round are all of the role, with ranks from 0 and one store prefix."""
+    for role in job.elastic_roles():
+        orders = [worker.run for worker in job.ranks(role.name) if worker.is_desired and worker.run is not None]
+        newest = [order for order in orders if order.round == job.roles[role.name].round]
+        if len(newest) != len(orders):
+            yield f"role {role.name} of {job.job_id} has orders of rounds {sorted({order.round for order in orders})}"
+        if len({order.store_prefix for order in newest}) > 1:
+            yield f"round {job.roles[role.name].round} of role {role.name} of {job.job_id} has two prefixes"
+        for worker in job.ranks(role.name):
+            order = worker.run
+            is_right = order is None or (order.rank, order.world_size) == (worker.rank, role.total)
+            if not is_right and not has_range(role):
+                yield f"{worker.life} has rank {order.rank if order else None} of {order.world_size if order else 0}"
+        if has_range(role) and newest:
+            yield from _ranks_of_range(job, role, newest)
+
+
+def _ranks_of_range(job: JobRecord, role: RoleSpec, orders: list[RunOrder]) -> Iterator[str]:
+    sizes, ranks = {order.world_size for order in orders}, [order.rank for order in orders]
+    size = max(sizes)
+    if len(sizes) > 1 or len(set(ranks)) < len(ranks) or max(ranks) >= size:
+        yield f"role {role.name} of {job.job_id} has ranks {sorted(ranks)} of {sorted(sizes)}"
+    if not role.min_groups * role.per_group <= size <= role.total or size % role.per_group:
+        yield f"role {role.name} of {job.job_id} has {size} ranks in its round"
+
+
+def _gathering(cluster: Cluster, job: JobRecord) -> Iterator[str]:
+    """Workers that stay over a break of their round are ordered into the next one, and join it in time."""
+    for worker in job.workers.values():
+        is_timed = ("join", job.job_id, worker.name, str(worker.incarnation)) in cluster.timers
+        if worker.is_joining and not is_timed and worker.notice is None:
+            yield f"{worker.life} may take for ever to join round {worker.run.round if worker.run else 0}"
+    for role in job.elastic_roles():
+        workers = job.members(role)
+        if any(
+            worker.notice is not None and worker.notice.kind == "broken" and worker.is_desired for worker in workers
+        ):
+            unable = [one.name for one in workers if one.is_desired and one.state in _ORDERED and not one.rejoins]
+            if unable:
+                yield f"role {role.name} of {job.job_id} waits for {unable}, which cannot rejoin"
+            awaited = any(
+                not one.rejoins and not (one.state is WorkerState.READY and one.run is None) for one in workers
+            )
+            is_store_up = job.store is not None and job.store.state is WorkerState.READY
+            is_held_up = job.roles[role.name].waits_until is not None or cluster.leaving_of(job.job_id)
+            if not awaited and is_store_up and not is_held_up:
+                yield f"role {role.name} of {job.job_id} has all for its next round, which is not sealed"
+
+
+def _orders(cluster: Cluster, job: JobRecord) -> Iterator[str]:
+    """Nobody who has all that an order to run needs waits for one: there is no deadline for that."""
+    is_put_off = cluster.leaving_of(job.job_id) or ("advance", job.job_id) in cluster.timers
+    if is_put_off or not job.is_placed or job.is_ending or not rendezvous.is_store_ready(job):
+        return
+    workers = [worker for worker in job.workers.values() if worker.kind == "worker" and not job.is_absent(worker)]
+    if job.stage is not Stage.RUNNING:
+        if all(worker.has_ended_well or rendezvous.is_ready(worker) for worker in workers):
+            yield f"job {job.job_id} is {job.stage}, and all its workers are READY"
+        return
+    for role in job.spec.roles:
+        members = job.members(role)
+        free = [worker for worker in members if rendezvous.is_ready(worker) and worker.run is None]
+        if role.kind == "elastic" and job.roles[role.name].waits_until is None:
+            left = [worker for worker in members if rendezvous.has_left(worker)]
+            free = free if len(free) + len(left) == len(members) else []
+        elif role.kind == "elastic":
+            free = []
+        if free:
+            yield f"{free[0].life} is READY, and so are those it waits for, and it has no order to run"
+
+
+def _budgets(job: JobRecord) -> Iterator[str]:
+    allowed = 1 if job.is_ending else 0  # the failure that ended the job is counted, too
+    if job.num_charged_restarts > job.spec.job_max_restart:
+        yield f"job {job.job_id} restarted {job.num_charged_restarts} times"
+    for node, losses in job.node_losses.items():
+        if losses > job.spec.node_max_restart + allowed:
+            yield f"job {job.job_id} survived {losses} losses of node {node}"
+    for record in job.roles.values():
+        limit = job.spec.role(record.name).role_max_restart
+        if limit is not None and record.num_failures > limit + allowed:
+            yield f"role {record.name} of {job.job_id} was charged {record.num_failures} failures and goes on"
+    for worker in job.workers.values():
+        role = job.spec.role(worker.role) if worker.kind == "worker" else None
+        if role and role.role_max_restart is None and worker.num_failures > role.max_restart + allowed:
+            yield f"{worker.name} of {job.job_id} was charged {worker.num_failures} failures and goes on"
+
+
+def _charges(cluster: Cluster, job: JobRecord) -> Iterator[str]:
+    """With a window, the counts are those of the charges within it; whatever has a time has a timer."""
+    if job.spec.restart_window_s:
+        spent = sum(record.num_failures for record in job.roles.values()) + sum(job.node_losses.values())
+        store = job.store.num_failures if job.store else 0
+        if (told := spent + store + job.num_charged_restarts) != len(job.charges):
+            yield f"job {job.job_id} has {len(job.charges)} charges, and counts {told}"
+        if job.charges and not job.is_ending and ("refill", job.job_id) not in cluster.timers:
+            yield f"the charges of job {job.job_id} will never be taken back"
+    for record in job.roles.values():
+        is_due = record.group_due_at is not None and not job.is_ending
+        if is_due and ("group", job.job_id, record.name) not in cluster.timers:
+            yield f"the failed groups of role {record.name} of {job.job_id} will never be given up"
+
+
+def _names(job: JobRecord) -> Iterator[str]:
+    """A name has one holder, which is alive and published as such, and every claim has its answer."""
+    holders: dict[str, str] = {}
+    for worker in job.workers.values():
+        if not (worker.names or worker.refused or worker.claims.names):
+            continue
+        for name in worker.names:
+            if name in holders:
+                yield f"name {name!r} of {job.job_id} is held by {holders[name]} and {worker.name}"
+            holders[name] = worker.name
+        if worker.names and not job.can_call(worker):
+            yield f"{worker.life} holds names, and its life is over"
+        entry = worker.entry
+        told = (entry.incarnation, entry.state, entry.names, entry.refused, entry.revision) if entry else None
+        true = (worker.incarnation, Reachability.ALIVE, worker.names, worker.refused, worker.revision)
+        if (worker.names or worker.refused) and told != true:
+            yield f"{worker.life} has the names {true}, published as {told}"
+        answered = {**worker.names, **{name: one.number for name, one in worker.refused.items()}}
+        if answered != worker.claims.names:
+            yield f"{worker.life} claims {worker.claims.names}, the answers are {answered}"
+    if holders != job.holders:
+        yield f"names of {job.job_id} are held as {holders}, yet known as {job.holders}"
+
+
+def _waiting(cluster: Cluster) -> Iterator[str]:
+    """Requests that wait have a deadline."""
+    for job_id, polls in cluster.polls.items():
+        for poll in polls:
+            key = ("poll", job_id, poll.peer.hex(), str(poll.request_id))
+            if key not in cluster.timers or job_id not in cluster.jobs:
+                yield f"a poll for {job_id} waits for ever"
+    for number in cluster.reads:
+        if ("read", str(number)) not in cluster.timers:
+            yield f"log read {number} waits for ever"
+    for number in cluster.collections:
+        if ("stacks", str(number)) not in cluster.timers:
+            yield f"collection {number} of stacks waits for ever"
+    asked = {(each.job_id, *each.hang) for each in cluster.collections.values()}
+    for watched in cluster.hangs:
+        if ("hang", *watched) not in cluster.timers and watched not in asked:
+            yield f"{watched} is watched for a hang, and nothing will look"
+
+
+def _leaving(cluster: Cluster, job: JobRecord) -> Iterator[str]:
+    """Incarnations that leave are known by job and by node alike."""
+    for leaving in cluster.leaving_of(job.job_id):
+        node = cluster.nodes.get(leaving.node)
+        if node is None or node.leaving.get(leaving.life) is not leaving:
+            yield f"{leaving.life} is waited for, and node {leaving.node} does not expect its end"
+
+
+def _start(cluster: Cluster, worker: WorkerRecord) -> list[str]:
+    """A worker has so much time to start."""
+    is_due = worker.is_desired and worker.state is WorkerState.STARTING
+    is_armed = not is_due or incarnations.start_timer(worker) in cluster.timers
+    return [] if is_armed else [f"{worker.life} may start for ever"]
+
+
+class InvariantChecks:
+    """Checks a cluster after every step of its master.
+
+    Args:
+        all_every: number of steps after which the whole cluster is checked; after the others, the nodes, jobs and
+            workers that the step had to do with.
+        is_sparing: a job that was checked is left out until one step has passed for every 5 of its workers.
+    """
+
+    def __init__(self, all_every: int, *, is_sparing: bool) -> None:
+        self.count: Counter[str] = Counter()
+        """Number of steps, and of checks of the whole cluster, of single nodes, jobs and workers."""
+        self._all_every = all_every
+        self._is_sparing = is_sparing
+        self._checked: dict[str, int] = {}
+        """Step at which each job was last checked."""
+
+    def after(
+        self, cluster: Cluster, event: MasterEvent | None, actions: Iterable[MasterAction], but: bytes
+    ) -> list[str]:
+        """Return what is broken after a step; all is checked after a restart of the master, which is no event."""
+        self.count["steps"] += event is not None
+        if event is None or self.count["steps"] % self._all_every == 0:
+            self.count["whole cluster"] += 1
+            return check(cluster)
+        nodes, jobs, workers = touched(cluster, event, actions, but)
+        jobs = [job for job in jobs if self._is_due(job)]
+        self.count["nodes"] += len(nodes)
+        self.count["jobs"] += len(jobs)
+        self.count["workers"] += len(workers)
+        return check(cluster, nodes, jobs, workers)
+
+    def _is_due(self, job: JobRecord) -> bool:
+        steps = self.count["steps"]
+        if self._is_sparing and steps - self._checked.get(job.job_id, 0) < len(job.workers) / WORKERS_A_STEP:
+            return False
+        self._checked[job.job_id] = steps
+        return True
+
+
+def touched(
+    cluster: Cluster, event: MasterEvent, actions: Iterable[MasterAction], but: bytes
+) -> tuple[list[NodeRecord], list[JobRecord], list[WorkerRecord]]:
+    """Return the nodes, jobs and workers that a step had to do with; `but` is the peer that is no node."""
+    workers: list[WorkerRecord] = []
+    nodes: dict[str, None] = {}
+    jobs: dict[str, None] = {}
+    if isinstance(event, Received) and event.peer != but:
+        nodes[event.peer.decode().partition("/")[0]] = None
+    for action in actions:
+        match action:
+            case Send(peer=peer) if peer != but:
+                nodes[peer.decode().partition("/")[0]] = None
+            case SaveRecord(kind="worker", key=key):
+                job_id, _, name = key.partition("/")
+                jobs[job_id] = None
+                if (worker := cluster.worker(job_id, name)) is not None:
+                    workers.append(worker)
+                    nodes[worker.node] = None
+                    nodes.update({past.node: None for past in worker.past[-1:]})
+            case SaveRecord(kind="job", key=key):
+                jobs[key] = None
+            case SaveRecord(kind="node", key=key):
+                nodes[key] = None
+    return (
+        [cluster.nodes[name] for name in nodes if name in cluster.nodes],
+        [cluster.jobs[name] for name in jobs if name in cluster.jobs],
+        workers,
+    )
