@@ -21,8 +21,10 @@ MAX_HANDSHAKE_BYTES = 4096
 """Bytes that a peer may send before its handshake is done; ours send less than 1 KiB."""
 LOOK_S = 0.005
 """Period of looks at connections that have not shaken hands."""
-_ANSWER_BYTES = 250
-"""Bytes that a server sends to whom it has not shaken hands with, at most: greeting (64), WELCOME (170), ERROR."""
+_WELCOME_BYTES = 64 + 170
+"""Bytes that a server sends to who has sent a good HELLO: its greeting, and WELCOME."""
+_ANSWER_BYTES = _WELCOME_BYTES + 16
+"""Bytes that a server sends to whom it has not shaken hands with, at most: an ERROR besides."""
 _COUNTERS = struct.Struct("=QQ")
 _COUNTERS_AT = 120
 """Place of `tcpi_bytes_acked` and `tcpi_bytes_received` in Linux's tcp_info."""
@@ -34,7 +36,8 @@ _RESET = struct.pack("ii", 1, 0)
 class PendingHandshakes:
     """Connections of one server with a key that have not shaken hands, as far as the kernel's counters tell.
 
-    One that sends more than a handshake has is ended, and if there are too many the oldest of the host with most.
+    One that sends more than a handshake has is ended, and if there are too many one of the host with most: the oldest,
+    of those that have not shown that they know the server's key if there are such.
     """
 
     def __init__(self) -> None:
@@ -80,16 +83,18 @@ class PendingHandshakes:
                 self._end(descriptor, "it sent more than a handshake before it had shaken hands")
         while self._is_counted and len(self) > MAX_PENDING:
             ((most, _),) = Counter(each.host for each in self._connections.values()).most_common(1)
-            oldest = next(descriptor for descriptor, each in self._connections.items() if each.host == most)
-            if _counters(self._connections[oldest].own)[0] > _ANSWER_BYTES:  # it has shaken hands meanwhile
-                self._forget(oldest)
-            else:
-                self._end(oldest, f"{MAX_PENDING} other connections had not shaken hands either")
+            theirs = [descriptor for descriptor, each in self._connections.items() if each.host == most]
+            first = min(theirs, key=self._is_about_to_end)  # the oldest, of those in the same state
+            self._end(first, f"{MAX_PENDING} other connections had not shaken hands either")
 
     def close(self) -> None:
         """Forget all."""
         for descriptor in list(self._connections):
             self._forget(descriptor)
+
+    def _is_about_to_end(self, descriptor: int) -> bool:
+        """Has the peer what it needs to end its handshake? It may have done so: it acknowledges the last word late."""
+        return _counters(self._connections[descriptor].own)[0] >= _WELCOME_BYTES
 
     def _end(self, descriptor: int, reason: str) -> None:
         self._reasons[descriptor] = reason
