@@ -63,6 +63,21 @@ def set_command_line(text: str) -> None:
             ctypes.memmove(start, text.encode()[: size - 1].ljust(size, b"\0"), size)
 
 
+def nice_session(nice: int, pid: int) -> bool:
+    """Nice the whole session of a process, where the kernel shares the CPU among sessions (autogroups).
+
+    There a process's own nice value counts only within its session; unlike that, a session's can be lowered again.
+    Elsewhere nothing is done. Returns False if it is to be tried again, as the kernel takes one value in 0.1 s.
+    """
+    try:
+        Path(f"/proc/{pid}/autogroup").write_text(str(nice))
+    except BlockingIOError:
+        return False
+    except OSError:  # no such thing here, or the process is gone
+        pass
+    return True
+
+
 def _prctl(option: int, argument: int | bytes) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, argument, 0, 0, 0) != 0:

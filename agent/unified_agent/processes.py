@@ -98,7 +98,7 @@ class Processes:
 
     def preload(self) -> None:
         """Start the zygote of the agent's own interpreter, so that the first worker need not wait."""
-        self._zygote(self._python)
+        self._zygote(self._python).import_at_leisure()
 
     def keep(self, pythons: list[str]) -> None:
         """Close the zygotes of other interpreters than these and our own, once they have no children."""
@@ -140,6 +140,7 @@ class Processes:
             self._fail(child, "crash" if is_passing else "setup", text)
             return
         child.zygote = zygote
+        zygote.hurry()
         if zygote.is_up:
             self._order(child)
 
@@ -205,12 +206,15 @@ class Processes:
     @property
     def next_deadline(self) -> float | None:
         """Time at which `tick` is to be called, on the monotonic clock."""
-        return earliest(self._sweeper.due_at, *map(self._deadline, self._zygotes.values()))
+        zygotes = self._zygotes.values()
+        return earliest(self._sweeper.due_at, *map(self._deadline, zygotes), *(each.hurry_at for each in zygotes))
 
     def tick(self) -> None:
-        """Do what is due: give up zygotes that hang, and remove shared memory."""
+        """Do what is due: hurry zygotes, give up those that hang, and remove shared memory."""
         now = time.monotonic()
         for zygote in list(self._zygotes.values()):
+            if zygote.hurry_at is not None and now >= zygote.hurry_at:
+                zygote.hurry()
             deadline = self._deadline(zygote)
             if deadline is None or now < deadline:
                 continue

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from unified import process
 from unified.protocol.agent_zygote import Fork, ZygoteToAgent, zygote_to_agent
 from unified.protocol.records import JobWorkerIncarnation
 from unified_agent.child_channel import ChildChannel
@@ -17,6 +18,10 @@ MARKER_INCARNATION = "UNIFIED_AGENT_LIFE"
 """Markers in the environment of everything an agent starts, so that the next agent knows what the last one left."""
 SETTLED_S = 10.0
 """Age below which a zygote that ends is not replaced before a worker needs one: what ended it may end the next."""
+IMPORT_NICE = 10
+"""Nice value of imports that no worker waits for: beside a rank that computes they get a tenth of a core."""
+
+HURRY_AGAIN_S = 0.1
 
 
 class ZygoteHandle(HelperProcess):
@@ -33,10 +38,21 @@ class ZygoteHandle(HelperProcess):
         self._owed: set[int | None] = set()
         """Children of which it has to tell the fork or the end."""
         self._silent_since = 0.0
+        self.hurry_at: float | None = None
+        """Time at which it is to be hurried again, on the monotonic clock; None: that was done, or need not be."""
 
     def receive(self) -> list[ZygoteToAgent]:
         """Return the messages that have come."""
         return [zygote_to_agent.decode(body) for body in self.channel.receive()]
+
+    def import_at_leisure(self) -> None:
+        """Let it import after those who compute, until a worker is wanted of it."""
+        process.nice_session(IMPORT_NICE, self.pid)
+
+    def hurry(self) -> None:
+        """Let it import like everybody else, as a worker is wanted of it."""
+        is_done = process.nice_session(0, self.pid)
+        self.hurry_at = None if is_done else time.monotonic() + HURRY_AGAIN_S
 
     def expect(self, child: int) -> None:
         """Note that it has to tell of a child, from now on."""
