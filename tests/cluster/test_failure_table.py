@@ -419,12 +419,13 @@ WITH_TORCH: dict[str, Check] = {"collateral": collateral, "store-killed": store_
 
 
 class RackDaemon(LightDaemon):
-    """An agent without torch, whose rack is a for the first two nodes and b for the others."""
+    """An agent without torch, whose rack is a for the first two nodes and b for the others; the fourth is a spare."""
 
     def __init__(self, module: str, arguments: Sequence[str], log_file: Path, env: Any) -> None:
         if module == "unified_agent":
             rack = "a" if {"node-1", "node-2"} & set(arguments) else "b"
-            arguments = [*arguments, "--labels", f"rack={rack}"]
+            spare = ",spare=yes" if "node-4" in arguments else ""
+            arguments = [*arguments, "--labels", f"rack={rack}{spare}"]
         super().__init__(module, arguments, log_file, env)
 
 

@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 from tests.cluster import test_failure_table as table
-from tests.cluster.conftest import LightDaemon
 from tests.cluster.test_failure_table import WITHIN_S, Bench, Check, check, documented, programs  # noqa: F401
 from tests.cluster.test_node_ranges import QUICK
 from unified.api.builder import DLJobBuilder
@@ -62,6 +61,16 @@ def node_silent(bench: Bench) -> JobStatus:
     status = moved(bench, handle, index)
     assert "was lost: nothing was heard from its agent for" in bench.story(handle)
     return status
+
+
+def spare_taken(bench: Bench) -> JobStatus:
+    handle = bench.submit(total=3, envs={"TIMES": "0"}, accelerator=2)
+    nodes = [worker.node for worker in bench.running(handle, [0, 0, 0]).workers]
+    assert sorted(map(str, nodes)) == ["node-1", "node-2", "node-3"]
+    bench.cluster.kill_agent(0)
+    nodes = [worker.node for worker in bench.running(handle, [1, 1, 1]).workers]
+    assert sorted(map(str, nodes)) == ["node-2", "node-3", "node-4"]
+    return bench.ends_well(handle)
 
 
 def agent_hangs(bench: Bench) -> JobStatus:
@@ -187,6 +196,7 @@ def node_check_fails(bench: Bench) -> JobStatus:
 THREE = {"nodes": 3, "devices": 2}
 ROWS: dict[str, tuple[Check, dict[str, Any]]] = {
     "node-silent": (node_silent, THREE),
+    "spare-taken": (spare_taken, {"nodes": 4, "devices": 2}),
     "agent-hangs": (agent_hangs, THREE),
     "agent-pauses": (agent_pauses, {**THREE, "env": {"UNIFIED_LEASE_S": "4"}}),
     "lease-keeper-killed": (lease_keeper_killed, THREE),
@@ -200,8 +210,8 @@ WITH_TORCH: dict[str, tuple[Check, dict[str, Any]]] = {
     "store-killed-in-place": (store_killed_in_place, {"nodes": 2, "devices": 1}),
     "node-check-fails": (node_check_fails, {"nodes": 4, "devices": 1}),
 }
-ELSEWHERE = {"master-killed-too-often", "node-cut-off"}
-"""Rows with tests of their own: the second is in test_cut_off.py."""
+ELSEWHERE = {"master-killed-too-often", "node-cut-off", "queue-journal-lost"}
+"""Rows with tests of their own: the second is in test_cut_off.py, the third in test_queue_jobs.py."""
 
 
 def test_the_document_has_the_rows_of_these_tests() -> None:
@@ -218,7 +228,7 @@ def test_a_failure_that_a_lease_is_for(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("unified.client.embedded.Daemon", LightDaemon)
+    monkeypatch.setattr("unified.client.embedded.Daemon", table.RackDaemon)
     test, options = ROWS[row]
     check(row, test, Bench(tmp_path, local_cluster(**options)))
 

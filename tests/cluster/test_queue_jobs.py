@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import Cluster, Project, lines
+from tests.cluster.test_failure_table import documented
 from unified.api.builder import DLJob, DLJobBuilder
 from unified.testing import LocalCluster, eventually
 
@@ -246,3 +247,4 @@ def test_a_durable_queue_whose_journal_stayed_on_a_lost_node_does_not_go_on_empt
         assert f"/q.sqlite on node {worker.node}, and this worker" in line
     (tmp_path / "anew").touch()
     eventually(lambda: lines(tmp_path, "found") == ["0", "0"], timeout=WAIT_S, message="it does not begin anew")
+    assert {use.limit for use in handle.status().budgets} == documented()["queue-journal-lost"]
