@@ -51,6 +51,7 @@ def story(handle: JobHandle) -> dict[str, str]:
     return {event.event: event.reason for event in events}
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_enters_a_collective_costs_one_restart(local_cluster: Cluster, project: Project) -> None:
     project(ranks=RANKS)
     builder = DLJobBuilder().node_num(1).device_per_node(3).device_type("CPU")

@@ -203,6 +203,7 @@ def bench(tmp_path: Path, local_cluster: Cluster) -> Iterator[Callable[..., Benc
         each.end()
 
 
+@pytest.mark.slow
 def test_an_unmodified_script_grows_and_shrinks_with_the_nodes(bench: Callable[..., Bench]) -> None:
     job = bench()
     job.begin(TRAIN, "--nnodes=1:4", "--nproc-per-node=2")

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 NUM_LINES = 20_000
 SCRIPT = """
 import os, sys, time
@@ -67,6 +69,7 @@ if rank == "1" and attempt == 0:
 """
 
 
+@pytest.mark.slow
 def test_torchrun_s_log_options_do_what_they_say(tmp_path: Path) -> None:
     (tmp_path / "talk.py").write_text(FILES_SCRIPT)
     options = ["--nproc-per-node=2", "--max-restarts=1", "--log-dir=logs", "--rdzv-id=seven", "-r", "0:1", "-t", "1:3"]

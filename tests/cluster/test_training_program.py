@@ -104,6 +104,7 @@ def test_the_layout_and_a_run_that_is_stopped_resumed_and_killed(local_cluster: 
     assert min(losses(output(alone))) == STEPS + 1
 
 
+@pytest.mark.slow
 def test_bad_rows_end_the_job_with_one_line(local_cluster: Cluster, bucket: str) -> None:
     cluster = local_cluster(nodes=1, devices=2)
     handle = submit(cluster, bucket, "bad", dataset_text_field="body")

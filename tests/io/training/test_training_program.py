@@ -71,6 +71,7 @@ def test_a_run_from_bucket_to_bucket(bucket: str) -> None:
     assert {"loss", "eval_loss", "lr"} <= mark["metrics"].keys()
 
 
+@pytest.mark.slow
 def test_ranks_train_as_one_would(data: str, base: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Each row counts once: two ranks with half the batch make the same steps as one."""
     codes, outputs = run_ranks(options(base, data, run_id="two", max_steps=10))
