@@ -48,7 +48,11 @@ class HeldStacks:
 
     def read(self, order: ReadHeldStacks, pidfd: int) -> None:
         """Begin to read; the descriptor of the process is closed here."""
-        start_thread("held-stacks", call_guarded, "stacks-unread", self._run, order, pidfd)
+        try:
+            start_thread("held-stacks", call_guarded, "stacks-unread", self._run, order, pidfd)
+        except RuntimeError as error:
+            worker = msgspec.structs.replace(order.worker, note=f"its agent has no thread to read them with: {error}")
+            self._answer(order, pidfd, StackReport(workers=[worker]))
 
     def take(self) -> list[HeldStacksRead]:
         """Return the answers since the last call."""
@@ -61,10 +65,13 @@ class HeldStacks:
         try:
             report = read_held(order.worker, pidfd, order.within_s)
         finally:
-            if pidfd >= 0:
-                os.close(pidfd)
-            self._answers.append(HeldStacksRead(life=order.life, number=order.number, report=report))
-            os.eventfd_write(self.ready, 1)
+            self._answer(order, pidfd, report)
+
+    def _answer(self, order: ReadHeldStacks, pidfd: int, report: StackReport) -> None:
+        if pidfd >= 0:
+            os.close(pidfd)
+        self._answers.append(HeldStacksRead(life=order.life, number=order.number, report=report))
+        os.eventfd_write(self.ready, 1)
 
 
 def read_held(worker: WorkerStacks, pidfd: int, within_s: float) -> StackReport:

@@ -188,13 +188,14 @@ class _Keeper:
     def _kill(self, order: Kill) -> None:
         if order.who == "agent":
             os.kill(self._facts.pid, signal.SIGKILL)
-        killed = self._kill_workers()
+        killed = self._kill_workers(with_snapshots=order.who == "agent")  # else the agent lives, and serves them
         if killed or order.who == "agent":
             text = f"{order.reason}; ended {len(killed)} processes"
             log.error("event=lease-ended reason=%r", f"{text} and the agent" if order.who == "agent" else text)
 
-    def _kill_workers(self) -> list[int]:
-        return kill_processes(self._facts.node, self._facts.incarnation, self._start_ticks)
+    def _kill_workers(self, *, with_snapshots: bool = True) -> list[int]:
+        facts = self._facts
+        return kill_processes(facts.node, facts.incarnation, self._start_ticks, with_snapshots=with_snapshots)
 
     # The master
 

@@ -31,7 +31,7 @@ from unified.bus.shm.files import Sweeper
 from unified.config import settings
 from unified.errors import ClusterError
 from unified.values import Value
-from unified_agent.zygote import MARKER_INCARNATION, MARKER_NODE
+from unified_agent.zygote import MARKER_INCARNATION, MARKER_NODE, MARKER_SNAPSHOTS
 
 log = logging.getLogger("unified_agent")
 _RUN_DIR_PREFIX = "a-"
@@ -201,7 +201,7 @@ def clean_up(record: AgentRecord, run_root: Path) -> list[int]:
     return killed
 
 
-def kill_processes(node: str, life: str, start_ticks: int) -> list[int]:
+def kill_processes(node: str, life: str, start_ticks: int, *, with_snapshots: bool = True) -> list[int]:
     """Kill what this life of an agent has started, its own process excluded; return the pids found at first."""
 
     def left() -> list[int]:
@@ -213,6 +213,7 @@ def kill_processes(node: str, life: str, start_ticks: int) -> list[int]:
             and one.pid != os.getpid()
             and process.has_environment(one.pid, f"{MARKER_INCARNATION}={life}")
             and process.has_environment(one.pid, f"{MARKER_NODE}={node}")
+            and (with_snapshots or not process.has_environment(one.pid, f"{MARKER_SNAPSHOTS}=1"))
         ]
 
     found = left()

@@ -172,9 +172,14 @@ class Processes:
             process.signal_group(child.pid, signal.SIGKILL)
 
     def pidfd(self, life: JobWorkerIncarnation) -> int:
-        """Return a descriptor of a worker's process, which the caller closes; -1: there is none any more."""
+        """Return a descriptor of a worker's process, which the caller closes; -1: there is none."""
         child = self._by_life.get(life)
-        return -1 if child is None or child.pidfd < 0 else os.dup(child.pidfd)
+        if child is None or child.pidfd < 0:
+            return -1
+        try:
+            return os.dup(child.pidfd)
+        except OSError:  # no descriptors are left
+            return -1
 
     def reap(self) -> None:
         """Reap every child of the agent's own that has ended, upon SIGCHLD."""

@@ -33,6 +33,7 @@ from unified_agent.environment import NodeFacts
 from unified_agent.helper_process import HelperProcess
 from unified_agent.poll_loop import PollLoop
 from unified_agent.processes import Processes
+from unified_agent.zygote import MARKER_SNAPSHOTS
 
 log = logging.getLogger("unified_agent")
 CLOSE_S = 2.0
@@ -60,7 +61,7 @@ class SnapshotProcess:
         self._on_event = on_event
         self._processes = processes
         self._run_dir = Path(facts.run_dir)
-        self._env = dict(env)
+        self._env = {**env, MARKER_SNAPSHOTS: "1"}
         self._peers = _listen_for_peers(facts.address)
         url = "" if self._peers is None else _url(facts.address, self._peers.getsockname()[1])
         self.host = SnapshotHost(url, secrets.token_bytes(32))

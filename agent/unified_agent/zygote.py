@@ -16,6 +16,8 @@ from unified_agent.helper_process import HelperProcess
 MARKER_NODE = "UNIFIED_AGENT_NODE"
 MARKER_INCARNATION = "UNIFIED_AGENT_LIFE"
 """Markers in the environment of everything an agent starts, so that the next agent knows what the last one left."""
+MARKER_SNAPSHOTS = "UNIFIED_AGENT_SNAPSHOTS"
+"""Further marker, of the snapshot server and what it starts: what it holds outlives workers."""
 SETTLED_S = 10.0
 """Age below which a zygote that ends is not replaced before a worker needs one: what ended it may end the next."""
 IMPORT_NICE = 10

@@ -1,7 +1,9 @@
 """Three hosts, of which one is cut off for longer than its lease: no rank ever has two lives that train."""
 
 import itertools
+import re
 import signal
+import socket
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -13,6 +15,8 @@ from tests.cluster.conftest import lines
 from tests.cluster.test_failure_table import documented
 from tests.cluster.test_node_death import TICKING
 from tests.support.hosts import Hosts
+from unified import process
+from unified.protocol.snapshots import LISTENER_NAME
 from unified.testing import eventually
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(170)]
@@ -78,12 +82,22 @@ def start(hosts: Hosts, folder: Path) -> dict[int, tuple[int, int]]:
     return places(hosts)
 
 
+def start_snapshots(hosts: Hosts, host: int) -> int:
+    """Have the agent of a host start its snapshot server, as the first worker with a snapshot does; return its pid."""
+    (listener,) = (hosts.folder / f"h{host}" / "run").glob(f"a-*/{LISTENER_NAME}")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect(str(listener))
+        eventually(lambda: "event=snapshots-started" in hosts.log(host), message="nobody serves snapshots")
+    return int(re.findall(r"event=snapshots-started pid=(\d+)", hosts.log(host))[0])
+
+
 @pytest.mark.parametrize("is_agent_stopped", [False, True])
 def test_a_host_that_is_cut_off_ends_its_ranks_before_others_begin_them(
     hosts: Hosts, tmp_path: Path, is_agent_stopped: bool
 ) -> None:
     before = start(hosts, tmp_path)
     victim = before[0][0]
+    snapshots = start_snapshots(hosts, victim)
     agent = hosts.daemons[f"unified_agent-{victim}"]
     if is_agent_stopped:  # its keeper does it alone
         agent.send_signal(signal.SIGSTOP)
@@ -108,6 +122,7 @@ def test_a_host_that_is_cut_off_ends_its_ranks_before_others_begin_them(
     assert charged == documented()["node-cut-off"]
     assert spans(tmp_path)["0"][0][2] == f"h{victim}"
     assert "event=lease-lost" in hosts.log(victim) or is_agent_stopped
+    assert process.is_alive(snapshots) is not is_agent_stopped, "what it holds outlives the workers, and not the agent"
 
 
 def test_a_short_cut_and_a_master_that_is_down_cost_no_worker(hosts: Hosts, tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def entry_exception(bench: Bench) -> JobStatus:
 
 
 def worker_exit(bench: Bench) -> JobStatus:
-    return bench.repaired("exit", "exited with code 3; its last words: no license found (category crash)")
+    return bench.repaired("exit", "exited with code 3; its last output: no license found (category crash)")
 
 
 def worker_killed(bench: Bench) -> JobStatus:
@@ -166,7 +166,7 @@ def worker_terminated(bench: Bench) -> JobStatus:
 
 
 def worker_fault(bench: Bench) -> JobStatus:
-    return bench.repaired("fault", 'killed by SIGSEGV; its last words: File "')
+    return bench.repaired("fault", 'killed by SIGSEGV; its last output: File "')
 
 
 def out_of_memory(bench: Bench) -> JobStatus:

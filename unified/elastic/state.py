@@ -57,7 +57,7 @@ class ElasticState:
     """Names of the objects that were made for the present round alone."""
     _committed: _Commit | None
     _is_touched: bool
-    """Has an optimizer begun to update since the last commit?"""
+    """Return True if an optimizer has begun to update since the last commit."""
     _worker: Worker | None
     _on_ready: Callable[[], None]
     """Called when all objects are at the agreed step."""

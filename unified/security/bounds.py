@@ -84,7 +84,7 @@ class PendingHandshakes:
         while self._is_counted and len(self) > MAX_PENDING:
             ((most, _),) = Counter(each.host for each in self._connections.values()).most_common(1)
             theirs = [descriptor for descriptor, each in self._connections.items() if each.host == most]
-            first = min(theirs, key=self._is_about_to_end)  # the oldest, of those in the same state
+            first = min(theirs, key=self._has_welcome)  # the oldest, of those in the same state
             self._end(first, f"{MAX_PENDING} other connections had not shaken hands either")
 
     def close(self) -> None:
@@ -92,8 +92,8 @@ class PendingHandshakes:
         for descriptor in list(self._connections):
             self._forget(descriptor)
 
-    def _is_about_to_end(self, descriptor: int) -> bool:
-        """Has the peer what it needs to end its handshake? It may have done so: it acknowledges the last word late."""
+    def _has_welcome(self, descriptor: int) -> bool:
+        """Return True if the peer can end its handshake. It may have done so: it acknowledges the last word late."""
         return _counters(self._connections[descriptor].own)[0] >= _WELCOME_BYTES
 
     def _end(self, descriptor: int, reason: str) -> None:

@@ -32,7 +32,7 @@ from unified.protocol.worker_agent import (
     WorkerWord,
     agent_to_worker,
 )
-from unified.threads import start_thread
+from unified.threads import call_guarded, start_thread
 
 _CHUNK = 256 * 1024
 
@@ -108,9 +108,9 @@ class ControlChannel:
                     case Stop():
                         handlers.on_stop(order)
                     case DumpStacks():
-                        handlers.on_dump(order)
+                        call_guarded("stacks-unread", handlers.on_dump, order)
                     case Notice():
-                        handlers.on_notice(order.notice)
+                        call_guarded("notice-failed", handlers.on_notice, order.notice)
             self._waiting = self._receive()
 
     def _receive(self) -> list[AgentToWorker]:

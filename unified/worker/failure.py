@@ -156,7 +156,7 @@ def _skip_ours(frames: TracebackType | None) -> TracebackType | None:
 
 
 def is_collateral(error: BaseException | None, has_process_group: bool) -> bool:
-    """Does this error, or what caused it, look like the death of another worker?"""
+    """Return True if this error, or what caused it, looks like the death of another worker."""
     while error is not None and not _is_of_peer(error, has_process_group):
         error = error.__cause__
     return error is not None

@@ -176,7 +176,7 @@ def _plain(host: str) -> str:
 
 
 def is_gloo_lost() -> bool:
-    """Does a thread of Gloo wait for an operation, now, although no connection is left on which that could end?
+    """Return True if a thread of Gloo now waits for an operation although no connection is left on which it could end.
 
     The operation was lost, as above. Threads of Gloo that have nothing to do wait without a limit of time.
     """

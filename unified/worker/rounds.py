@@ -61,7 +61,7 @@ class Rounds:
 
     @property
     def is_elastic(self) -> bool:
-        """Does this worker's role train together?"""
+        """True if this worker's role trains together."""
         return self._role.kind == "elastic"
 
     @property
@@ -73,7 +73,7 @@ class Rounds:
 
     @property
     def is_of_many(self) -> bool:
-        """Does the present round have other ranks, whose failure this worker may be told by a collective?"""
+        """True if the present round has other ranks, whose failure a collective may tell this worker of."""
         current = self._current
         return current is not None and current.world_size > 1
 
@@ -159,7 +159,7 @@ class Rounds:
         self._tell()
 
     def is_broken_by(self, error: BaseException) -> bool:
-        """Was this error, which came out of the round, raised because the round is broken?"""
+        """Return True if this error, which came out of the round, was raised because the round is broken."""
         notice = self.notice
         is_told = notice is not None and notice.kind == "broken"
         return is_collateral(error, self.is_of_many) or (is_told and isinstance(error, RuntimeError))
@@ -247,7 +247,7 @@ class RoundChanges:
 
     @property
     def is_announced(self) -> bool:
-        """Has a change been announced, and this process not yet joined the round that follows it?"""
+        """True if a change has been announced, and this process has not yet joined the round that follows it."""
         return self._notice() is not None
 
     def on_change(self, callback: Callable[[RoundNotice], None]) -> None:

@@ -77,9 +77,12 @@ class StackDumper:
 
     def _collectives(self) -> tuple[list[Any] | None, bool, str]:
         distributed = sys.modules.get("torch.distributed")
-        if distributed is None or not distributed.is_available():
-            return [], False, ""
-        dump = getattr(sys.modules["torch"]._C._distributed_c10d, "_dump_fr_trace_json", None)
+        try:
+            if distributed is None or not distributed.is_available():
+                return [], False, ""
+            dump = getattr(sys.modules["torch"]._C._distributed_c10d, "_dump_fr_trace_json", None)
+        except AttributeError:
+            return None, False, "torch is being imported"
         if dump is None:
             return None, False, f"torch {sys.modules['torch'].__version__} has no flight recorder"
         try:

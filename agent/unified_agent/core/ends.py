@@ -26,7 +26,7 @@ def how(event: WorkerExited) -> str:
     if -event.code in _ASKED:
         return ", which its agent did not send"
     words = "" if event.error else _last_words(event.last_lines)
-    return f"; its last words: {words}" if words else ""
+    return f"; its last output: {words}" if words else ""
 
 
 def _killer(evidence: Evidence) -> str:

@@ -114,7 +114,7 @@ def test_a_worker_lives_from_start_to_stop(begin: Begin, master: PlayedMaster) -
 @pytest.mark.parametrize(
     ("mode", "summary", "category", "traceback"),
     [
-        ("exit:3", "exited with code 3; its last words: this is the end", "crash", "this is the end"),
+        ("exit:3", "exited with code 3; its last output: this is the end", "crash", "this is the end"),
         ("kill", "killed by SIGKILL, which its agent did not send; the kernel counted no out", "crash", ""),
         ("fail", "ValueError: no", "user", ""),
     ],

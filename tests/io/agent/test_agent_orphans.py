@@ -14,15 +14,15 @@ from unified.bus.shm.files import GRACE_S
 from unified.protocol.records import WorkerState
 from unified_agent.cgroups import Limits
 from unified_agent.host_resources import address_towards, cpus, disk_mb, interface_of, last_cache_bytes, memory_mb
-from unified_agent.orphans import AgentRecord, AgentTakenError, NodeLock, claim, clean_up, hold_name
+from unified_agent.orphans import AgentRecord, AgentTakenError, NodeLock, claim, clean_up, hold_name, kill_processes
 
 
 class Sleepers:
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, node: str, life: str) -> subprocess.Popen[bytes]:
-        env = {**os.environ, "UNIFIED_AGENT_NODE": node, "UNIFIED_AGENT_LIFE": life}
+    def start(self, node: str, life: str, **more: str) -> subprocess.Popen[bytes]:
+        env = {**os.environ, "UNIFIED_AGENT_NODE": node, "UNIFIED_AGENT_LIFE": life, **more}
         code = "import time; print(flush=True); time.sleep(60)"
         one = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE)
         assert one.stdout is not None
@@ -54,6 +54,13 @@ def test_only_what_carries_node_and_life_is_ended(sleepers: Sleepers, tmp_path: 
     assert not process.is_alive(ours.pid)
     assert all(process.is_alive(other.pid) for other in others)
     assert not run_dir.exists()
+
+
+def test_what_holds_snapshots_may_outlive_the_workers(sleepers: Sleepers) -> None:
+    worker, server = sleepers.start("n1", "aaa"), sleepers.start("n1", "aaa", UNIFIED_AGENT_SNAPSHOTS="1")
+    assert kill_processes("n1", "aaa", 0, with_snapshots=False) == [worker.pid]
+    assert process.is_alive(server.pid)
+    assert kill_processes("n1", "aaa", 0) == [server.pid]
 
 
 def test_what_is_older_than_the_killed_agent_is_not_its(sleepers: Sleepers, tmp_path: Path) -> None:

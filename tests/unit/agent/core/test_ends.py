@@ -55,9 +55,9 @@ def test_the_memory_of_the_last_minute(samples: list[tuple[float, float]], peak_
 @pytest.mark.parametrize(
     ("lines", "error", "words"),
     [
-        ("a warning\n\nno license found\n", "", "; its last words: no license found"),
-        ("x" * 500, "", f"; its last words: {'x' * 160}"),
-        (FAULT, "", '; its last words: File "/job/train.py", line 3 in boom'),
+        ("a warning\n\nno license found\n", "", "; its last output: no license found"),
+        ("x" * 500, "", f"; its last output: {'x' * 160}"),
+        (FAULT, "", '; its last output: File "/job/train.py", line 3 in boom'),
         ("no license found", "ValueError: no", ""),
         ("", "", ""),
     ],
