@@ -98,9 +98,7 @@ class Rounds:
         """Take in that a round ends; a broken one is left by a main thread that is stuck in it, too."""
         with self._changing:
             self._notice = notice
-            is_to_abort = notice.kind == "broken" and self._in_loop and self._is_in(notice.round)
-        if is_to_abort:
-            start_thread("unified-abort-round", self._abort, notice.round)
+        self._abort_if_broken()
         if notice.kind == "planned":
             self.on_planned(notice)
 
@@ -119,6 +117,7 @@ class Rounds:
         with self._changing:
             self._current = order
             self._stores = [Address(order.store_host, order.store_port)]
+        self._abort_if_broken()  # its notice may have come before it was begun
         communication = self._role.communication
         port = open_round(order, self._role.name, communication.timeout_s or process_group.OPEN_ROUND_WITHIN_S)
         with self._changing:
@@ -210,6 +209,15 @@ class Rounds:
 
     def _tell(self) -> None:
         self._say(Rejoins(is_able=self._in_loop, left_round=self._left_round))
+
+    def _abort_if_broken(self) -> None:
+        """Begin to abort the present round if it is known to be broken, and this process can do without it."""
+        with self._changing:
+            current, notice = self._current, self._notice
+            if not self._in_loop or current is None or notice is None:
+                return
+        if notice.kind == "broken" and notice.round >= current.round:
+            start_thread("unified-abort-round", self._abort, current.round)
 
     def _is_in(self, round_: int) -> bool:
         return self._current is not None and self._current.round == round_

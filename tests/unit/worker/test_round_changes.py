@@ -2,6 +2,8 @@
 
 import threading
 
+import pytest
+
 from tests.support.master import elastic
 from tests.support.runtime import launch_of
 from unified.job.spec import JobSpec
@@ -35,6 +37,24 @@ def test_a_broken_round_is_no_planned_change() -> None:
     rounds, changes, _ = in_round()
     rounds.on_notice(RoundNotice(round=1, kind="broken", reason="a peer died"))
     assert not changes.is_announced
+
+
+def test_a_round_that_breaks_while_it_is_joined_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = launch_of(JobSpec(name="job", roles=[elastic()]))
+    broken = RoundNotice(round=1, kind="broken", reason="a peer died")
+    rounds = Rounds(given, given.spec.role(given.role), lambda word: None, lambda order: rounds.on_notice(broken))
+    is_aborted = threading.Event()
+
+    def open_round(*args: object) -> int:
+        assert is_aborted.wait(10), "it would wait for a peer that never comes"
+        raise RuntimeError("aborted")
+
+    monkeypatch.setattr("unified.worker.rounds.open_round", open_round)
+    monkeypatch.setattr("unified.worker.rounds.abort_groups", lambda *args: is_aborted.set())
+    rounds.begin_loop()
+    with pytest.raises(RuntimeError, match="aborted"):
+        rounds.join(RunOrder(round=1, rank=0, world_size=2), "cpu")
+    rounds._current = None
 
 
 def test_callbacks_are_called_once_for_each_notice_and_late_ones_at_once() -> None:
