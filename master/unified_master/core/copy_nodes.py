@@ -34,15 +34,15 @@ def settle(step: MasterStep, job: JobRecord) -> None:
 
 def on_change(step: MasterStep, node: NodeRecord) -> None:
     """Look again at the jobs that a node may hold copies for: it came, went, or is in service again."""
-    if node.info.snapshots is None or not node.info.snapshots.url:
-        return
     step.cluster.snapshot_nodes.pop(node.name, None)
-    if _is_of_use(node):
+    is_there = node.is_registered and _is_of_use(node)
+    if is_there:
         step.cluster.snapshot_nodes[node.name] = node
     for job in step.cluster.jobs.values():
         if job.copy_node == node.name:  # which may be at another address now
             _notify(step, job)
-        if job.copy_node in ("", node.name):
+            settle(step, job)
+        elif is_there and not job.copy_node:
             settle(step, job)
 
 
@@ -71,7 +71,10 @@ def _lonely_nodes(job: JobRecord) -> set[str]:
 
 def _is_of_use(node: NodeRecord) -> bool:
     """Return True if a node can hold copies, perhaps once it has registered with a new master."""
-    return node.state is NodeState.ALIVE and node.is_in_service
+    host = node.info.snapshots
+    # Where a snapshot server is, is not saved: after a restart of the master only the node itself can tell.
+    may_serve = not node.is_registered or (host is not None and host.url != "")
+    return node.state is NodeState.ALIVE and node.is_in_service and may_serve
 
 
 def _choose(cluster: Cluster, job: JobRecord, alone: set[str]) -> str:

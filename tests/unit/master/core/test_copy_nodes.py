@@ -118,6 +118,34 @@ def test_a_copy_node_on_another_host_goes_first_and_the_master_s_restart_changes
     assert not any(b"fara" in data for data in world.stored.values())  # the secret
 
 
+def test_a_copy_node_that_does_not_come_back_to_a_new_master_is_replaced(start: Start) -> None:
+    world = start(*(agent(f"n{number}") for number in range(1, 4)))
+    here, first = where(world), world.job("job").copy_node
+    world.kill_agent(first)
+    world.restart_master()
+    world.run(5.0)
+    assert world.job("job").copy_node == first  # it may still come
+    world.run(60.0)
+    assert len({here, first, world.job("job").copy_node}) == 3
+    assert told(world, here) == world.job("job").copy_node
+
+
+@pytest.mark.parametrize("snapshots", [None, SnapshotHost("", b"secret")])
+def test_a_copy_node_that_came_back_without_a_server_while_its_job_waited_is_replaced(
+    start: Start, snapshots: SnapshotHost | None
+) -> None:
+    world = start(agent("n1"), agent("n2", devices=0), agent("n3", devices=0))
+    first = world.job("job").copy_node
+    world.kill_agent("n1")
+    world.until(lambda: world.job("job").is_waiting, "the job to wait")
+    world.add(SimAgent(first, resources(devices=0), incarnation="b", snapshots=snapshots))
+    world.run(1.0)
+    world.add(agent("n1", "b"))
+    world.until_stage("job", Stage.RUNNING)
+    world.run(1.0)
+    assert {told(world, "n1"), first} == {"n2", "n3"}
+
+
 def test_a_job_without_ranks_that_train_together_has_none(start: Start) -> None:
     world = start(agent("n1"), agent("n2"), roles=(simple(),))
     assert world.job("job").copy_node == ""
