@@ -138,19 +138,21 @@ def cause(job: JobRecord, worker: WorkerRecord, failure: Failure) -> str:
 
 
 def refill(step: MasterStep, job: JobRecord) -> None:
-    """Take back the charges that are older than the job's window, and come again when the next one will be. A job that
-    has ended goes on showing what was used up then.
+    """Take back the charges that are older than the job's window, and come again when the next one will be, or a node
+    was given up for that long. A job that has ended goes on showing what was used up then.
     """
-    if not job.charges or job.is_ending:
-        return
     window_s = job.spec.restart_window_s
+    if window_s <= 0 or job.is_ending:
+        return
     old = [charge for charge in job.charges if charge.at + window_s <= step.now]
     if old:
         job.charges = job.charges[len(old) :]
         for charge in old:
             _count(step, job, charge, -1)
-    if job.charges:
-        step.cluster.timers.arm(("refill", job.job_id), job.charges[0].at + window_s)
+    times = [*(charge.at for charge in job.charges[:1]), *job.given_up.values()]
+    due = [at + window_s for at in times if at + window_s > step.now]
+    if due:
+        step.cluster.timers.arm(("refill", job.job_id), min(due))
 
 
 def _charge(step: MasterStep, job: JobRecord, charge: Charge) -> None:

@@ -10,7 +10,7 @@ import msgspec
 from unified.errors import UnifiedError
 from unified.job.spec import JobSpec
 from unified.protocol.records import EventRecord, JobWorkerIncarnation, NodeState, Stage, WorkerState
-from unified_master.core import budgets, incarnations, rendezvous
+from unified_master.core import incarnations, rendezvous
 from unified_master.core.health import hangs
 from unified_master.core.nodes import FORGET_S, GRACE_LEASES, NodeMemory
 from unified_master.core.state import MAX_EVENTS, JobRecord, NodeRecord, WorkerRecord
@@ -101,7 +101,8 @@ def _jobs(step: MasterStep, by_kind: dict[str, dict[str, bytes]]) -> None:
         job.holders = {name: worker.name for worker in job.workers.values() for name in worker.names}
         if job.restart_at is not None:
             step.cluster.timers.arm(("restart", job.job_id), job.restart_at)
-        budgets.refill(step, job)
+        if job.charges or job.given_up:  # some may have become old while there was no master
+            step.cluster.timers.arm(("refill", job.job_id), step.now)
         for role in job.roles.values():
             if role.group_due_at is not None:
                 step.cluster.timers.arm(("group", job.job_id, role.name), role.group_due_at)

@@ -41,8 +41,8 @@ def judge_nodes(step: MasterStep, job: JobRecord, worker: WorkerRecord, report: 
 
 
 def _exclude(step: MasterStep, job: JobRecord, worker: WorkerRecord, why: str) -> None:
-    """Exclude a node for this job, until its agent is started anew."""
-    job.given_up = {**job.given_up, worker.node: step.now}
+    """Exclude a node for this job, for its window or until the node's agent is started anew."""
+    exclusion.give_up(step, job, [worker.node])
     exclusion.exclude_node(step, job, worker, f"it failed the node check: {why}")
 
 

@@ -30,6 +30,12 @@ def exclude_node(step: MasterStep, job: JobRecord, worker: WorkerRecord, why: st
     return True
 
 
+def give_up(step: MasterStep, job: JobRecord, nodes: list[str]) -> None:
+    """Keep excluded nodes from the job for its window, or until their agents are started anew."""
+    job.given_up = {**job.given_up, **dict.fromkeys(nodes, step.now)}
+    budgets.refill(step, job)  # no charge may be as new as this
+
+
 def readmit(step: MasterStep, job: JobRecord) -> None:
     """Use nodes again whose failures are charged no more."""
     window_s = job.spec.restart_window_s
@@ -98,7 +104,7 @@ def group_overdue(step: MasterStep, job: JobRecord, name: str) -> None:
         text = f"{told}; the other nodes with {groups} are kept, since the job does not fit on what is left"
         step.report("node-group-kept", text, job, name)
         return
-    job.given_up = {**job.given_up, **dict.fromkeys(group, step.now)}
+    give_up(step, job, group)
     _forget_groups(step, job, name)
     why = f"{told}: all nodes with {groups} are given up for this job ({', '.join(group) or 'they were before'})"
     step.decide("node-group-given-up", why, job, name)

@@ -225,6 +225,26 @@ def test_a_node_of_a_group_is_used_again_when_its_agent_was_started_anew() -> No
     assert bench.job.excluded == ["n1"]
 
 
+@pytest.mark.parametrize("down_s", [None, 0.5, 150])
+def test_a_group_given_up_is_used_again_after_the_window(down_s: float | None) -> None:
+    """The group is given up 60 s after the loss that was charged; a new master does not forget it."""
+    bench = grouped(restart_window_s=100)
+    bench.agent("n2").never_starts = True
+    bench.world.kill_agent("n1")
+    bench.world.until(lambda: bench.job.excluded == ["n1", "n2"], "the end of the group")
+    given_up_at = bench.world.now
+    bench.running()
+    if down_s is not None:
+        bench.world.crash_master(down_s)
+        bench.world.run(down_s + 5)
+    if bench.world.now < given_up_at + 100:
+        bench.world.run(given_up_at + 95 - bench.world.now)
+        assert (bench.job.charges, bench.job.excluded) == ([], ["n1", "n2"])
+        bench.world.run(10)
+    assert (bench.job.excluded, bench.job.given_up) == ([], {})
+    assert events(bench, "node-readmitted") == ["this job may use n1, n2 again: what excluded it is over"]
+
+
 def test_an_excluded_node_may_take_its_group_along_and_a_new_master_does_not_forget_it() -> None:
     bench = grouped(per_node=0)
     bench.agent("n2").never_starts = True
