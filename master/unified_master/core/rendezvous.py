@@ -18,6 +18,9 @@ from unified_master.core.scheduling.placement import control_unit
 from unified_master.core.state import STORE, JobRecord, WorkerRecord
 from unified_master.core.step import MasterStep, count
 
+JOIN_S = 60.0
+"""Time that a worker which stays may take to leave one round and join the next, unless its role says another."""
+
 
 def settle_store(step: MasterStep, job: JobRecord, reason: str) -> None:
     """Give a job with elastic roles a store host: in the place that was found for it if the job says what it needs,
@@ -42,10 +45,6 @@ def settle_store(step: MasterStep, job: JobRecord, reason: str) -> None:
     incarnations.begin(step, job, store, reason)
     where = store.node
     step.report("store-starts", f"the torch store starts on {where}: {reason}", job, worker=STORE, node=where)
-
-
-JOIN_S = 60.0
-"""Time that a worker which stays may take to leave one round and join the next, unless its role says another."""
 
 
 def store_of(job: JobRecord) -> WorkerRecord:

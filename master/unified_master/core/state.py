@@ -163,7 +163,6 @@ class RoleRecord(msgspec.Struct, kw_only=True):
     """The worker whose failure looks like collateral and waits for its root cause."""
     suspect_at: float = 0.0
     """Time of the suspect's failure."""
-    """Time of the suspect's failure."""
     grown_at: float | None = None
     """Time at which it last got room for more groups than it had."""
     waits_until: float | None = None
