@@ -191,7 +191,7 @@ def setup_failure(bench: Bench) -> JobStatus:
 
 
 def dies_at_once(bench: Bench) -> JobStatus:
-    handle = bench.submit(envs={"HOW": "exit", "TIMES": "3"}, restart_backoff=0.3)
+    handle = bench.submit(envs={"TIMES": "0", "DIES_IN_IMPORT": "3"}, restart_backoff=0.3)
     bench.running(handle, [3])
     story = bench.story(handle)
     assert "job restarts: r_1-0_1-0" in story
@@ -410,7 +410,7 @@ OWN: dict[str, tuple[Check, dict[str, Any]]] = {
     "node-drained": (node_drained, {"nodes": 3, "devices": 2}),
     "node-comes-back-quickly": (node_comes_back_quickly, {"nodes": 1, "restart_agents": 9}),
     "node-group-given-up": (node_group_given_up, {"nodes": 3, "devices": 2}),
-    "zygote-hangs": (zygote_hangs, {"nodes": 1, "env": {"UNIFIED_FORK_S": "1"}}),
+    "zygote-hangs": (zygote_hangs, {"nodes": 1, "env": {"UNIFIED_FORK_S": "3"}}),
     "master-killed": (master_killed, {"nodes": 1, "restart_master": 1}),
 }
 """Rows with a cluster of their own."""

@@ -10,7 +10,7 @@ from unified.api.builder import DLJob, DLJobBuilder
 from unified.client.handle import JobHandle
 from unified.testing import LocalCluster, eventually
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
 TRAINING = """
 import os
@@ -48,8 +48,12 @@ def run():
 
 def meet(worker, folder, rank):
     mode = os.environ["TEST_MODE"]
-    if worker.round == 1 and mode == "worker" and rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+    if worker.round == 1 and mode == "worker":
+        (folder / f"at-10-{rank}").touch()
+        if rank == 1:
+            while not (folder / "at-10-0").exists():  # rank 0 has its snapshot of this step, too
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
     if worker.round == 1 and mode == "agent":
         (folder / f"at-10-{rank}").touch()
         while worker.round == 1:

@@ -1,6 +1,7 @@
 """Roles that fail as their environment says: ``HOW`` in the first ``TIMES`` lives of rank 0; the others go on.
 
-On the node that is named by ``HANGS_ON`` their import hangs, and that of ``FAULTY_LINK`` fails its node check.
+On the node that is named by ``HANGS_ON`` their import hangs, and that of ``FAULTY_LINK`` fails its node check. In the
+first ``DIES_IN_IMPORT`` lives it ends the process.
 """
 
 import ctypes
@@ -14,6 +15,8 @@ from pathlib import Path
 from unified import current_worker, rpc
 
 LIMIT_S = 60.0
+if (num_lives := int(os.environ.get("DIES_IN_IMPORT", "0"))) and current_worker().incarnation < num_lives:
+    os._exit(3)
 node = os.environ.get("UNIFIED_NODE", "")
 if node == os.environ.get("HANGS_ON"):
     time.sleep(LIMIT_S)
