@@ -107,9 +107,9 @@ class PlayedMaster:
     def say(self, message: object, request_id: int = 0, version: int = PROTOCOL_VERSION) -> None:
         self._socket.send_multipart([self.peer, *master_to_agent.encode(message, request_id, version=version)])
 
-    def welcome(self) -> RegisterAgent:
+    def welcome(self, lease_s: float = 2.0) -> RegisterAgent:
         registered = self.hear(RegisterAgent)
-        self.say(AgentRegistered(lease_s=2.0, heartbeat_s=0.1, relay="tcp://127.0.0.1:1"), self.request_id)
+        self.say(AgentRegistered(lease_s=lease_s, heartbeat_s=0.1, relay="tcp://127.0.0.1:1"), self.request_id)
         self.hear(ObservedWorkers)
         return registered
 

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,14 +16,14 @@ PATIENCE_MS = 15_000
 
 
 class MasterProcess:
-    def __init__(self, directory: Path, *flags: str, bind: str = "") -> None:
+    def __init__(self, directory: Path, *flags: str, bind: str = "", lease_s: float = 1.0) -> None:
         self.address_file = directory / "address"
         self.address_file.unlink(missing_ok=True)
         self.log = directory / "master.log"
         bind = bind or f"tcp://127.0.0.1:{unused_port()}"  # a test that starts it again finds the port free
         command = [sys.executable, "-m", "unified_master", "--bind", bind, "--state-dir", str(directory / "state")]
         command += ["--address-file", str(self.address_file), *flags]
-        env = {**os.environ, "UNIFIED_HEARTBEAT_S": "0.1", "UNIFIED_LEASE_S": "1.0"}
+        env = {**os.environ, "UNIFIED_HEARTBEAT_S": "0.1", "UNIFIED_LEASE_S": str(lease_s)}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stderr=log, env=env)
 
@@ -48,8 +49,8 @@ def start_master(tmp_path: Path) -> Iterator[StartMaster]:
     """Starts masters that have one state; those that are left at the end of the test are killed."""
     started: list[MasterProcess] = []
 
-    def start(*flags: str, bind: str = "") -> MasterProcess:
-        started.append(MasterProcess(tmp_path, *flags, bind=bind))
+    def start(*flags: str, **options: Any) -> MasterProcess:
+        started.append(MasterProcess(tmp_path, *flags, **options))
         return started[-1]
 
     yield start

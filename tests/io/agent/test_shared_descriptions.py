@@ -33,9 +33,12 @@ def with_config(job: DesiredJob, nbytes: int) -> DesiredJob:
     return msgspec.structs.replace(job, spec=msgspec.structs.replace(job.spec, user_config=config))
 
 
-def are_up(job_id: str, message: ObservedWorkers) -> bool:
+def are_alone(job_id: str, message: ObservedWorkers) -> bool:
+    """The workers of that job are up, and those of others gone."""
     found = [worker for worker in message.workers if worker.job_id == job_id]
-    return len(found) == NUM and all(worker.state is WorkerState.FINISHED for worker in found)
+    others = [worker for worker in message.workers if worker.job_id != job_id]
+    is_up = len(found) == NUM and all(worker.state is WorkerState.FINISHED for worker in found)
+    return is_up and all(worker.state is WorkerState.EXITED for worker in others)
 
 
 def memory_bytes(agent: AgentProcess) -> int:
@@ -67,14 +70,14 @@ def test_workers_and_agent_hold_one_copy_of_a_config(
 ) -> None:
     agent = AgentProcess(tmp_path, master.address)
     agents.append(agent)
-    master.welcome()
+    master.welcome(lease_s=60.0)  # it does not connect anew while the test counts memory and answers nothing
     job = a_job("finish")
     workers = [a_worker(rank) for rank in range(NUM)]
     memory: list[int] = []
     for job_id, nbytes in (("job-1", 10), ("job-2", CONFIG_BYTES)):
         named = msgspec.structs.replace(with_config(job, nbytes), job_id=job_id)
         master.desire(*(msgspec.structs.replace(one, job_id=job_id) for one in workers), jobs=[named])
-        master.hear(ObservedWorkers, functools.partial(are_up, job_id))
+        master.hear(ObservedWorkers, functools.partial(are_alone, job_id))
         memory.append(memory_bytes(agent))
     assert (memory[1] - memory[0]) / CONFIG_BYTES < 3, "once a worker would be 8, and once more in the agent"
 
