@@ -22,7 +22,7 @@ class Round:
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self.stores = RoundStores("127.0.0.1", {})
-        self._pool = pool
+        self.pool = pool
 
     def meeting(self, rank: int, world_size: int = 3, within_s: float = LONG_S) -> RoundMeeting:
         store = connect("127.0.0.1", self.stores.port, LONG_S)
@@ -30,7 +30,7 @@ class Round:
         return RoundMeeting(store, "lunch", member, within_s, "have lunch", "Ring the bell.")
 
     def start(self, rank: int, method: str, *args: Any, within_s: float = LONG_S) -> Future[Any]:
-        return self._pool.submit(getattr(self.meeting(rank, within_s=within_s), method), *args)
+        return self.pool.submit(getattr(self.meeting(rank, within_s=within_s), method), *args)
 
 
 @pytest.fixture
@@ -72,12 +72,13 @@ def test_a_rank_0_that_has_come_and_gone_is_told_from_ranks_that_did_not_come(a_
     def fail(said: list[bytes]) -> bytes:
         raise LookupError("gone")
 
-    others = [a_round.start(rank, "agree", b"", fail, within_s=1.0) for rank in (1, 2)]
+    for rank in (1, 2):
+        a_round.meeting(rank)._say(b"")
     with pytest.raises(LookupError):
         a_round.meeting(0).agree(b"", fail)
-    for each in others:
+    for rank in (1, 2):
         with pytest.raises(RoundMeetingError, match="all have, and rank 0 has not said what follows") as raised:
-            each.result(LONG_S)
+            a_round.meeting(rank, within_s=0.2).agree(b"", fail)
         assert raised.value.missing == []
 
 
@@ -94,8 +95,9 @@ def test_a_store_that_is_gone_ends_the_wait_as_the_death_of_a_peer_does(a_round:
 @pytest.mark.parametrize("absent", [0, 2])
 def test_all_hear_the_same_of_those_who_came_in_time(a_round: Round, absent: int) -> None:
     present = [rank for rank in range(3) if rank != absent]
-    found = [a_round.start(rank, "hear", range(3), b"%d" % rank, 0.2, within_s=0.5) for rank in present]
     expected = {rank: b"%d" % rank for rank in present}
+    meetings = {rank: a_round.meeting(rank, within_s=0.5) for rank in present}  # all connected before anybody waits
+    found = [a_round.pool.submit(meetings[rank].hear, range(3), expected[rank], 0.2) for rank in present]
     assert [each.result(LONG_S) for each in found] == [expected, expected]
     assert a_round.meeting(absent).hear(range(3), b"late", 0.2) == expected
 

@@ -20,12 +20,15 @@ from unified.security.frames import PIECE_BYTES
 from unified.security.keys import ClusterKey
 from unified.testing import eventually
 
+pytestmark = pytest.mark.timeout(120)
+
 ROOT = Path(__file__).parents[3]
 PROGRAM = ROOT / "tests/support/programs/stranger.py"
 KEY = new_key()
 GROWTH_BYTES = 32 << 20
 ENDLESS = 8 << 30
 AMOUNT = 512 << 20
+WITHIN_S = 40.0
 
 
 class Stranger:
@@ -115,7 +118,7 @@ def test_a_frame_of_8_gib_is_refused_before_it_costs_memory(tmp_path: Path, rout
         with contextlib.closing(Stranger(server.address, key, 1, ENDLESS, AMOUNT)) as stranger:
             grown = memory_during(stranger)
             assert server.serves()
-            eventually(lambda: stranger.num_left() == 0)
+            eventually(lambda: stranger.num_left() == 0, timeout=WITHIN_S)
     assert grown < GROWTH_BYTES, f"it grew by {grown >> 20} MiB"
 
 
@@ -128,7 +131,7 @@ def test_many_frames_that_are_as_long_as_allowed_are_cut_short(tmp_path: Path, r
         ) as stranger:
             grown = memory_during(stranger)
             assert server.serves()
-            eventually(lambda: stranger.num_left() == 0)
+            eventually(lambda: stranger.num_left() == 0, timeout=WITHIN_S)
     assert grown < num_connections * PIECE_BYTES / 4, f"it grew by {grown >> 20} MiB"
 
 
@@ -141,7 +144,7 @@ def test_silent_connections_are_limited_logged_and_hold_up_nobody(
     ):
         with contextlib.closing(Stranger(server.address, KEY, 4 * MAX_PENDING, 0, 0)) as stranger:
             assert server.serves()
-            eventually(stranger.is_done.is_set)
+            eventually(stranger.is_done.is_set, timeout=WITHIN_S)
             assert server.serves()
-            eventually(lambda: stranger.num_left() <= MAX_PENDING)
+            eventually(lambda: stranger.num_left() <= MAX_PENDING, timeout=WITHIN_S)
         assert "other connections had not shaken hands either" in caplog.text
