@@ -197,7 +197,7 @@ THREE = {"nodes": 3, "devices": 2}
 ROWS: dict[str, tuple[Check, dict[str, Any]]] = {
     "node-silent": (node_silent, THREE),
     "spare-taken": (spare_taken, {"nodes": 4, "devices": 2}),
-    "agent-hangs": (agent_hangs, THREE),
+    "agent-hangs": (agent_hangs, {**THREE, "env": {"UNIFIED_LEASE_S": "4"}}),
     "agent-pauses": (agent_pauses, {**THREE, "env": {"UNIFIED_LEASE_S": "4"}}),
     "lease-keeper-killed": (lease_keeper_killed, THREE),
     "role-max-restart-used-up": (role_max_restart_used_up, {"nodes": 1}),
