@@ -98,7 +98,7 @@ class SnapshotServer:
             order.key,
             self._read_piece,
             self._take_offer,
-            lambda asked: self._inventory.held(self._checked(asked)),
+            self._held,
         )
 
     def step(self, watched: dict[int, Callable[[], None]]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from unified.protocol.snapshots import (
-    HeldSnapshot,
     RankReport,
     ServerAddress,
     SnapshotAgreement,
@@ -98,8 +97,3 @@ def describe_source(source: SnapshotSource, own: ServerAddress) -> str:
     if source.server is None:
         return "storage"
     return "memory" if source.server.node == own.node and not source.is_copy else "partner"
-
-
-def newest(held: Sequence[HeldSnapshot]) -> SnapshotStamp | None:
-    """Return the newest stamp of several snapshots; None: there are none."""
-    return max((each.stamp for each in held), default=None)
