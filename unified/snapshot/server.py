@@ -60,9 +60,6 @@ from unified.snapshot.writers import StorageWriters
 
 log = logging.getLogger("unified.snapshot")
 
-DONE_LINGER_S = 30.0
-"""Time for which the snapshots of a job are kept here whose workers on this node have all done their work."""
-
 
 class SnapshotServer:
     """Serves the workers of one node, and the servers of others, in one thread."""
@@ -206,11 +203,12 @@ class SnapshotServer:
             if other.attached is not None and other.series == request.series:
                 self._part(other)
         connection.attached = request
+        job = self._job(request.series)
+        job.come(request.series)
         if request.storage is not None:
-            self._job(request.series).targets[request.series] = request.storage
+            job.targets[request.series] = request.storage
             self._on_kept(SnapshotsKept(is_to_persist=True))
         self._inventory.attached[request.series.job_id] += 1
-        self._job(request.series).drop_at = None
         self._say_attached(connection)
 
     def _say_attached(self, connection: WorkerConnection) -> None:
@@ -373,19 +371,16 @@ class SnapshotServer:
         if self._connections.pop(connection.socket.fileno(), None) is None:
             return
         connection.socket.close()
-        if connection.attached is not None:
-            self._detach(connection)
+        if connection.attached is None:
+            return
+        self._detach(connection)
+        is_last = not self._inventory.attached[connection.series.job_id]
+        self._job(connection.series).leave(connection, self._order.linger_s, is_last=is_last)
 
     def _detach(self, connection: WorkerConnection) -> None:
-        series = connection.series
         connection.waiting = None
-        self._inventory.abandon(series)
-        self._inventory.attached[series.job_id] -= 1
-        job = self._job(series)
-        job.all_done = job.all_done and connection.is_done
-        if not self._inventory.attached[series.job_id]:
-            job.drop_at = time.monotonic() + (DONE_LINGER_S if job.all_done else self._order.linger_s)
-            job.all_done = True
+        self._inventory.abandon(connection.series)
+        self._inventory.attached[connection.series.job_id] -= 1
 
     def _answer(self, connection: WorkerConnection, answer: SnapshotAnswer, descriptor: int | None = None) -> None:
         if connection.socket.fileno() < 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from dataclasses import dataclass, field
 
 from unified.protocol.snapshots import (
@@ -13,6 +14,9 @@ from unified.protocol.snapshots import (
     SnapshotStamp,
     StorageTarget,
 )
+
+DONE_LINGER_S = 30.0
+"""Time for which the snapshots of a job are kept here whose workers on this node have all done their work."""
 
 
 @dataclass(eq=False)
@@ -44,9 +48,26 @@ class SentState:
 class JobState:
     """State of a job's snapshots here, beside the buffers."""
 
-    all_done: bool = True
-    """True if no worker that has left has not said that it had done its work."""
+    unfinished: set[SnapshotSeries] = field(default_factory=set)
+    """Series whose worker has left and has not said that it had done its work."""
     drop_at: float | None = None
     """Time at which all is dropped, unless a worker comes."""
     sent: dict[SnapshotSeries, SentState] = field(default_factory=dict)
     targets: dict[SnapshotSeries, StorageTarget] = field(default_factory=dict)
+
+    def come(self, series: SnapshotSeries) -> None:
+        """Note that a worker has come, which replaces the one before it, and the role's rounds of another size."""
+        self.drop_at = None
+        self.unfinished = {
+            each
+            for each in self.unfinished
+            if each[:2] != series[:2] or (each.world_size == series.world_size and each.rank != series.rank)
+        }
+
+    def leave(self, connection: WorkerConnection, linger_s: float, *, is_last: bool) -> None:
+        """Note that a worker has left; `linger_s`: time to keep all after the last, unless all have done their work."""
+        if not connection.is_done:
+            self.unfinished.add(connection.series)
+        if is_last:
+            self.drop_at = time.monotonic() + (linger_s if self.unfinished else DONE_LINGER_S)
+            self.unfinished.clear()

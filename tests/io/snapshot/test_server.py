@@ -99,6 +99,14 @@ def num_mapped() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:unified-snapshot")
 
 
+def num_buffers(node: SnapshotNode) -> int:
+    found = 0
+    for each in Path(f"/proc/{node.process.pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            found += "unified-snapshot" in os.readlink(each)
+    return found
+
+
 def test_another_job_gets_nothing(snapshot_node: Nodes) -> None:
     node, other = snapshot_node("a"), snapshot_node("b")
     rank = SnapshotRank(node)
@@ -204,15 +212,29 @@ def test_jobs_that_nobody_runs_here_are_forgotten(snapshot_node: Nodes) -> None:
     rank = SnapshotRank(node)
     rank.take(a_state(1.0, numel=1 << 20), 1)
     rank.client.close()
+    eventually(lambda: num_buffers(node) == 0, message="the memory was kept")
 
-    def num_buffers() -> int:
-        found = 0
-        for each in Path(f"/proc/{node.process.pid}/fd").iterdir():
-            with contextlib.suppress(OSError):  # closed meanwhile
-                found += "unified-snapshot" in os.readlink(each)
-        return found
 
-    eventually(lambda: num_buffers() == 0, message="the memory was kept")
+@pytest.mark.parametrize("is_killed", [False, True], ids=["agreed-again", "replaced"])
+def test_a_job_whose_workers_went_through_a_second_round_counts_as_done(snapshot_node: Nodes, is_killed: bool) -> None:
+    node = snapshot_node(linger_s=0.1)  # less than what a job is kept for whose workers are done
+    rank, other = SnapshotRank(node, 0), SnapshotRank(node, 1)
+    rank.take(a_state(1.0), 1)
+    if is_killed:
+        other.client.close()
+        other = SnapshotRank(node, 1)
+    for each in (rank, other):
+        each.client.attach()
+    for each in (rank, other):
+        each.client.end()
+        each.client.close()
+    unfinished = SnapshotRank(node, job="job-2")
+    unfinished.take(a_state(2.0), 2)
+    unfinished.client.close()
+    eventually(lambda: num_buffers(node) < 2, message="the memory of the job that is not done was kept")
+    again = SnapshotRank(node)
+    assert again.steps() == [(0, 1)]
+    again.client.close()
 
 
 def test_rubbish_ends_a_connection_and_nothing_else(snapshot_node: Nodes) -> None:
