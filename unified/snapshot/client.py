@@ -68,11 +68,15 @@ class SnapshotClient:
         self._mapped: dict[int, MappedBuffer] = {}
 
     def attach(self, attach: AttachSeries | None = None) -> Attached:
-        """Say who this is, also in a new round; return what the node holds of the role."""
+        """Say who this is, in each round, and to the next server if one is gone; return what it holds of the role."""
         self._attach = attach or self._attach
-        if self._socket is None:
-            return self._connect()
-        return self._ask(self._attach, Attached)
+        if self._socket is not None:
+            try:
+                return self._ask(self._attach, Attached)
+            except SnapshotError:
+                if self._socket is not None:  # refused by a server that lives
+                    raise
+        return self._connect()
 
     def begin(self, nbytes: int, floor: SnapshotStamp = NO_STAMP, *, is_sent: bool = False) -> WritableBuffer:
         """Return a buffer to write.

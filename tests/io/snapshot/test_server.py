@@ -10,10 +10,12 @@ import torch
 import zmq
 
 from tests.io.snapshot.conftest import Nodes
-from tests.support.snapshots import SnapshotNode, SnapshotRank, a_state
+from tests.support.snapshots import SECRET, SnapshotNode, SnapshotRank, a_state
 from unified.errors import SnapshotError, SnapshotQuotaError
 from unified.protocol.snapshots import (
+    LISTENER_NAME,
     NO_STAMP,
+    AttachSeries,
     OfferSnapshot,
     OfferTaken,
     ReadPiece,
@@ -21,6 +23,7 @@ from unified.protocol.snapshots import (
     SnapshotStamp,
     encode_snapshot_message,
     peer_message,
+    token_of,
 )
 from unified.security.curve import new_key
 from unified.testing import eventually
@@ -235,6 +238,21 @@ def test_a_job_whose_workers_went_through_a_second_round_counts_as_done(snapshot
     again = SnapshotRank(node)
     assert again.steps() == [(0, 1)]
     again.client.close()
+
+
+def test_a_server_that_died_between_two_rounds_is_no_error_of_the_next(snapshot_node: Nodes) -> None:
+    node, other = snapshot_node("a"), snapshot_node("b")
+    rank = SnapshotRank(node)
+    rank.take(a_state(1.0), 1)
+    node.process.kill()
+    node.process.wait()
+    (other.run_dir / LISTENER_NAME).replace(node.run_dir / LISTENER_NAME)  # as the agent's next server, at its place
+    found = rank.client.attach(AttachSeries(token=token_of(SECRET + b"b", "job-1"), series=rank.series))
+    assert found.held == []
+    rank.take(a_state(2.0), 2)
+    with pytest.raises(SnapshotError, match="no worker of job job-1"):
+        rank.client.attach(AttachSeries(token="", series=rank.series))
+    rank.client.close()
 
 
 def test_rubbish_ends_a_connection_and_nothing_else(snapshot_node: Nodes) -> None:
