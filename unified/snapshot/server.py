@@ -351,13 +351,20 @@ class SnapshotServer:
         if request.source is None:
             self._answer(connection, SnapshotRefused(reason="it is no longer here"))
             return
-        buffer = self._writable(connection.series, request.length, NO_STAMP, is_copy=False)
+        arriving, key = self._job(request.series).arriving, (request.series, request.stamp)
+        if key in arriving:
+            arriving[key].append(connection)
+            return
+        is_copy = request.series != connection.series  # one for all ranks here that have the same state
+        buffer = self._writable(request.series, request.length, NO_STAMP, is_copy=is_copy)
+        arriving[key] = [connection]
 
         def end(error: str) -> None:
-            if error:
-                self._answer(connection, SnapshotRefused(reason=error))
-            else:
-                self._say_readable(connection, buffer)
+            for each in arriving.pop(key):
+                if error:
+                    self._answer(each, SnapshotRefused(reason=error))
+                else:
+                    self._say_readable(each, buffer)
 
         self._pull(buffer, request.source, request.series, request.stamp, request.length, end)
 
@@ -385,10 +392,9 @@ class SnapshotServer:
     def _answer(self, connection: WorkerConnection, answer: SnapshotAnswer, descriptor: int | None = None) -> None:
         if connection.socket.fileno() < 0:
             return
+        descriptors = [] if descriptor is None else [descriptor]
         try:
-            socket.send_fds(
-                connection.socket, [encode_snapshot_message(answer)], [] if descriptor is None else [descriptor]
-            )
+            socket.send_fds(connection.socket, [encode_snapshot_message(answer)], descriptors)
         except OSError:  # it is gone, or reads nothing
             self._part(connection)
 

@@ -54,6 +54,8 @@ class JobState:
     """Time at which all is dropped, unless a worker comes."""
     sent: dict[SnapshotSeries, SentState] = field(default_factory=dict)
     targets: dict[SnapshotSeries, StorageTarget] = field(default_factory=dict)
+    arriving: dict[tuple[SnapshotSeries, SnapshotStamp], list[WorkerConnection]] = field(default_factory=dict)
+    """Workers that wait for a snapshot on its way here from another node, to be restored."""
 
     def come(self, series: SnapshotSeries) -> None:
         """Note that a worker has come, which replaces the one before it, and the role's rounds of another size."""

@@ -205,10 +205,11 @@ class Snapshots:
         target = here.client.begin(image.length, here.floor, is_sent=is_awaited)
         self._report_sent(target.waited_s, target.complaint)
         image.write(target.buffer.memory)
+        stamp = SnapshotStamp(here.place.round, step)
         here.client.commit(
             CommitSnapshot(
                 buffer=target.number,
-                stamp=SnapshotStamp(here.place.round, step),
+                stamp=stamp,
                 length=image.length,
                 floor=here.floor,
                 partner=partner,
@@ -216,7 +217,9 @@ class Snapshots:
                 to_storage=to_storage,
             )
         )
-        if target.confirmed > here.floor and (options.is_replicated or here.agreement.all_have(target.confirmed)):
+        if options.is_replicated:
+            here.floor = stamp  # all nodes have it before any of them begins the next
+        elif target.confirmed > here.floor and here.agreement.all_have(target.confirmed):
             here.floor = target.confirmed
         if target.num_buffers == 1:
             start_thread("unified-snapshot", self._prepare, image.length)
