@@ -40,9 +40,16 @@ from unified.protocol.snapshots import (
     snapshot_answer,
 )
 from unified.snapshot.memory import MappedBuffer
+from unified.snapshot.storage import write_within_s
 
 ANSWER_WITHIN_S = 330.0
-"""Longest wait for an answer of the server, which may itself wait for a partner, or for storage."""
+"""Longest wait for an answer that the server can give at once."""
+WRITES_AHEAD = 16
+"""Longest wait for an answer that the server gives after writes or transfers, in times of one write to storage.
+
+Each of them has a deadline in the server, and two ranks' are written at a time: this one ends the wait for a server
+that is stopped.
+"""
 A = TypeVar("A", bound=SnapshotAnswer)
 
 
@@ -186,6 +193,8 @@ class SnapshotClient:
         if self._socket is None:
             self._connect()
         assert self._socket is not None
+        within_s = _within_s(request)
+        self._socket.settimeout(within_s)
         try:
             self._socket.send(encode_snapshot_message(request))
             data, descriptors, _, _ = socket.recv_fds(self._socket, PACKET_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
@@ -194,7 +203,7 @@ class SnapshotClient:
             return snapshot_answer.decode(data), descriptors
         except (OSError, EOFError, msgspec.DecodeError) as error:
             self.close()
-            why = f"has not answered for {ANSWER_WITHIN_S:g} s" if isinstance(error, TimeoutError) else "is gone"
+            why = f"has not answered for {within_s:.0f} s" if isinstance(error, TimeoutError) else "is gone"
             raise SnapshotError(
                 f"The snapshot server of this node {why} ({error or 'end of file'}); the next snapshot starts another "
                 "one, and what this one held is lost: look for event=snapshots in the log of the agent."
@@ -208,3 +217,12 @@ class SnapshotClient:
                 )
             return SnapshotError(f"The snapshot server of this node refused: {answer.reason}.")
         return SnapshotError(f"The snapshot server of this node answered with {type(answer).__name__}.")
+
+
+def _within_s(request: SnapshotRequest) -> float:
+    """Return the longest wait for the answer to a request."""
+    match request:
+        case BeginSnapshot(is_sent=True, nbytes=nbytes) | OpenSnapshot(source=ServerAddress(), length=nbytes):
+            return WRITES_AHEAD * write_within_s(nbytes)
+        case _:
+            return ANSWER_WITHIN_S

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from unified.storage.backend import StorageBackend
 
 CHUNK_BYTES = 4 << 20
+WRITE_WITHIN_S = 300.0
+SLOWEST_BYTES_PER_S = 20 << 20
 KEPT = 2
 """Snapshots of each rank that are kept: the ranks of one step may be written at different times."""
 _FOOTER = struct.Struct("<4sI")
@@ -49,6 +51,11 @@ def target_of(location: str, series: SnapshotSeries, env: Mapping[str, str], *, 
 def name_of(job_id: str, stamp: SnapshotStamp) -> str:
     """Return the name of a snapshot in its folder."""
     return f"{stamp.step:012d}.{stamp.round}.{job_id}.snapshot"
+
+
+def write_within_s(length: int) -> float:
+    """Return the time after which the write of an image of so many bytes is given up."""
+    return WRITE_WITHIN_S + length / SLOWEST_BYTES_PER_S
 
 
 class SnapshotStorage(ClosedOnExit):

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from typing import IO
 
 from unified.protocol.snapshots import StorageTarget
+from unified.snapshot.storage import write_within_s
 
 MAX_WRITERS = 2
-WRITE_WITHIN_S = 300.0
-"""Time after which a writer is killed."""
 OnEnd = Callable[[str], None]
 
 
@@ -29,6 +28,11 @@ class _Order:
     target: StorageTarget
     name: str
     on_end: OnEnd
+
+    @property
+    def within_s(self) -> float:
+        """Time after which its writer is killed."""
+        return write_within_s(self.length)
 
 
 @dataclass(eq=False)
@@ -74,7 +78,7 @@ class StorageWriters:
         for writer in self._writers.values():
             if writer.deadline <= now:
                 writer.process.kill()
-                writer.deadline = now + WRITE_WITHIN_S
+                writer.deadline = now + writer.order.within_s
 
     def close(self) -> None:
         """Kill all that is at work."""
@@ -110,7 +114,7 @@ class StorageWriters:
             undo.callback(running.kill)
             pidfd = os.pidfd_open(running.pid)
             undo.pop_all()
-        self._writers[pidfd] = _Writer(order, running, pidfd, errors, time.monotonic() + WRITE_WITHIN_S)
+        self._writers[pidfd] = _Writer(order, running, pidfd, errors, time.monotonic() + order.within_s)
 
     def _on_ended(self, writer: _Writer) -> None:
         code = writer.process.wait()
@@ -122,7 +126,7 @@ class StorageWriters:
         if code == 0:
             writer.order.on_end("")
         elif code == -signal.SIGKILL:
-            writer.order.on_end(f"it was killed, or took longer than {WRITE_WITHIN_S:g} s")
+            writer.order.on_end(f"it was killed, or took longer than {writer.order.within_s:.0f} s")
         else:
             writer.order.on_end(lines[-1] if lines else f"its writer ended with code {code}")
         self._go_on()

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -208,6 +209,47 @@ def test_a_partner_that_dies_costs_the_copies_alone(snapshot_node: Nodes) -> Non
     assert weights(rank.read(7)) == 7.0
     for each in (rank, partner):
         each.client.close()
+
+
+@pytest.mark.parametrize("is_read", [False, True], ids=["copy", "read"])
+def test_a_slow_partner_is_waited_for_as_long_as_the_server_waits(
+    snapshot_node: Nodes, monkeypatch: pytest.MonkeyPatch, is_read: bool
+) -> None:
+    first, second = snapshot_node("a"), snapshot_node("b")
+    partner = SnapshotRank(second, 1)
+    partner.take(a_state(7.0), 7)
+    length = partner.held[0].length
+    SnapshotRank(first).client.close()  # the server has started
+    monkeypatch.setattr("unified.snapshot.client.ANSWER_WITHIN_S", 2.0)
+    rank = SnapshotRank(first)
+    second.process.send_signal(signal.SIGSTOP)
+    goes_on = threading.Timer(4.0, second.process.send_signal, [signal.SIGCONT])
+    if not is_read:
+        rank.take(a_state(1.0), 1, partner=partner.server)
+    goes_on.start()
+    if is_read:
+        assert weights(rank.read(7, of=partner.series, server=partner.server, length=length)) == 7.0
+    else:
+        rank.take(a_state(2.0), 2, partner=partner.server)
+        assert rank.complaint == ""
+    goes_on.join()
+    for each in (rank, partner):
+        each.client.close()
+
+
+def test_a_server_that_is_stopped_is_not_waited_for_for_ever(
+    snapshot_node: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, other = snapshot_node("a"), snapshot_node("b")
+    rank, reader, partner = SnapshotRank(node, 0), SnapshotRank(node, 1), SnapshotRank(other, 1)
+    monkeypatch.setattr("unified.snapshot.client.write_within_s", lambda length: length / 16000)
+    node.process.send_signal(signal.SIGSTOP)
+    with pytest.raises(SnapshotError, match="has not answered for 1 s"):
+        rank.client.begin(1000, is_sent=True)
+    with pytest.raises(SnapshotError, match="has not answered for 1 s"):
+        reader.read(7, of=partner.series, server=partner.server, length=1000)
+    node.process.send_signal(signal.SIGCONT)
+    partner.client.close()
 
 
 def test_jobs_that_nobody_runs_here_are_forgotten(snapshot_node: Nodes) -> None:

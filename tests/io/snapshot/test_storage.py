@@ -2,6 +2,7 @@
 
 import errno
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,19 @@ def test_a_writer_that_nobody_could_wait_for_is_not_left_behind(monkeypatch: pyt
     assert writers.is_idle
     assert set(psutil.Process().children()) <= set(children), "not even a zombie"
     assert left_behind(before) == []
+    os.close(descriptor)
+
+
+def test_a_large_image_has_more_time_to_be_written(target: StorageTarget) -> None:
+    descriptor, _ = buffer_of({"step": 1})
+    within: list[float] = []
+    for length in (1 << 20, 40 << 30):
+        writers = StorageWriters()
+        writers.write(descriptor, length, target, "name", lambda error: None)
+        assert writers.next_deadline is not None
+        within.append(writers.next_deadline - time.monotonic())
+        writers.close()
+    assert within == [pytest.approx(300, abs=20), pytest.approx(2348, abs=20)]
     os.close(descriptor)
 
 
