@@ -217,9 +217,9 @@ class Snapshots:
                 to_storage=to_storage,
             )
         )
-        if options.is_replicated:
+        if options.is_replicated and not here.is_alone:
             here.floor = stamp  # all nodes have it before any of them begins the next
-        elif target.confirmed > here.floor and here.agreement.all_have(target.confirmed):
+        elif target.confirmed > here.floor and (options.is_replicated or here.agreement.all_have(target.confirmed)):
             here.floor = target.confirmed
         if target.num_buffers == 1:
             start_thread("unified-snapshot", self._prepare, image.length)
