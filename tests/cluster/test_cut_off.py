@@ -19,7 +19,7 @@ from unified import process
 from unified.protocol.snapshots import LISTENER_NAME
 from unified.testing import eventually
 
-pytestmark = [pytest.mark.netns, pytest.mark.timeout(170)]
+pytestmark = pytest.mark.netns
 
 LEASE_S = 4.0
 SUBMIT = """

@@ -17,7 +17,7 @@ from unified.client.handle import JobHandle
 from unified.protocol.client_master import Explain, Story
 from unified.testing import LocalCluster, eventually
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.cluster
 STEPS = 120
 
 TRAIN = """

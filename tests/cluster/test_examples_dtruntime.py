@@ -17,7 +17,6 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "dtruntime"
 
 @pytest.mark.cluster
 @pytest.mark.slow
-@pytest.mark.timeout(150)  # five processes import torch
 def test_a_killed_worker_resumes_and_every_sample_counts_once(local_cluster: Cluster, tmp_path: Path) -> None:
     cluster = local_cluster(nodes=2, devices=2)
     done = subprocess.run(

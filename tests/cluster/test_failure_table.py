@@ -25,7 +25,7 @@ from unified.protocol.client_master import Explain, JobStatus, Story
 from unified.protocol.records import NodeState, Stage, WorkerState
 from unified.testing import FAST, Belongings, LocalCluster, eventually, left_behind
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).parents[2]
 WITHIN_S = 40.0

@@ -10,7 +10,7 @@ from unified.api.builder import DLJob, DLJobBuilder
 from unified.client.handle import JobHandle
 from unified.testing import LocalCluster, eventually
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.cluster
 
 TRAINING = """
 import os

@@ -11,7 +11,7 @@ from unified.api.builder import DLJobBuilder
 from unified.cli.main import main
 from unified.testing import LocalCluster, eventually
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.cluster
 
 RANKS = """
 import os, time

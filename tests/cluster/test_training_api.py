@@ -24,7 +24,7 @@ from tests.support.training_api import LARGE, Service, answered, document, paylo
 from unified.client.daemons import marked_processes
 from unified.testing import eventually
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 META = {**document(ROOT), "framework": "meta"}

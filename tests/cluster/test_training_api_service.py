@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 TOKEN = "trainer-demo-token"
 MODEL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture

@@ -8,8 +8,6 @@ import pytest
 
 from tests.support.training_runs import TrainingRuns, write_rows
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def test_a_model_that_does_not_exist_is_one_line(runs: TrainingRuns) -> None:
     """Of the hub, which cannot be reached from here, and which may say no where it can."""

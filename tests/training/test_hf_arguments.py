@@ -10,7 +10,6 @@ from tests.support.training_runs import TrainingRuns
 from tests.training.conftest import needs
 from unified.errors import OptionError
 
-pytestmark = pytest.mark.timeout(120)
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"adam_betta1": 0.8}, "hf has no argument 'adam_betta1'. Did you mean 'adam_beta1'?"),
     ({"grad_accumulation": 2}, "Did you mean 'gradient_accumulation'?"),

@@ -4,11 +4,7 @@ of it, with the signatures of NeMo 2, so this shows our half of the conversation
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.support.training_runs import TrainingRuns
-
-pytestmark = pytest.mark.timeout(120)
 
 CLASSES = """
 import json

@@ -20,8 +20,6 @@ from unified.security.frames import PIECE_BYTES
 from unified.security.keys import ClusterKey
 from unified.testing import eventually
 
-pytestmark = pytest.mark.timeout(120)
-
 ROOT = Path(__file__).parents[3]
 PROGRAM = ROOT / "tests/support/programs/stranger.py"
 KEY = new_key()

@@ -89,7 +89,6 @@ def test_ranks_have_folders_of_their_own_unless_all_have_the_same(tmp_path: Path
     assert target_of("kept", SERIES, {}, is_replicated=True).location == str(Path("kept").absolute())
 
 
-@pytest.mark.timeout(120)
 def test_a_server_writes_on_demand_and_what_is_left_when_its_agent_stops(
     snapshot_node: Nodes, target: StorageTarget
 ) -> None:

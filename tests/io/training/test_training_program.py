@@ -23,7 +23,6 @@ from unified.storage import open_storage
 from unified.training.program import main
 from unified.training.scratch import scratch_folder
 
-pytestmark = pytest.mark.timeout(180)  # several processes that load torch, on a machine that may be busy
 SAVED = [f"checkpoints/step-{step:06}.{kind}" for step in (10, 20) for kind in ("json", "pt")]
 
 
