@@ -153,7 +153,7 @@ def test_a_killed_driver_takes_its_cluster_with_it(tmp_path: Path, driver_env: d
     eventually(lambda: not cluster_processes(tmp_path), timeout=5, message="the cluster outlived its driver")
 
 
-@pytest.mark.parametrize("limit", [1, 0])
+@pytest.mark.parametrize("limit", [pytest.param(1, marks=pytest.mark.slow), 0])
 def test_a_master_that_dies_comes_back_with_its_state_and_the_job_goes_on(
     tmp_path: Path, run_dir: Path, driver_env: dict[str, str], limit: int
 ) -> None:

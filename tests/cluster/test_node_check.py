@@ -100,6 +100,7 @@ def test_a_slow_node_is_reported_and_kept(local_cluster: Cluster, project: Proje
     assert handle.status().num_restarts == 0
 
 
+@pytest.mark.slow
 def test_one_may_do_without(local_cluster: Cluster, project: Project) -> None:
     project(ranks=RANKS)
     handle = local_cluster(nodes=2, devices=1).submit(job("device", 2, skip=True), "unchecked")

@@ -60,6 +60,7 @@ def facts_of(text: str) -> list[dict[str, Any]]:
     return sorted(found, key=lambda facts: facts["RANK"])
 
 
+@pytest.mark.slow
 def test_the_same_command_on_two_hosts_is_one_job_with_the_submitter_s_environment(
     tmp_path: Path, unified_run: Run, local_cluster: Cluster
 ) -> None:

@@ -30,6 +30,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_every_line_of_every_rank_and_rank_0_reads_stdin(tmp_path: Path) -> None:
     (tmp_path / "talk.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "unified", "run", "--nproc-per-node=3", "talk.py", str(NUM_LINES)]

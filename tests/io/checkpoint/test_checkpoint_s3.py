@@ -136,7 +136,7 @@ def test_whatever_request_is_the_last_the_latest_loads(
 @pytest.mark.parametrize(
     "num_points",
     [
-        pytest.param(NUM_POINTS, marks=pytest.mark.timeout(150)),
+        NUM_POINTS,
         pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     ],
 )

@@ -42,6 +42,7 @@ def said(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]
     return code, capsys.readouterr().err.strip()
 
 
+@pytest.mark.slow
 def test_a_run_from_bucket_to_bucket(bucket: str) -> None:
     base, dataset = f"s3://{bucket}/runs/", f"s3://{bucket}/data/rows.jsonl"
     backend, _ = open_storage(f"s3://{bucket}")

@@ -345,6 +345,7 @@ for name, module in list(sys.modules.items()):
 """
 
 
+@pytest.mark.slow
 def test_what_a_zygote_imports_brings_no_generator_that_a_fork_would_not_seed() -> None:
     pytest.importorskip("torch")
     found = scan()
