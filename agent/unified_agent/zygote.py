@@ -24,6 +24,7 @@ IMPORT_NICE = 10
 """Nice value of imports that no worker waits for: beside a rank that computes they get a tenth of a core."""
 
 HURRY_AGAIN_S = 0.1
+"""Time after which a session's nice value is set again that the kernel has refused."""
 
 
 class ZygoteHandle(HelperProcess):
@@ -40,6 +41,7 @@ class ZygoteHandle(HelperProcess):
         self._owed: set[int | None] = set()
         """Children of which it has to tell the fork or the end."""
         self._silent_since = 0.0
+        self._is_niced = False
         self.hurry_at: float | None = None
         """Time at which it is to be hurried again, on the monotonic clock; None: that was done, or need not be."""
 
@@ -49,12 +51,14 @@ class ZygoteHandle(HelperProcess):
 
     def import_at_leisure(self) -> None:
         """Let it import after those who compute, until a worker is wanted of it."""
+        self._is_niced = True
         process.nice_session(IMPORT_NICE, self.pid)
 
     def hurry(self) -> None:
         """Let it import like everybody else, as a worker is wanted of it."""
-        is_done = process.nice_session(0, self.pid)
-        self.hurry_at = None if is_done else time.monotonic() + HURRY_AGAIN_S
+        if self._is_niced:
+            self._is_niced = not process.nice_session(0, self.pid)
+        self.hurry_at = time.monotonic() + HURRY_AGAIN_S if self._is_niced else None
 
     def expect(self, child: int) -> None:
         """Note that it has to tell of a child, from now on."""
