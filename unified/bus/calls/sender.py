@@ -260,8 +260,7 @@ class Sender:
         if isinstance(connection, UnixConnection):
             pieces = pack(encode_envelope(envelope), body, buffers)
             if self._shares_write(connection, envelope.kind) and len(pieces) == 1 and len(pieces[0]) <= JOINED_BYTES:
-                if connection.hold(pieces[0]) and connection not in self.holding:
-                    self.holding.add(connection)
+                if connection.hold(pieces[0], self.holding):
                     self._io.tick_soon()
                 return True
             connection.send(pieces)
@@ -306,9 +305,8 @@ class Sender:
         return granted.shared, granted.frames
 
     def release(self) -> None:
-        while self.holding:
-            with contextlib.suppress(KeyError):
-                self.holding.pop().release()
+        for connection in tuple(self.holding):
+            connection.release()
 
     def _shares_write(self, link: UnixConnection, kind: Kind) -> bool:
         """Return True if a message may wait a little for others to be written with."""

@@ -19,7 +19,8 @@ from collections import deque
 from collections.abc import Callable
 
 from unified.bus.transport.framing import Frames
-from unified.bus.transport.unix_connection import Spin, TransportEvents, UnixConnection
+from unified.bus.transport.spin import Spin
+from unified.bus.transport.unix_connection import TransportEvents, UnixConnection
 from unified.threads import CLOSE_WITHIN_S, TimerThread, call_guarded
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,6 @@ class IoThreads:
         self._threads: list[threading.Thread] = []
         self._num_spare = 0
         self._num_alive = 0
-        self._is_ticking = False
         self._is_accepting_paused = False
         """No file numbers were left to accept connections with."""
         self._was_accepting_paused = False
@@ -148,7 +148,7 @@ class IoThreads:
         """Read a connection again, which a waiting thread stopped reading, if none comes back soon."""
         if connection not in self._unread:
             self._unread[connection] = (connection.num_reads, 0)
-            self._keep_ticking()
+            self.tick_soon()
 
     def begin_user_code(self, num_ticks: int = 1) -> bool:
         """Take in that user code begins on this thread: if it leads, another may, until `end_user_code`, once so many
@@ -161,8 +161,8 @@ class IoThreads:
         self._code_number += 1
         self._ticks_left = num_ticks
         self._runs_code = True
-        if not self._is_ticking:
-            self._keep_ticking()
+        if not self._is_tick_due:
+            self.tick_soon()
         return True
 
     def end_user_code(self) -> None:
@@ -194,7 +194,6 @@ class IoThreads:
 
     def tick(self) -> bool:
         """Look after what was left alone too long; return False when there is nothing to look after."""
-        self._is_ticking = False  # first: what begins from here on calls for ticks itself
         now = time.monotonic() if self._unread else 0.0
         for connection, (num_reads, num_ticks) in list(self._unread.items()):
             if connection.num_reads != num_reads or connection.reader:
@@ -213,9 +212,7 @@ class IoThreads:
                 if self._ticks_left <= 0:
                     self._promote()
             self._seen_code_number = self._code_number
-        if self._unread or self._runs_code or self._is_accepting_paused:
-            self._is_ticking = True
-        return self._is_ticking
+        return bool(self._unread) or self._runs_code or self._is_accepting_paused
 
     def close(self) -> None:
         """End the threads, close the listener and all connections. A thread inside a handler ends when that does."""
@@ -254,16 +251,15 @@ class IoThreads:
                 self._epoll.close()
                 os.close(self._wake_fd)
 
-    def _keep_ticking(self) -> None:
-        if not self._is_ticking:
-            self._is_ticking = True
-            self.tick_soon()
-
     def tick_soon(self) -> None:
         """Have `tick` and `TransportEvents.idle` called once, unless they are about to be."""
         if not self._is_tick_due:
             self._is_tick_due = True
-            self._timer.set(time.monotonic())
+            try:
+                self._timer.set(time.monotonic())
+            except BaseException:  # such as KeyboardInterrupt: it may not be set
+                self._is_tick_due = False
+                raise
 
     def _on_tick(self) -> None:
         self._is_tick_due = False  # first: what begins from here on asks again
@@ -354,4 +350,4 @@ class IoThreads:
             logger.warning("event=cannot-accept reason=%r (it is tried again, and only said once)", str(error))
         self._epoll.unregister(listener.fileno())
         self._is_accepting_paused = True
-        self._keep_ticking()
+        self.tick_soon()

@@ -3,10 +3,6 @@
 The process that calls connects; answers come back on the same connection. Sending never blocks: what the kernel does
 not take at once waits in a backlog, and an I/O thread sends it on when there is room. A thread that waits for an answer
 receives it (`receive_until`): waking another thread to be woken by it would take most of the time of a call.
-
-A waiting thread spins for a moment before it sleeps: on one host an answer is often there within some tens of
-microseconds, and to fall asleep and be woken takes as long. Where spinning does not pay (the other side takes long, or
-has no core of its own to run on) it is soon given up, and only tried again from time to time.
 """
 
 from __future__ import annotations
@@ -19,60 +15,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from unified.bus.buffers import Buffer
 from unified.bus.transport.framing import FrameReader, Frames, RemoteMessage
+from unified.bus.transport.spin import Spin
 from unified.errors import ProtocolError
 from unified.protocol.records import Inbox
-
-T = TypeVar("T")
-SPIN_S = 0.0002
-"""Several times the cost of sleeping and waking: so the answer to a call with a payload of a megabyte is seen as well.
-With 40 µs such calls took a third longer, and single items through a queue twice as long."""
-_PATIENCE = 3
-"""Number of failures in a row that are borne."""
-_MOST_LEFT_OUT = 64
-
-
-class Spin:
-    """Spin state of one thread, or of several in turn, that wait for one kind of thing.
-
-    Args:
-        num_cores: that this process may use, if it is not to be found out; with one, who looks keeps the other side
-            from running.
-    """
-
-    def __init__(self, num_cores: int = 0) -> None:
-        self._is_possible = (num_cores or len(os.sched_getaffinity(0))) > 1
-        self._num_failed = 0
-        self._num_to_leave_out = 0
-
-    def is_worth_it(self) -> bool:
-        """Return whether to look this time; if so, `note` is to be told what came of it."""
-        if self._num_to_leave_out:
-            self._num_to_leave_out -= 1
-            return False
-        return self._is_possible
-
-    def note(self, is_found: bool) -> None:
-        """Take in whether it came while somebody looked."""
-        self._num_failed = 0 if is_found else min(self._num_failed + 1, 16)
-        if self._num_failed > _PATIENCE:
-            self._num_to_leave_out = min(2 ** (self._num_failed - _PATIENCE), _MOST_LEFT_OUT)
-
-    def look(self, look: Callable[[int], list[T]]) -> list[T]:
-        """Return what `look(0)` finds within `SPIN_S`; nothing, without looking, where that is not worth it."""
-        if not self.is_worth_it():
-            return []
-        found = look(0)
-        if not found:
-            until = time.perf_counter() + SPIN_S
-            while not found and time.perf_counter() < until:
-                found = look(0)
-        self.note(bool(found))
-        return found
-
 
 RECEIVE_BYTES = 64 * 1024
 FEW_BYTES = 8 * 1024
@@ -194,6 +143,7 @@ class UnixConnection:
         self._sending = threading.Lock()
         self._held: list[Buffer] = []
         self._held_bytes = 0
+        self._holding: set[UnixConnection] = set()
         self.sent_at = 0.0
         """Time of the last call on it; kept by the sender."""
         self._backlog: deque[memoryview] = deque()
@@ -219,13 +169,17 @@ class UnixConnection:
         self.can_share = bool(theirs.shm) and theirs.shm == ours.shm
         self.devices = theirs.gpus
 
-    def hold(self, piece: Buffer) -> bool:
-        """Keep a small message back until `release`, or the next `send`; False, and it was sent, if enough is held."""
+    def hold(self, piece: Buffer, holding: set[UnixConnection]) -> bool:
+        """Keep a small message back until `release`, or the next `send`, and be among `holding` meanwhile. Return True
+        if it is the first, for which a tick is due; with enough of them they are sent at once."""
         with self._sending:
+            is_first = not self._held
+            self._holding = holding
+            holding.add(self)
             self._held.append(piece)
             self._held_bytes += len(piece)
             if self._held_bytes < HELD_BYTES:
-                return True
+                return is_first
         self.release()
         return False
 
@@ -236,24 +190,25 @@ class UnixConnection:
     def send(self, pieces: Sequence[Buffer]) -> None:
         """Send now, or as soon as the kernel takes it; never blocks. Once lost it goes nowhere."""
         with self._sending:
-            if self._held:
-                pieces = [b"".join(self._held), *pieces]
-                self._held.clear()
-                self._held_bytes = 0
-            if self.is_lost or not pieces:
-                return
-            was_waiting, was_full, sent = bool(self._backlog), self.is_full, 0
-            if not was_waiting:
-                try:
-                    sent = self._write(pieces)
-                except BaseException as error:
-                    self._break()
-                    if isinstance(error, OSError):  # the other side is gone; reading will find that out and say so
-                        return
-                    raise
-                if len(pieces) == 1 and sent == len(pieces[0]):
+            try:
+                if self._held:
+                    pieces = [b"".join(self._held), *pieces]
+                    self._held.clear()
+                    self._held_bytes = 0
+                    self._holding.discard(self)
+                if self.is_lost or not pieces:
                     return
-            self._keep(pieces, sent)
+                was_waiting, was_full, sent = bool(self._backlog), self.is_full, 0
+                if not was_waiting:
+                    sent = self._write(pieces)
+                    if len(pieces) == 1 and sent == len(pieces[0]):
+                        return
+                self._keep(pieces, sent)
+            except BaseException as error:
+                self._break()
+                if isinstance(error, OSError):  # the other side is gone; reading will find that out and say so
+                    return
+                raise  # such as KeyboardInterrupt: some of it may not have been sent
         if self._backlog and (not was_waiting or self.is_full != was_full):
             self._watcher.watch(self)
 
@@ -472,7 +427,11 @@ class UnixConnection:
         if not count:
             self._lose("the other side closed it")
             return False
-        self._hand_on()
+        try:
+            self._hand_on()
+        finally:
+            if self._received:  # it was interrupted before it began
+                self._lose("handing on was stopped")
         if self._frames.error is not None:
             self.error = self._frames.error
             self._lose(str(self.error))

@@ -9,14 +9,18 @@ import socket
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
+import unified
 from tests.support.bus import PATIENCE_S, World, call, entry
-from unified.bus.calls.future import gather
+from tests.support.interrupts import Interrupter
+from unified.bus.calls import pending
+from unified.bus.calls.future import RpcFuture, gather
 from unified.bus.transport.io_threads import IoThreads
 from unified.errors import RpcError, RpcTimeoutError, UsageError
 from unified.protocol.envelope import Envelope, Kind
@@ -104,6 +108,43 @@ def test_interrupts_at_any_moment_end_every_call(world: World) -> None:
         signal.signal(signal.SIGUSR1, before)
     for i, future in enumerate(futures):
         assert future.exception(PATIENCE_S) is not None or future.result() == i
+    assert call(a, "echo", "still") == "still"
+
+
+def test_interrupt_at_each_point_of_a_wait_ends_the_call(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above, for the rarest moments too: at each place in a wait at which Python looks for signals."""
+    monkeypatch.setattr(pending, "LOST_GRACE_S", 0.02)
+    a, _ = world.pair({"echo": lambda x: x})
+    interrupter = Interrupter(str(Path(unified.__file__).parent))
+
+    def wait(future: RpcFuture[Any]) -> None:
+        with contextlib.suppress(RpcError):
+            future.result(PATIENCE_S)
+
+    def make(num_before: int) -> RpcFuture[Any]:
+        """Make a call, which is held back to share a write if another came just before."""
+        return [a.call("b", "echo", (i,), {}) for i in range(num_before + 1)][-1]
+
+    for i in range(50):
+        interrupter.run(partial(wait, make(i % 2)))
+    num_interrupted = 0
+    lost: list[str] = []
+    for point in list(interrupter.seen):
+        for attempt in range(20):  # not each wait goes the same way
+            future = make(attempt % 2)
+            interrupter.target = point
+            interrupter.run(partial(wait, future))
+            if interrupter.target is None:
+                num_interrupted += 1
+                try:
+                    future.exception(2)
+                except RpcTimeoutError:
+                    lost.append(f"{point[0].co_qualname}, instruction at {point[1]}")
+                break
+    assert not lost
+    assert num_interrupted > len(interrupter.seen) / 2 > 10
+    with contextlib.suppress(RpcError):  # it may find a connection that the last interrupt broke
+        call(a, "echo", "once")
     assert call(a, "echo", "still") == "still"
 
 
