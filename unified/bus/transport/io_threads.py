@@ -19,8 +19,7 @@ from collections import deque
 from collections.abc import Callable
 
 from unified.bus.transport.framing import Frames
-from unified.bus.transport.spin import Spin
-from unified.bus.transport.unix_connection import TransportEvents, UnixConnection
+from unified.bus.transport.unix_connection import Spin, TransportEvents, UnixConnection
 from unified.threads import CLOSE_WITHIN_S, TimerThread, call_guarded
 
 logger = logging.getLogger(__name__)

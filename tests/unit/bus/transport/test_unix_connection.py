@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 
-from unified.bus.transport.spin import SPIN_S, Spin
+from unified.bus.transport.unix_connection import SPIN_S, Spin
 
 
 def tries(spin: Spin, outcomes: Iterator[bool] | list[bool]) -> list[bool]:
