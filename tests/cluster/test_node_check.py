@@ -63,12 +63,13 @@ def nodes_used(handle: JobHandle) -> set[str]:
     return {line.split()[-1] for line in handle.logs() if "sum" in line}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
         ("link", "NIC on fire"),
-        pytest.param("device", "ECC error", marks=pytest.mark.slow),
-        pytest.param("silent", "in time", marks=pytest.mark.slow),
+        ("device", "ECC error"),
+        ("silent", "in time"),
     ],
 )
 def test_a_node_at_fault_is_replaced(

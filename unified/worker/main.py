@@ -72,6 +72,8 @@ PRELOAD = (
     "unified.api.runtime.worker",
     "unified.api.runtime.role_group",
     "unified.queue.client",
+    "unified.api.builder.builder",
+    "unified.elastic.loop",
 )
 """Imports of a zygote, where they are installed, so that a forked worker need not. None starts a thread."""
 

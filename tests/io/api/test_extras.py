@@ -69,7 +69,13 @@ def test_public_names_that_need_torch_say_so() -> None:
     assert not [line for line in told if not line.endswith(TORCH)]
 
 
-@pytest.mark.parametrize("absent", [{"pyarrow"}, {"botocore", "boto3"}, {"backports"}, {"xxhash"}])
+@pytest.mark.parametrize(
+    "absent",
+    [
+        {"pyarrow", "botocore", "boto3", "backports", "xxhash"},
+        *(pytest.param({name}, marks=pytest.mark.slow) for name in ("pyarrow", "botocore", "backports", "xxhash")),
+    ],
+)
 def test_no_public_name_needs_another_extra(absent: set[str]) -> None:
     assert run(EACH_NAME.format(packages=PACKAGES), absent) == []
 

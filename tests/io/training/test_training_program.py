@@ -83,7 +83,8 @@ def test_ranks_train_as_one_would(data: str, base: str, capsys: pytest.CaptureFi
     assert accumulated == pytest.approx(one, rel=1e-3)
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_a_resumed_run_is_the_same_run(data: str, base: str, world_size: int) -> None:
     """Stopped in the middle of the second epoch and resumed: the same losses, step for step."""
     arguments: dict[str, Any] = {"num_epochs": 6, "batch_size": 16 // world_size, "warmup_steps": 5}

@@ -245,19 +245,19 @@ class UnixConnection:
                     self._holding.discard(self)
                 if self.is_lost or not pieces:
                     return
-                was_waiting, was_full, sent = bool(self._backlog), self.is_full, 0
-                if not was_waiting:
+                sent = 0
+                if not self._backlog:
                     sent = self._write(pieces)
                     if len(pieces) == 1 and sent == len(pieces[0]):
                         return
                 self._keep(pieces, sent)
+                if self._backlog:  # each time: the I/O thread may have looked before this was kept
+                    self._watcher.watch(self)
             except BaseException as error:
                 self._break()
                 if isinstance(error, OSError):  # the other side is gone; reading will find that out and say so
                     return
                 raise  # such as KeyboardInterrupt: some of it may not have been sent
-        if self._backlog and (not was_waiting or self.is_full != was_full):
-            self._watcher.watch(self)
 
     def wait_for_room(self, limit_bytes: int, give_up: Callable[[], bool]) -> bool:
         """Wait until less than `limit_bytes` are in the backlog; False if `give_up` said so before."""

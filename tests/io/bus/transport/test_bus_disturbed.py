@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import errno
 import os
+import select
 import signal
 import socket
 import sys
@@ -18,10 +19,11 @@ import pytest
 
 import unified
 from tests.support.bus import PATIENCE_S, World, call, entry
-from tests.support.interrupts import Interrupter
+from tests.support.interrupts import Interrupter, Point
 from unified.bus.calls import pending
 from unified.bus.calls.future import RpcFuture, gather
 from unified.bus.transport.io_threads import IoThreads
+from unified.bus.transport.unix_connection import UnixConnection
 from unified.errors import RpcError, RpcTimeoutError, UsageError
 from unified.protocol.envelope import Envelope, Kind
 from unified.protocol.records import Reachability
@@ -146,6 +148,27 @@ def test_interrupt_at_each_point_of_a_wait_ends_the_call(world: World, monkeypat
     with contextlib.suppress(RpcError):  # it may find a connection that the last interrupt broke
         call(a, "echo", "once")
     assert call(a, "echo", "still") == "still"
+
+
+def test_interrupted_send_breaks_its_link_or_has_the_rest_sent_on() -> None:
+    """At each place at which Python looks for signals: else the rest of a large message waited for the next one."""
+    interrupter = Interrupter(str(Path(unified.__file__).parent))
+    points: list[Point | None] = [None]
+    for point in points:
+        ours, theirs = socket.socketpair()
+        link = UnixConnection(ours, Mock(watch=lambda link: setattr(link, "watched", link.events)), Mock(), peer_id="b")
+        link.hold(b"held", set())
+        interrupter.target = point
+        interrupter.run(partial(link.send, [b"large", bytes(1 << 20)]))
+        if point is None:
+            points += interrupter.seen
+            assert link.backlog_bytes
+        assert not link.backlog_bytes or link.watched & select.EPOLLOUT
+        has_held = bool(link._held)
+        link.close()
+        with theirs:
+            assert has_held or theirs.recv(4) in (b"held", b"")
+    assert len(points) > 10
 
 
 def test_callback_of_a_late_call_holds_up_no_other_deadline(world: World) -> None:
