@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from unified import current_worker
 from unified.data import iter_samples
-from unified.errors import BarrierError
+from unified.errors import BarrierError, CoordinatorError
 from unified.protocol.coordinator import ShardAssignment
 
 
@@ -71,7 +71,7 @@ async def main() -> None:
         while epoch < config.epochs:
             # Asked anew before each shard: what a lost worker has left is among them, what a new one got is not.
             # The first of them is this worker's for sure.
-            while shards := registry.get_assignment("points", epoch=epoch):
+            while shards := unfinished(registry, epoch):
                 samples, losses = [], []
                 for batch in create_dataloader(shards[0], config.batch):
                     losses.append(train_step(model, batch, optimizer))
@@ -98,6 +98,16 @@ async def main() -> None:
             if is_complete(registry, epoch):
                 epoch = registry.advance_epoch("points", epoch + 1)
     print(f"worker {rank}: training complete after {step} steps", flush=True)
+
+
+def unfinished(registry: Any, epoch: int) -> list[ShardAssignment]:
+    """Return this worker's shards of an epoch; none if another worker has seen its end and begun the next."""
+    try:
+        return list(registry.get_assignment("points", epoch=epoch))
+    except CoordinatorError as error:
+        if error.code != "ended":
+            raise
+        return []
 
 
 def create_dataloader(shard: ShardAssignment, batch_size: int) -> DataLoader[Any]:
