@@ -213,20 +213,25 @@ def check_losses(out: Path, expected: list[dict[int, float]], replaced: Collecti
 
 
 @pytest.mark.parametrize(
-    "victims",
+    ("nodes", "victims"),
     [
-        pytest.param([0], id="first"),
-        pytest.param([1, 2], id="two", marks=pytest.mark.slow),
-        pytest.param([3], id="last", marks=pytest.mark.slow),
+        pytest.param(1, [0], id="first-of-two"),
+        pytest.param(2, [0], id="first", marks=pytest.mark.slow),
+        pytest.param(2, [1, 2], id="two", marks=pytest.mark.slow),
+        pytest.param(2, [3], id="last", marks=pytest.mark.slow),
     ],
 )
 def test_killed_ranks_cost_no_other_its_process(
-    local_cluster: Cluster, expected: Callable[..., list[dict[int, float]]], tmp_path: Path, victims: list[int]
+    local_cluster: Cluster,
+    expected: Callable[..., list[dict[int, float]]],
+    tmp_path: Path,
+    nodes: int,
+    victims: list[int],
 ) -> None:
-    cluster = local_cluster(nodes=2, devices=2)
-    quiet = expected(cluster, nodes=2, each=2)
+    cluster = local_cluster(nodes=nodes, devices=2)
+    quiet = expected(cluster, nodes=nodes, each=2)
     out = tmp_path / "killed"
-    handle = submit(cluster, out, each=2)
+    handle = submit(cluster, out, nodes=nodes, each=2)
     for step in (30, 60):
         reaches(out, 0, step)
         for rank in victims:
@@ -234,7 +239,7 @@ def test_killed_ranks_cost_no_other_its_process(
     assert handle.wait(timeout=100) == 0, "\n".join(handle.logs())
     lost = given_up(handle)
     check_losses(out, quiet, [*victims, *lost])
-    for rank in range(4):
+    for rank in range(2 * nodes):
         assert len(pids(out, rank)) == (3 if rank in victims else 1) + lost[rank]
     memory = {tuple(line.split()[1:3]) for line in lines(out, "rounds")}
     assert len(memory) == len({pid for pid, _ in memory})  # each process has had one model, in one place

@@ -149,7 +149,8 @@ assert set(roles) == {"data"}
 """
 
 
-@pytest.mark.parametrize("route", ["auto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tcp", "relay"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("route", ["auto", "tcp", "relay"])
 def test_batches_of_a_loader_role(local_cluster: Cluster, project: Project, route: str) -> None:
     project(data=DATA, trainer=TRAINER)
     handle = local_cluster(nodes=2, devices=2, env={"UNIFIED_BUS_ROUTE": route}).submit(

@@ -91,6 +91,7 @@ def test_a_node_at_fault_is_replaced(
     assert checks["node-1"].startswith("ok: matmul ")
 
 
+@pytest.mark.slow
 def test_a_slow_node_is_reported_and_kept(local_cluster: Cluster, project: Project) -> None:
     project(ranks=RANKS)
     handle = local_cluster(nodes=2, devices=1).submit(job("slow", 2), "slow")

@@ -89,6 +89,7 @@ def functions(frames: list[str]) -> list[str]:
     return [frame.rpartition(" in ")[2] for frame in frames]
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_entered_a_collective_is_named(local_cluster: Cluster, project: Project, show: Show) -> None:
     project(ranks=RANKS)
     builder = DLJobBuilder().node_num(2).device_per_node(2).device_type("CPU")

@@ -58,7 +58,8 @@ def train():
 """
 
 
-@pytest.mark.parametrize(("killed_at", "lives"), [(0, 2), pytest.param(65, 3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("killed_at", "lives"), [(0, 2), (65, 3)])
 def test_two_epochs_sum_up_whenever_the_ranks_fail(
     local_cluster: Cluster, project: Project, tmp_path: Path, killed_at: int, lives: int
 ) -> None:
