@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=10.0, help="seconds from one kill to the next (default: 10)")
     parser.add_argument("--seed", type=int, default=1, help="of what is killed, and when (default: 1)")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="where goodput.json and goodput.svg go")
-    parser.add_argument("--check", action="store_true", help=f"end with 1 below {FLOOR:.0%}")
+    parser.add_argument("--check", action="store_true", help=f"end with 1 below {FLOOR:.0%}%")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="unified-bench-") as name:
         steps, kills, code = train(Path(name), args.seconds, args.every, random.Random(args.seed))
