@@ -37,13 +37,12 @@ def measure(route: str, rows: list[str]) -> Figures:
         tempfile.TemporaryDirectory(prefix="unified-bench-") as folder,
         EmbeddedCluster(nodes=1, devices_per_node=1) as cluster,
     ):
-        time.sleep(work.SETTLE_S)  # until the zygote has imported torch, and everybody has calmed down
+        time.sleep(work.SETTLE_S)
         marked = marked_processes(f"{CLUSTER_VARIABLE}={cluster.cluster_id}")
         values["memory_idle"] = work.memory_mib(process.pid for process in marked)[0]
         try:
             if work.wanted("start_4_workers", rows=rows):
                 values["start_4_workers"] = start(cluster.address, route, Path(folder))
-                time.sleep(work.SETTLE_S)  # the zygote imports what later workers may want, now that there was one
             others = set(work.NAMES) - {"memory_idle", "start_4_workers"}
             if work.wanted(*others, rows=rows):
                 read = run_job(cluster.address, route, Path(folder), rows)

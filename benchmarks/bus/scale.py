@@ -118,7 +118,7 @@ def run(inboxes: int, per_node: int) -> dict[str, Any]:
         EmbeddedCluster(nodes=1, devices_per_node=2) as cluster,
         load(cluster.address, nodes, per_node) as (told, beat_for_all),
     ):
-        time.sleep(work.SETTLE_S)  # until the zygote has imported torch
+        time.sleep(work.SETTLE_S)
         folder = Path(name)
         master = psutil.Process(cluster.master_pid)
         until(lambda: not nodes or told().get("register_s"), f"{nodes} agents registered", told)

@@ -29,8 +29,9 @@ QUEUE_BATCH = 100
 QUEUE_BATCHES = 20
 PYTHONS_SWITCH_S = 0.005
 """`sys.getswitchinterval()` where nobody has set it."""
-SETTLE_S = 6.0
-"""Between the start of a runtime and the first reading, so that what it prepares in the background is there."""
+SETTLE_S = 13.0
+"""Between the start of a runtime and the first reading, so that what it prepares in the background is there. The last
+of ours is what a zygote imports when it has waited for `unified.worker.zygote.SPARE_S`."""
 FEWEST_READINGS = 3
 STEADY_S = 1.0
 """Readings are taken until this time has passed, and the median counts: the first may meet memory that is new."""

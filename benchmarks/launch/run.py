@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.bus.work import pss_mib
+from benchmarks.bus.work import SETTLE_S, pss_mib
 from unified.client.embedded import EmbeddedCluster
 
 RANK_SCRIPT = Path(__file__).with_name("rank.py")
@@ -220,14 +220,15 @@ def free_port() -> int:
 
 
 def idle_memory_mib(master: int, agents: list[int]) -> dict[str, float]:
-    """Proportional set size of the daemons and the zygote, before any job: memory shared by n counts 1/n in each."""
-    time.sleep(3)  # until the zygote has imported torch
+    """Proportional set size of the daemons and the zygote, before any job: memory shared by n counts 1/n in each. The
+    agent's includes its lease keeper's.
+    """
+    time.sleep(SETTLE_S)
     sizes = {"master": pss_mib(master), "agent": 0.0, "zygote": 0.0}
     for agent in agents:
         sizes["agent"] += pss_mib(agent)
         for child in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
-            if "zygote" in command_of(int(child)):
-                sizes["zygote"] += pss_mib(int(child))
+            sizes["zygote" if "zygote" in command_of(int(child)) else "agent"] += pss_mib(int(child))
     return {**sizes, "sum": sum(sizes.values())}
 
 
@@ -289,7 +290,8 @@ def show(result: dict[str, Any]) -> None:
 def memory_sentence(result: dict[str, Any]) -> str:
     memory = result["idle_pss_mib"]
     return (
-        f"Idle memory (proportional set size): master {memory['master']:.0f} MiB, agent {memory['agent']:.0f} MiB, "
+        f"Idle memory (proportional set size): master {memory['master']:.0f} MiB, "
+        f"agent with its lease keeper {memory['agent']:.0f} MiB, "
         f"zygote with torch imported {memory['zygote']:.0f} MiB, together {memory['sum']:.0f} MiB."
     )
 

@@ -34,6 +34,8 @@ from unified.worker.fork_setup import give_back_idle, import_if_there, open_outp
 
 QUIET_S = 1.0
 """After so long without a fork or an exit the zygote does what is worth having but not worth waiting for."""
+SPARE_S = 5.0
+"""A zygote that was asked for nothing for so long gets ready, too: its node may be the one that replaces a lost one."""
 DEFAULT_ENTRY = "unified.worker.main:main"
 FDS_PER_FORK = 3
 _PASSED_BYTES = socket.CMSG_SPACE(FDS_PER_FORK * array.array("i").itemsize)
@@ -55,7 +57,7 @@ class Zygote:
         self._descriptors: deque[int] = deque()
         self._children: dict[int, Fork] = {}
         self._later = preload_later(self._module)
-        """Modules to be imported once it has forked: an agent that waits for its first job need not hold them."""
+        """Modules to be imported once it has forked, or after `SPARE_S`: a cluster that starts has more urgent work."""
         self._idle_work: deque[Callable[[], object]] = deque([give_back_idle])
         self._is_quiet = False
         self._is_importing = False
@@ -81,6 +83,8 @@ class Zygote:
             while not self._is_asked_to_end:
                 self._is_quiet = not poll.poll(self._poll_timeout_ms())
                 if self._is_quiet:
+                    if not self._idle_work:
+                        self._plan_imports()
                     self._do_idle_work()
                     continue
                 self._empty_wake_up()
@@ -93,9 +97,9 @@ class Zygote:
             self._kill_all()
 
     def _poll_timeout_ms(self) -> float | None:
-        if not self._idle_work:
-            return None
-        return 0 if self._is_quiet else QUIET_S * 1000
+        if self._idle_work:
+            return 0 if self._is_quiet else QUIET_S * 1000
+        return SPARE_S * 1000 if self._later else None
 
     def _do_idle_work(self) -> None:
         self._is_importing = True
@@ -108,7 +112,7 @@ class Zygote:
             self._is_importing = False
 
     def _plan_imports(self) -> None:
-        """Plan, now that there is a job, to import what those that follow will want, as soon as it is quiet."""
+        """Plan to import what the jobs that follow will want, as soon as it is quiet."""
         self._idle_work.extend(partial(import_if_there, name) for name in self._later)
         if self._later:
             self._idle_work.append(self._settle)

@@ -15,7 +15,7 @@ from unified import process
 from unified.protocol.agent_zygote import ChildExited, Fork, Forked, ZygoteToAgent, ZygoteUp, zygote_to_agent
 from unified.protocol.framing import PROTOCOL_VERSION, StreamBuffer, encode_stream
 from unified.testing import eventually
-from unified.worker.zygote import QUIET_S
+from unified.worker.zygote import QUIET_S, SPARE_S
 
 PATIENCE_S = 10.0
 ENTRY = """
@@ -265,6 +265,17 @@ def test_what_nobody_waits_for_is_imported_after_the_first_fork_when_it_is_quiet
     second = zygote.fork("modules")
     assert second.read(second.out).split() == ["True", "True"]
     assert zygote.exited(second) == 0
+
+
+@pytest.mark.slow
+def test_a_zygote_without_a_job_imports_it_too_after_a_while(zygote: ZygoteProcess, tmp_path: Path) -> None:
+    """A node in reserve that takes over from a lost one then starts its first rank as quickly as any other."""
+    time.sleep(SPARE_S - 1)
+    assert not (tmp_path / "late").exists()
+    assert eventually(lambda: (tmp_path / "late").exists())
+    first = zygote.fork("modules")
+    assert zygote.exited(first) == 0
+    assert first.read(first.out).split() == ["True", "True"]
 
 
 def test_an_import_that_nobody_waits_for_does_not_hold_up_the_end(start: Start, tmp_path: Path) -> None:
