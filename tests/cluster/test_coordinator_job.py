@@ -102,6 +102,7 @@ def data(tmp_path: Path) -> None:
     (tmp_path / "data" / "part.jsonl").write_text("".join(json.dumps({"x": number}) + "\n" for number in range(60)))
 
 
+@pytest.mark.slow
 def test_workers_that_name_themselves_read_all_of_it(local_cluster: Cluster, project: Project, tmp_path: Path) -> None:
     """As document 5 does; nobody else is given a part that nobody reads."""
     project(named_job=NAMED.format(folder=str(tmp_path)))

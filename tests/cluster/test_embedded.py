@@ -101,7 +101,7 @@ def cluster_processes(tmp_path: Path) -> list[str]:
     return [str(process) for home in homes for process in marked_processes(f"{CLUSTER_VARIABLE}={home.name}")]
 
 
-@pytest.mark.parametrize("what", ["good", "leaving"])
+@pytest.mark.parametrize("what", ["good", pytest.param("leaving", marks=pytest.mark.slow)])
 def test_a_job_file_runs_to_its_end_and_nothing_is_left(
     tmp_path: Path, run_dir: Path, driver_env: dict[str, str], what: str
 ) -> None:
@@ -114,6 +114,7 @@ def test_a_job_file_runs_to_its_end_and_nothing_is_left(
     assert left_behind(before) == []
 
 
+@pytest.mark.slow
 def test_workers_share_the_cpus_of_the_host_however_many_they_ask_for(
     tmp_path: Path, driver_env: dict[str, str]
 ) -> None:
@@ -182,7 +183,9 @@ def test_a_master_that_dies_comes_back_with_its_state_and_the_job_goes_on(
     assert list(run_dir.iterdir()) == []
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_ctrl_c_and_sigterm_end_an_embedded_cluster_and_all_in_it(
     tmp_path: Path, run_dir: Path, driver_env: dict[str, str], number: signal.Signals, code: int
 ) -> None:

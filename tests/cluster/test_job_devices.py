@@ -45,6 +45,7 @@ def share():
 """
 
 
+@pytest.mark.slow
 def test_workers_see_devices_as_the_table_in_the_docs_says(
     local_cluster: Cluster,
     project: Project,

@@ -116,6 +116,7 @@ def test_a_killed_agent_takes_its_workers_with_it(local_cluster: Cluster, make: 
     assert handle.wait(timeout=20) == 130
 
 
+@pytest.mark.slow
 def test_a_job_outlives_its_driver(local_cluster: Cluster, make: Callable[..., JobSpec], tmp_path: Path) -> None:
     cluster = local_cluster(nodes=1, devices=2)
     (tmp_path / "forever.py").write_text("import signal\nwhile True: signal.pause()\n")

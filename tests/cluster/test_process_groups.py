@@ -48,6 +48,7 @@ def run():
 """
 
 
+@pytest.mark.slow
 def test_a_role_that_answers_calls_keeps_its_group_until_the_job_stops_it(
     local_cluster: Cluster, project: Project
 ) -> None:

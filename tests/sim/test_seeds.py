@@ -11,7 +11,7 @@ from tests.support.sim.chaos import play
 from tests.support.sim.transcript import Transcript
 
 CHUNK = 10
-QUICK = 3
+QUICK = 1
 NUM_SEEDS = 1000
 
 

@@ -181,6 +181,7 @@ def test_what_a_sampler_raises_comes_after_the_batches_before_it() -> None:
 
 
 @pytest.mark.parametrize("method", ["spawn"])
+@pytest.mark.slow
 def test_other_start_methods_take_lambdas_and_local_classes(method: str) -> None:
     class Local(Pids):
         pass

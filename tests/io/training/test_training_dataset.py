@@ -137,6 +137,7 @@ def test_bytes_are_tokens() -> None:
     assert tokenizer.tokens("\ud800", 10) == [BOS, ord("?"), EOS]
 
 
+@pytest.mark.slow
 def test_memory_stays_flat(tmp_path: Path) -> None:
     """300 MB compressed and plain, read through with less than a fifth of that."""
     text = "x" * 1000

@@ -143,6 +143,7 @@ def test_a_restart_of_the_same_attempt_goes_on(data: str, base: str, monkeypatch
     assert main(argv) == 2
 
 
+@pytest.mark.slow
 def test_the_newest_checkpoints_are_kept(data: str, base: str) -> None:
     assert main(options(base, data, max_steps=25, save_total_limit=2, lr_scheduler_type="linear")) == 0
     assert complete_steps(base) == [20, 25]
@@ -301,6 +302,7 @@ def test_a_store_that_refuses(
     assert time.monotonic() - begin < 20
 
 
+@pytest.mark.slow
 def test_a_store_that_is_full_ends_the_run_and_older_checkpoints_stay(
     s3_environment: S3Server, data: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,7 +41,10 @@ ELASTIC = """
 
 @pytest.mark.parametrize(
     ("entry", "auto_setup"),
-    [(attribute("run"), True), (EntryPoint(kind="script", target="wp_code.py"), False)],
+    [
+        (attribute("run"), True),
+        pytest.param(EntryPoint(kind="script", target="wp_code.py"), False, marks=pytest.mark.slow),
+    ],
     ids=["automatic", "env"],
 )
 def test_rank_that_dies_is_replaced_in_a_new_round(

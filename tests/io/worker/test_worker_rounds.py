@@ -91,7 +91,9 @@ def is_left(child: Talk, round_: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "silent"])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["dead", "silent"]
+)
 def test_healthy_ranks_keep_their_process(agent: Agent, forker: Forker, how: signal.Signals) -> None:
     agent.write("wp_code.py", REJOINING)
     with socket.create_server(("127.0.0.1", 0)) as ours:
