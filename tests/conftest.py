@@ -35,8 +35,14 @@ os.environ["UNIFIED_KEY_FILE"] = ""
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Modules and thousands of tests are all kept, and looking for garbage among them takes a sixth of the time.
-gc.disable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Modules and thousands of tests are all kept; looking for garbage among them would take a sixth of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:
@@ -44,7 +50,6 @@ def pytest_collection_finish() -> None:
 
     `Belongings` collects before and after each test that uses it, which took 0.4 s each time.
     """
-    gc.enable()
     gc.collect()
     gc.freeze()
 

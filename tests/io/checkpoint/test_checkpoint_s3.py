@@ -17,7 +17,7 @@ from unified.core.backoff import Backoff
 from unified.errors import CheckpointSaveError
 from unified.storage import S3Backend
 
-NUM_POINTS = int(os.environ.get("UNIFIED_TEST_S3_KILL_POINTS", "6"))
+NUM_POINTS = int(os.environ.get("UNIFIED_TEST_S3_KILL_POINTS", "12"))
 
 
 def keys(bucket: str) -> list[str]:
