@@ -10,9 +10,10 @@ SECONDS ?= 600
 PEERS := out/peers
 PEER_PIP = $(@D)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
 PYTEST ?= $(BIN)/python -m pytest --quiet
-# Most tests wait for other processes, so two a core; each takes some 400 MiB. A process that is done takes tests from
-# another: a file of long tests would keep one busy when all others are through.
-PARALLEL ?= --numprocesses=$(shell echo $$(($$(nproc) * 2))) --maxprocesses=8 --dist=worksteal
+# Most tests wait for other processes, so two a core; each takes some 400 MiB.
+PROCESSES ?= $(shell n=$$(($$(nproc) * 2)); echo $$((n < 8 ? n : 8)))
+# What failed runs once more; reports go to the folder OUT.
+SUITE = $(BIN)/python scripts/run_suite.py --out $(or $(OUT),out/$@) --processes
 TABLES := $(if $(README),--readme)
 NOT_HERE := not gpu and not slurm and not browser
 # What Python has compiled is kept, whatever the shell says: else each of some hundred processes compiles it anew, and
@@ -20,7 +21,7 @@ NOT_HERE := not gpu and not slurm and not browser
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-failover example test test-slow test-training check lint types layers suite unit fix sim bench bench-launch bench-bus bench-coordinator bench-checkpoint bench-gateway bench-recovery bench-scale peers soak docs clean
+.PHONY: help setup demo demo-failover example test test-slow test-netns test-training test-random test-all check lint types layers suite unit fix sim bench bench-launch bench-bus bench-coordinator bench-checkpoint bench-gateway bench-recovery bench-scale peers soak docs clean
 
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,18 +37,29 @@ demo-failover: $(VENV)/.installed-examples ## train on 4 ranks, kill ranks and a
 example: $(VENV)/.installed-examples ## run another example: make example N=actors
 	@$(BIN)/python examples/$(N)/submit.py
 
-test: setup lint ## linters, types, layers, and all tests that need no special machine but the slow ones
+test: setup lint ## what decides, the same each time: linters, types, layers, and all tests that are neither slow nor need a special machine
 	@$(MAKE) --no-print-directory --jobs=3 types layers suite
 
 suite: setup
 	@test -d tests/__pycache__ || $(PYTEST) --collect-only > /dev/null || true # or each process rewrites all assertions
-	$(PYTEST) $(PARALLEL) --ignore=tests/training -m "$(NOT_HERE) and not slow and not netns" $(if $(REPORT),--junit-xml=$(REPORT))
+	$(SUITE) $(PROCESSES) --ignore=tests/training -m "$(NOT_HERE) and not slow and not netns" $(ARGS)
 
-test-slow: setup ## the tests that `make test` leaves out: whole examples, and kills by the hundred
-	$(PYTEST) $(PARALLEL) --ignore=tests/training -m "$(NOT_HERE) and (slow or netns)" $(if $(REPORT),--junit-xml=$(REPORT))
+test-slow: setup ## whole examples, and kills by the hundred
+	$(SUITE) $(PROCESSES) --dist=worksteal --limit=600 --ignore=tests/training -m "$(NOT_HERE) and slow and not netns" $(ARGS)
+
+test-netns: setup ## several hosts as network namespaces: needs root
+	$(SUITE) $(PROCESSES) --dist=worksteal --limit=600 --ignore=tests/training -m "$(NOT_HERE) and netns" $(ARGS)
 
 test-training: $(VENV)/.installed-training ## training with transformers and Lightning, and the HTTP service under random requests: installs 1 GB more
-	$(PYTEST) --numprocesses=2 --dist=worksteal tests/training $(if $(REPORT),--junit-xml=$(REPORT))
+	$(SUITE) 2 --dist=worksteal --limit=600 tests/training $(ARGS)
+
+test-random: setup ## the suite of `make test` in a random order and with random examples: SEED=17 does it again
+	$(SUITE) $(PROCESSES) --dist=worksteal --limit=600 --ignore=tests/training -m "$(NOT_HERE) and not slow and not netns" \
+	  -o addopts="--import-mode=importlib --strict-markers --strict-config -ra" \
+	  --hypothesis-profile=explore $(if $(SEED),--randomly-seed=$(SEED) --hypothesis-seed=$(SEED)) $(ARGS)
+
+test-all: setup ## what explores: every suite there is, goes on after a failure, and ends with a table (an hour)
+	@$(BIN)/python scripts/test_all.py
 
 check: setup lint types layers unit ## what to run before a commit: everything but the slow tests
 

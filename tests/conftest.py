@@ -14,12 +14,14 @@ import hypothesis
 import pytest
 
 # No deadline, no `too_slow`: how long an example takes says how busy the machine is. A process of the suite that gets
-# no processor for a quarter of a second failed whatever property it was testing. Not derandomised: each run looks at
-# other examples, which is what a property is for; a failure prints how to have it again.
-hypothesis.settings.register_profile(
-    "unified", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True
+# no processor for a quarter of a second failed whatever property it was testing. `make test` decides: its examples are
+# the same each time. `make test-all` explores: other and more examples in each run. A failure prints how to repeat it.
+common = hypothesis.settings(
+    deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True, derandomize=False
 )
-hypothesis.settings.load_profile("unified")
+hypothesis.settings.register_profile("explore", common)
+hypothesis.settings.register_profile("decide", common, derandomize=True, database=None, max_examples=50)
+hypothesis.settings.load_profile("decide")
 
 # torch's TCPStore looks up its peers' names; a packet that the name server loses would cost 5 s (see RESOLVER in
 # unified_agent.environment). Set here, before anything resolves a name.
