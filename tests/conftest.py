@@ -33,6 +33,9 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # A tester who has a cluster of their own has a key, which the clusters of these tests have not.
 os.environ["UNIFIED_KEY_FILE"] = ""
 
+# Nor is the cluster that a tester has up (`unified up`) for the jobs of these tests.
+os.environ.setdefault("UNIFIED_MASTER", "")
+
 # A shell that starts this in the background has it ignore interrupts, which some tests send to themselves.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

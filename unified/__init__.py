@@ -12,10 +12,13 @@ from unified.api import runtime as _runtime
 if TYPE_CHECKING:
     from unified.api.builder import DLJob, DLJobBuilder, RLJob, RLJobBuilder
     from unified.api.runtime import *  # noqa: F403  # all of its names
+    from unified.client.cluster_client import ClusterClient, connect
     from unified.client.handle import JobHandle
+    from unified.client.local_cluster import local_cluster
     from unified.errors import UnifiedError
 
-__all__ = ["DLJob", "DLJobBuilder", "JobHandle", "RLJob", "RLJobBuilder", "UnifiedError"]
+__all__ = ["ClusterClient", "DLJob", "DLJobBuilder", "JobHandle", "RLJob", "RLJobBuilder", "UnifiedError", "connect"]
+__all__ += ["local_cluster"]
 __all__ += _runtime.__all__
 
 __getattr__, __dir__ = lazy.exports(
@@ -23,7 +26,9 @@ __getattr__, __dir__ = lazy.exports(
     {
         "unified.api.builder": ["DLJob", "DLJobBuilder", "RLJob", "RLJobBuilder"],
         "unified.api.runtime": _runtime.__all__,
+        "unified.client.cluster_client": ["ClusterClient", "connect"],
         "unified.client.handle": ["JobHandle"],
+        "unified.client.local_cluster": ["local_cluster"],
         "unified.errors": ["UnifiedError"],
     },
 )

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
+VIRTUAL_DEVICES = 8
+"""Devices of a node of this host, where it has no accelerators: as many as a host for training has."""
+
+
+class FoundDevice(NamedTuple):
+    """A device, with the id by which its vendor's visibility variable calls it."""
+
+    id: str
+    name: str
+    uuid: str = ""
+    memory_mb: float = 0.0
 
 
 def has_accelerator() -> bool:
@@ -37,25 +50,34 @@ def visible(devices: Sequence[tuple[str, str]], setting: str | None) -> dict[int
     return kept
 
 
-def cuda_devices(env: Mapping[str, str] | None = None) -> list[str]:
-    """Return the UUIDs of the CUDA devices that this process may use, without waking CUDA; none without a driver."""
-    if not has_accelerator():
-        return []
+def ask_nvml() -> tuple[list[FoundDevice], list[str]]:
+    """Return the devices that NVIDIA's driver names, and what is wrong with it or with others; neither without one."""
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")  # most hosts have none, and need not pay for the import below
+    except OSError:
+        return [], []
     import pynvml  # slow to load, and of no use elsewhere
 
-    env = os.environ if env is None else env
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        uuids = [str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
-        return [
-            uuids[number]
-            for number in visible([(str(i), uuid) for i, uuid in enumerate(uuids)], env.get(CUDA_VARIABLE))
-        ]
-    except pynvml.NVMLError:
-        return []
-    finally:
-        pynvml.nvmlShutdown()
+        count = pynvml.nvmlDeviceGetCount()
+    except pynvml.NVMLError as error:
+        return [], [f"NVML is there and does not work: {error}"]
+    found, problems = list[FoundDevice](), list[str]()
+    for index in range(count):
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            memory_mb = pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**20
+            name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
+            found.append(FoundDevice(str(index), name, uuid, memory_mb))
+        except pynvml.NVMLError as error:  # it has fallen off the bus
+            problems.append(f"device {index} does not answer: {error}")
+    pynvml.nvmlShutdown()
+    return found, problems
+
+
+def cuda_devices(env: Mapping[str, str] | None = None) -> list[str]:
+    """Return the UUIDs of the CUDA devices that this process may use, without waking CUDA; none without a driver."""
+    found = ask_nvml()[0] if has_accelerator() else []
+    setting = (os.environ if env is None else env).get(CUDA_VARIABLE)
+    return [found[number].uuid for number in visible([(each.id, each.uuid) for each in found], setting)]

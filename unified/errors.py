@@ -22,6 +22,10 @@ class JobNameError(UsageError):
     """A job name that cannot be a file name, a label and a word on a command line."""
 
 
+class JobError(UsageError):
+    """A description of a job that cannot be: the message names the role and the field, and says what to do."""
+
+
 class OptionError(UsageError):
     """An option that does not exist, or has a value of the wrong kind; the message names the nearest one."""
 
@@ -165,7 +169,8 @@ class QueueError(UnifiedError, RuntimeError):
 
 
 class QueueClosedError(QueueError):
-    """The queue was closed: nothing more can be put, and a consumer that sees this has seen the last item.
+    """The queue was closed: nothing more can be put, and a consumer that sees this has seen the last item. It ends an
+    entry point that does not catch it as a `return` would.
 
     Attributes:
         num_put: of a put that was refused: how many of its items, counted from the first, had gone in.
@@ -198,7 +203,7 @@ class QueueTakenError(QueueError, UsageError):
 
 
 class QueueLostError(QueueError, WorkerDiedError):
-    """The life of the queue's owner ended, and what was in the queue is gone; or this worker's own life is over."""
+    """The queue's owner ended, and what was in the queue is gone; or this worker's own incarnation is over."""
 
     retryable = False
 
@@ -285,6 +290,10 @@ class BarrierError(CoordinatorError):
 
 class BarrierTimeoutError(BarrierError, TimeoutError):
     """Not all had arrived at a barrier within the time that somebody was ready to wait."""
+
+
+class NonFiniteLossError(UnifiedError, ArithmeticError):
+    """The loss of a training run is NaN or infinite; the message says at which step, and what to do."""
 
 
 class CheckpointError(UnifiedError, RuntimeError):

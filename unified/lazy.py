@@ -21,6 +21,7 @@ EXTRA_OF = {
     "lightning": "nemo",
     "backports": "zstd",
     "xxhash": "xxhash",
+    **dict.fromkeys(("tensorboard", "mlflow", "wandb", "trackio"), "trackers"),
 }
 """Extra of the distribution that has a module."""
 

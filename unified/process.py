@@ -175,13 +175,17 @@ def kill_until_none(find: Callable[[], Iterable[int]]) -> None:
     Processes that cannot be killed, such as one that waits for a disk, are given up after 2 s.
     """
     deadline = time.monotonic() + _KILL_WITHIN_S
-    while alive := [pid for pid in find() if is_alive(pid)]:
+    ended: set[int] = set()
+    # A parent that dies while `find` looks around hides its children: only a look after its end is the last one.
+    while not (named := set(find())) <= ended:
+        alive = {pid for pid in named if is_alive(pid)}
         if time.monotonic() > deadline:
             return
         for pid in alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter: it became another user
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(_KILL_PAUSE_S)
+        ended = named - alive
+        time.sleep(_KILL_PAUSE_S if alive else 0)
 
 
 def describe_end(code: int) -> str:

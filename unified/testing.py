@@ -28,19 +28,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, Unpack
 
 import pytest
 
 if TYPE_CHECKING:
     from unified.client.connection import MasterConnection
     from unified.client.handle import JobHandle
+    from unified.job.options import SubmitOptions
     from unified.job.spec import JobSpec
     from unified.protocol.client_master import JobLine, JobStatus, NodeStatus
 
 FAST = {"UNIFIED_HEARTBEAT_S": "0.2", "UNIFIED_LEASE_S": "2", "UNIFIED_SETTLE_S": "0.2"}
 """Environment of a test's cluster, so that a lost node is noticed soon."""
-SETTLE_S = 3.0
+SETTLE_S = 30.0
 POLL_S = 0.01
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -50,10 +51,12 @@ T = TypeVar("T")
 class Submittable(Protocol):
     """A `DLJob`, or anything else with its `submit`."""
 
-    def submit(self, job_name: str | None = None, /, blocking: bool = True, **options: Any) -> Any: ...
+    def submit(
+        self, job_name: str | None = None, /, blocking: bool = True, **options: Unpack[SubmitOptions]
+    ) -> Any: ...
 
 
-def eventually(predicate: Callable[[], T], timeout: float = 10.0, message: str = "") -> T:
+def eventually(predicate: Callable[[], T], timeout: float = 60.0, message: str = "") -> T:
     """Wait until `predicate()` is true, and return what it returned.
 
     Args:
@@ -137,11 +140,10 @@ class LocalCluster:
     @property
     def connection(self) -> MasterConnection:
         """Return a connection to the master, closed with the cluster."""
-        from unified.client.connection import MasterConnection
-        from unified.security.keys import find_key
+        from unified.client.connection import connect_to
 
         if self._connection is None:
-            self._connection = MasterConnection(self.address, key=find_key(self.address))
+            self._connection = connect_to(self.address)
         return self._connection
 
     @property

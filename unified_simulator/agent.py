@@ -1,4 +1,4 @@
-"""One life of an agent: the real core, and processes that live in virtual time."""
+"""One incarnation of an agent: the real core, and processes that live in virtual time."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ from unified.protocol.worker_agent import (
     Hello,
     Launch,
     Notice,
+    RecordStep,
     Rejoins,
     Reported,
     Run,
     Running,
     StacksDumped,
+    StepRecorded,
     WorkerToAgent,
 )
 from unified_agent.core.agent import AgentCore
-from unified_agent.core.lease_keeping import NodeLease, request_id_at
+from unified_agent.core.lease import NodeLease, request_id_at
 from unified_agent.core.membership import MembershipState
 from unified_agent.core.messages import (
     AgentAction,
@@ -48,6 +50,7 @@ from unified_agent.core.messages import (
     MasterReached,
     MasterSaid,
     Reconnect,
+    SampleWorker,
     SendLog,
     SendMaster,
     SignalWorker,
@@ -299,8 +302,10 @@ class SimulatedAgent:
                         self._timers.arm(("leave", life), now + self.delays.leave)
                 case SignalWorker(life=life, how=how) if life in self.lives:
                     self._signal(now, life, how)
-                case SendLog(order=order, request_id=request_id):
+                case SendLog(order=order, request_id=request_id) | SampleWorker(order=order, request_id=request_id):
                     said.append((request_id, log_of(order, self.node, self._core.facts.incarnation)))
+                case TellWorker(life=life, message=RecordStep()) if life in self.lives:
+                    said += self._step(now, WorkerSaid(life=life, word=StepRecorded()))
                 case Exit():
                     self.is_over = True
         return said

@@ -39,7 +39,7 @@ class Faults:
     """Makes faults happen until it is told to stop.
 
     Args:
-        start: makes a new life of a node's agent.
+        start: makes a new incarnation of a node's agent.
     """
 
     def __init__(

@@ -9,18 +9,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from unified.protocol.agent_master import AgentDied, AgentPulse, AgentToMaster
-from unified_agent.core.lease_keeping import (
-    LATE_HEARTBEATS,
-    Contact,
-    KeeperAction,
-    Kill,
-    LeaseKeeping,
-    NodeLease,
-    Probe,
-    Renew,
-    TellAgent,
-    request_id_at,
-)
+from unified_agent.core.lease import LATE_HEARTBEATS, NodeLease, request_id_at
+from unified_agent.core.lease_keeping import Contact, KeeperAction, Kill, LeaseKeeping, Probe, Renew, TellAgent
 from unified_master.core.messages import Received
 from unified_simulator.node import SimulatedNode
 
@@ -46,7 +36,7 @@ class KeptCluster(Protocol):
 
 
 class SimulatedKeeper:
-    """The keeper of one agent's life. It looks at its lease when the last answer to a heartbeat is late."""
+    """The keeper of one agent. It looks at its lease when the last answer to a heartbeat is late."""
 
     def __init__(self, cluster: KeptCluster, agent: SimulatedNode) -> None:
         self._cluster = cluster

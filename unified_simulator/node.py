@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Protocol
 
 from unified.protocol.agent_master import AgentToMaster, MasterToAgent
-from unified_agent.core.lease_keeping import NodeLease
+from unified_agent.core.lease import NodeLease
 
 Said = tuple[int, AgentToMaster]
 """Request id and message."""
 
 
 class SimulatedNode(Protocol):
-    """One life of an agent, as the cluster drives it; what it says is sent to the master."""
+    """One incarnation of an agent, as the cluster drives it; what it says is sent to the master."""
 
     node: str
     incarnation: str

@@ -1,8 +1,42 @@
-"""``python -m unified_agent``."""
+"""``python -m unified_agent [FLAGS]``, or, before the driver of an embedded cluster knows what the node offers:
 
+    python -m unified_agent --early PID NODE [FLAGS]
+
+The zygote then begins at once: its import of torch takes longer than all else that a cluster does before its first
+worker runs. The driver, `PID`, writes the other flags to stdin, as a line of JSON.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
 import sys
 
-from unified_agent.cli import main
+from unified import process
+from unified.config import settings
+
+
+def start_early() -> int:
+    """Start the zygote, import the agent meanwhile, and run it with the flags that come; its exit code."""
+    from unified_agent.spawn import ENTRY, ENTRY_FLAG, EarlyStart, child_environment, run_folder, spawn_zygote
+
+    parent, node, *flags = int(sys.argv[2]), *sys.argv[3:]
+    process.die_with_parent(signal.SIGTERM, parent)
+    life = os.urandom(8).hex()
+    run_dir = run_folder(settings.make_private(settings.run_root()), life)
+    entry = flags[flags.index(ENTRY_FLAG) + 1] if ENTRY_FLAG in flags else ENTRY
+    zygote = spawn_zygote(settings.python(), entry, run_dir, child_environment(os.environ, node, life), 1)
+    import json  # meanwhile
+
+    from unified_agent import cli
+
+    line = sys.stdin.readline()
+    return cli.main([*flags, *json.loads(line)], EarlyStart(life, zygote)) if line else 0  # none: the driver has ended
+
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--early"]:
+        sys.exit(start_early())
+    from unified_agent.cli import main
+
     sys.exit(main())

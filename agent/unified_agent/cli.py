@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import logging
 import math
@@ -17,14 +18,19 @@ from pathlib import Path
 from unified import process
 from unified.config import settings
 from unified.config.addresses import parse_flag
-from unified.config.logging import logging_level
+from unified.config.logging import log_to_stderr, logging_level
+from unified.config.ports import address_towards, port_range
 from unified.errors import UnifiedError, UsageError
+from unified.probes import parse_bind
 from unified.protocol.records import NodeResources
-from unified.security.keys import ClusterKey, check_listening, find_key, may_go_without
+from unified.sd_notify import ServiceNotifier
+from unified.security.keys import ClusterKey, check_listening, find_key, may_go_without, receive_key
+from unified.storage.location import open_storage
 from unified_agent import host_resources
 from unified_agent.daemon import AgentDaemon, AgentOptions
 from unified_agent.environment import NodeFacts
 from unified_agent.orphans import NodeClaim, claim
+from unified_agent.spawn import ENTRY, ENTRY_FLAG, EarlyStart
 
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")
 _MB = 1024 * 1024
@@ -53,9 +59,25 @@ def build_parser() -> argparse.ArgumentParser:
     add("--log-dir", type=Path, metavar="DIR", help="workers' output (default: STATE_DIR/logs)")
     add("--log-max-mb", type=float, default=64.0, metavar="MB", help="rotate a worker's output at this size (64)")
     add("--log-files", type=int, default=4, metavar="N", help="files kept of each stream, the newest included (4)")
+    add("--log-archive", default="", metavar="ADDRESS",
+        help="write workers' output there, too, compressed: a folder or s3://BUCKET/PREFIX, for when this node is gone"
+        )  # fmt: skip
     add("--snapshot-mb", type=float, metavar="MB",
         help="memory for snapshots of training states, of all jobs (default: half of what is offered)")  # fmt: skip
+    add("--divide-cgroup", action="store_true",
+        help="give each worker a control group, within that of this process, which is its own (Delegate= of systemd)"
+        )  # fmt: skip
+    add("--health-bind", metavar="HOST:PORT",
+        help="answer GET /healthz (its loop turns) and /readyz (it is registered) there (default: none)")  # fmt: skip
+    add("--metrics-bind", metavar="HOST:PORT",
+        help="answer GET /metrics there, for Prometheus; needs the extra `metrics` (default: none)")  # fmt: skip
+    add("--metrics-file", type=Path, metavar="FILE",
+        help="write the metrics there, for the textfile collector of node_exporter (default: none)")  # fmt: skip
     add("--connect-timeout", type=float, metavar="S", help="give up after so long without a master (default: never)")
+    add("--leave-after", type=float, metavar="S",
+        help="end after so long without a word of the master, also once registered (default: never)")  # fmt: skip
+    add("--key-fd", type=int, metavar="FD", help="read the cluster key from this descriptor, such as 0 for stdin")
+    add("--leave-at-eof", type=int, metavar="FD", help="leave in order at the end of file of this descriptor")
     add("--insecure", action="store_true",
         help="have workers listen beyond loopback without a cluster key (also: UNIFIED_INSECURE=1)")  # fmt: skip
     add("--die-with-parent", nargs="?", type=int, const=0, metavar="PID",
@@ -63,11 +85,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--log-level", choices=["debug", "info", "warning", "error"],
         help="one of debug, info, warning, error (default: UNIFIED_LOG_LEVEL or DLROVER_LOG_LEVEL or RUST_LOG, "
              "else info)")  # fmt: skip
-    add("--worker-entry", default="unified.worker.main:main", help=argparse.SUPPRESS)
+    add(ENTRY_FLAG, default=ENTRY, help=argparse.SUPPRESS)
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, early: EarlyStart | None = None) -> int:
     """Run the agent and return its exit code."""
     arguments = build_parser().parse_args(argv)
     parent = None
@@ -75,44 +97,45 @@ def main(argv: Sequence[str] | None = None) -> int:
         parent = arguments.die_with_parent or os.getppid()
         process.die_with_parent(signal.SIGTERM, parent)
     try:
-        return _run(arguments, parent)
+        return _run(arguments, parent, early)
     except (UnifiedError, OSError, ValueError) as error:
         print(f"unified-agent: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, UsageError) else 1
 
 
-def _run(arguments: argparse.Namespace, parent: int | None) -> int:
+def _run(arguments: argparse.Namespace, parent: int | None, early: EarlyStart | None) -> int:
+    notifier = ServiceNotifier(os.environ, is_helper=parent is not None)
+    settings.check_descriptors()
+    port_range()  # a bad one is refused here, and not by each worker
     node = arguments.node_id
     if not _NODE.match(node):
         raise UsageError(f"node id {node!r} is not allowed: at most 63 of letters, digits and ._-")
     master, host, port = _master(arguments.master)
-    logging.basicConfig(
-        level=logging_level(arguments.log_level, os.environ),
-        stream=sys.stderr,
-        format=f"%(asctime)s agent {node} %(levelname)s %(message)s",
-    )
+    log_to_stderr(f"agent {node}", logging_level(arguments.log_level, os.environ))
     process.set_title("unified-agent")
-    key = find_key(master)
-    options = _options(arguments, key, parent)
+    key = find_key(master) if arguments.key_fd is None else receive_key(arguments.key_fd)
+    options = _options(arguments, master, key, parent)
     _check_offer(arguments)
     address = arguments.address or _address(host, port, master)
     is_insecure = arguments.insecure or may_go_without()
     warning = check_listening(f"a worker of unified-agent {node}", [address], key, insecure=is_insecure)
     if warning is not None:
         logging.getLogger("unified_agent").warning("event=insecure reason=%r", warning)
-    with claim(settings.make_private(settings.run_root()), node, master) as own:
+    with claim(settings.make_private(settings.run_root()), node, master, early.life if early else "") as own:
         facts = _facts(arguments, node, own, master, address)
-        end = AgentDaemon(facts, settings.intervals(), options, os.environ).run()
+        end = AgentDaemon(facts, settings.intervals(), options, os.environ, notifier).run(early and early.zygote)
     if end.code != 0:
         print(f"unified-agent: {end.reason}", file=sys.stderr)
     return end.code
 
 
 def _facts(arguments: argparse.Namespace, node: str, own: NodeClaim, master: str, address: str) -> NodeFacts:
+    if arguments.log_archive:
+        open_storage(arguments.log_archive)  # an address of no store is refused before anything begins
     state_dir = arguments.state_dir or settings.home() / f"agent-{node}"
     log_dir = (arguments.log_dir or state_dir / "logs").absolute()
     try:
-        log_dir.mkdir(parents=True, exist_ok=True)
+        settings.make_folder(log_dir)
     except OSError as error:
         if arguments.log_dir:
             raise UsageError(settings.unusable("the log directory", log_dir, error, "--log-dir")) from None
@@ -128,6 +151,7 @@ def _facts(arguments: argparse.Namespace, node: str, own: NodeClaim, master: str
         pid=os.getpid(),
         run_dir=str(own.run_dir),
         log_dir=str(log_dir),
+        log_archive=arguments.log_archive,
         resources=NodeResources(
             cpu=host_resources.cpus() if arguments.cpus is None else arguments.cpus,
             memory_mb=host_resources.memory_mb() if arguments.memory_mb is None else arguments.memory_mb,
@@ -145,7 +169,7 @@ def _facts(arguments: argparse.Namespace, node: str, own: NodeClaim, master: str
     )
 
 
-def _options(arguments: argparse.Namespace, key: ClusterKey | None, parent: int | None) -> AgentOptions:
+def _options(arguments: argparse.Namespace, master: str, key: ClusterKey | None, parent: int | None) -> AgentOptions:
     if arguments.snapshot_mb is not None and not 0 <= arguments.snapshot_mb < math.inf:
         raise UsageError(f"--snapshot-mb {arguments.snapshot_mb:g} is not an amount of memory: 0 or more.")
     offered_mb = host_resources.memory_mb() if arguments.memory_mb is None else arguments.memory_mb
@@ -156,9 +180,16 @@ def _options(arguments: argparse.Namespace, key: ClusterKey | None, parent: int 
         log_max_bytes=max(1, int(arguments.log_max_mb * _MB)),
         log_files=arguments.log_files,
         connect_timeout_s=arguments.connect_timeout,
+        leave_after_s=arguments.leave_after,
+        leave_fd=arguments.leave_at_eof,
         key=key,
+        find_key=functools.partial(find_key, master) if arguments.key_fd is None else None,
         snapshot_mb=offered_mb / 2 if arguments.snapshot_mb is None else arguments.snapshot_mb,
         parent=parent,
+        divides_group=arguments.divide_cgroup,
+        health_bind=parse_bind(arguments.health_bind),
+        metrics_bind=parse_bind(arguments.metrics_bind, "--metrics-bind"),
+        metrics_file=arguments.metrics_file,
     )
 
 
@@ -192,7 +223,7 @@ def _master(text: str | None) -> tuple[str, str, int]:
 
 def _address(host: str, port: int, master: str) -> str:
     try:
-        return host_resources.address_towards(host, port)
+        return address_towards(host, port)
     except OSError as error:
         raise UsageError(
             f"no local address leads to the master at {master} ({error.strerror}): check the name, or give --address."

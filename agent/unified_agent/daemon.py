@@ -4,61 +4,53 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 from msgspec import structs
 
+from unified.config import cgroups
+from unified.config.addresses import HostPort
 from unified.config.settings import Intervals
 from unified.core.timers import earliest
-from unified.protocol.agent_master import DesiredWorkers, LogRead
-from unified.protocol.records import Evidence, Failure, JobWorkerIncarnation, WorkerReport
-from unified.security.keys import ClusterKey
+from unified.probes import Probes
+from unified.protocol.agent_master import DesiredWorkers, LogRead, OutputTails
+from unified.protocol.records import Evidence, Failure, JobWorkerIncarnation
+from unified.protocol.worker_agent import KeyReplaced
+from unified.sd_notify import ServiceNotifier
+from unified.security.keys import ClusterKey, KeyWatch
 from unified.values import Value
+from unified_agent.core import messages
 from unified_agent.core.agent import AgentCore
-from unified_agent.core.messages import (
-    AgentAction,
-    AgentEvent,
-    AgentTick,
-    Exit,
-    KeepInterpreters,
-    KeepReport,
-    LeaseLost,
-    MasterSaid,
-    PersistHeld,
-    ReadHeldStacks,
-    Reconnect,
-    SendLog,
-    SendMaster,
-    SignalWorker,
-    StartWorker,
-    StopAsked,
-    TellWorker,
-    WorkerExited,
-    WorkerNotStarted,
-    WorkerStarted,
-    WriteLog,
-)
-from unified_agent.descriptions import Descriptions
-from unified_agent.environment import TUNABLES, NodeFacts, tunables
-from unified_agent.evidence import EvidenceCollector, ProcessEnd
+from unified_agent.environment import NodeFacts
 from unified_agent.held_stacks import HeldStacks
-from unified_agent.host_resources import last_cache_bytes
+from unified_agent.jobs.descriptions import Descriptions
+from unified_agent.jobs.preparation import Preparation
 from unified_agent.lease_keeper import LeaseKeeper
+from unified_agent.logs.output import OutputClosed, OutputFailed, OutputReader, SliceRead, TailsRead, destinations
 from unified_agent.master_channel import MasterChannel
-from unified_agent.output import OutputClosed, OutputFailed, OutputReader, SliceRead, destinations
+from unified_agent.measure.evidence import EvidenceCollector, ProcessEnd
+from unified_agent.measure.profiles import Profiler
 from unified_agent.poll_loop import PollLoop
 from unified_agent.processes import Processes
 from unified_agent.snapshots import SnapshotProcess
-from unified_agent.zygote import MARKER_INCARNATION, MARKER_NODE
+from unified_agent.spawn import Spawned, child_environment
+from unified_agent.worker_groups import WorkerGroups
+
+if TYPE_CHECKING:
+    from unified_agent.measure.metrics import NodeMetrics
 
 log = logging.getLogger("unified_agent")
+REPEATED_S = 0.5
+"""Seconds in which a second SIGTERM is the first one again: SLURM ends a step, and then its job."""
+UNREADY = "the agent is not registered with a master"
 
 
 class AgentOptions(Value, frozen=True):
@@ -69,6 +61,11 @@ class AgentOptions(Value, frozen=True):
     log_max_bytes: int
     log_files: int
     connect_timeout_s: float | None = None
+    leave_after_s: float | None = None
+    find_key: Callable[[], ClusterKey | None] | None = None
+    """Reads the file of `key` anew; None: the key came without a file."""
+    leave_fd: int | None = None
+    """Descriptor whose end of file has the agent leave in order."""
     key: ClusterKey | None = None
     """The cluster's key. Workers are given it too, in their first message; the core never sees it."""
     snapshot_mb: float = 0.0
@@ -77,33 +74,52 @@ class AgentOptions(Value, frozen=True):
     """Time for which the snapshots of a job are kept that has no worker here, as while it waits for a place."""
     parent: int | None = None
     """Pid of the process whose death ends the agent at once."""
+    divides_group: bool = False
+    """True: the control group of this process is its own to divide, and each worker gets one within it."""
+    health_bind: HostPort | None = None
+    """Address of the probes; None: none are answered."""
+    metrics_bind: HostPort | None = None
+    """Address of the metrics; None: none are answered."""
+    metrics_file: Path | None = None
+    """File of the metrics; None: none is written."""
 
 
 class AgentDaemon:
     """Runs one agent in the main thread, until it is stopped or refused."""
 
-    def __init__(self, facts: NodeFacts, intervals: Intervals, options: AgentOptions, env: Mapping[str, str]) -> None:
-        self._keeper = LeaseKeeper(facts, options.key)  # first: it is forked, while there is one thread
+    def __init__(
+        self,
+        facts: NodeFacts,
+        intervals: Intervals,
+        options: AgentOptions,
+        env: Mapping[str, str],
+        notifier: ServiceNotifier,
+    ) -> None:
+        groups = WorkerGroups(cgroups.own_group() if options.divides_group else None)
+        self._keeper = LeaseKeeper(facts, options.key)  # it is forked, while there is one thread
         self._facts = facts
         self._options = options
-        self._events: deque[AgentEvent] = deque()
+        self._key = options.key
+        self._notifier = notifier
+        self._ready_at = time.monotonic() + intervals.connect_s
+        """Time at which the agent counts as ready although no master has answered, so that a boot goes on."""
+        self._events: deque[messages.AgentEvent] = deque()
         self._ended: list[tuple[JobWorkerIncarnation, int]] = []
-        """Lives whose processes are gone, with their exit codes. Their output is closed once the core has heard all
-        that they said, since their last reports go into a file there."""
-        self._exit: Exit | None = None
+        """Incarnations whose processes are gone, with their exit codes. Their output is closed once the core has
+        heard all that they said, since their last reports go into a file there."""
+        self._exit: messages.Exit | None = None
+        self._terminated_at = -math.inf
         self._evidence = EvidenceCollector()
         self._found: dict[JobWorkerIncarnation, Evidence] = {}
-        """Evidence of the lives in `_ended`, and of those whose output is being closed."""
-        self._core = AgentCore(facts, intervals, give_up_s=options.connect_timeout_s)
+        """Evidence of the incarnations in `_ended`, and of those whose output is being closed."""
+        self._core = AgentCore(
+            facts, intervals, give_up_s=options.connect_timeout_s, leave_after_s=options.leave_after_s
+        )
         self._loop = PollLoop()
+        self._probes = Probes(options.health_bind, UNREADY)
+        self._metrics = _metrics(facts, options)
         self._wake_read, self._wake_write = socket.socketpair()
-        self._output = OutputReader(Path(facts.log_dir), max_bytes=options.log_max_bytes, max_files=options.log_files)
-        child_env = {
-            **env,
-            TUNABLES: tunables(env.get(TUNABLES, ""), last_cache_bytes()),
-            MARKER_NODE: facts.node,
-            MARKER_INCARNATION: facts.incarnation,
-        }
+        child_env = child_environment(env, facts.node, facts.incarnation)
         self._processes = Processes(
             self._loop,
             python=facts.python,
@@ -114,9 +130,20 @@ class AgentDaemon:
             on_event=self._events.append,
             on_end=self._on_end,
         )
+        self._processes.groups = groups
+        self._output = OutputReader(
+            Path(facts.log_dir),
+            max_bytes=options.log_max_bytes,
+            max_files=options.log_files,
+            run=self._processes.run_program,
+        )
+        if facts.log_archive:
+            self._output.archive(facts.log_archive)
         self._processes.add_helper(self._keeper.pid, self._keeper.reaped)
         self._descriptions = Descriptions()
-        self._held = HeldStacks()
+        self._preparation = Preparation(self._processes, facts, child_env, self._events.append)
+        self._held = HeldStacks(self._processes.run_program)
+        self._profiler = Profiler(Path(facts.log_dir), self._processes.run_program, self._output.read)
         self._snapshots = SnapshotProcess(
             self._loop,
             self._processes,
@@ -128,29 +155,54 @@ class AgentDaemon:
             on_event=self._events.append,
         )
         self._core.membership.snapshots = self._snapshots.host
+        if self._metrics is not None:
+            self._core.membership.metrics = self._metrics.address(facts.address)
+        self._keys = KeyWatch(options.key, options.find_key)
         self._channel = MasterChannel(self._loop, facts.master, options.key, self._events.append)
 
-    def run(self) -> Exit:
-        """Serve until the end; every worker and every helper process is gone when this returns."""
+    def run(self, zygote: Spawned | None = None) -> messages.Exit:
+        """Serve until the end; every worker and every helper process is gone when this returns.
+
+        Args:
+            zygote: the one of its own interpreter, where that was started already.
+        """
         self._take_signals()
         self._loop.watch(self._output.ready, self._on_output)
         self._loop.watch(self._held.ready, lambda: self._events.extend(self._held.take()))
         self._loop.watch(self._keeper.descriptor, self._on_keeper)
+        if (leave_fd := self._options.leave_fd) is not None:
+            os.set_blocking(leave_fd, False)
+            self._loop.watch(leave_fd, lambda: self._on_leave(leave_fd))
         try:
+            self._probes.start()
+            if self._metrics is not None:
+                self._metrics.start()
             with contextlib.suppress(OSError):
-                self._processes.preload()
+                self._processes.preload(zygote)
             while self._exit is None:
                 self._loop.wait(self._timeout_s())
+                self._probes.turned()
                 if _is_due(self._core.next_deadline):
-                    self._events.append(AgentTick())
+                    self._events.append(messages.AgentTick())
                 if _is_due(self._processes.next_deadline):
                     self._processes.tick()
                 if _is_due(self._evidence.next_deadline):
                     self._evidence.sample()
+                if self._metrics is not None and _is_due(self._metrics.next_deadline):
+                    is_registered = self._core.membership.is_registered
+                    self._metrics.note(self._core.workers.values(), is_connected=is_registered)
+                if _is_due(self._keys.next_deadline) and (key := self._keys.look()) is not None:
+                    self._replace_key(key)
                 self._drain()
                 self._snapshots.note_copy_nodes(self._core.jobs.values())
                 self._keeper.note(self._core.membership.lease(time.monotonic()))
+                is_ready = self._core.membership.is_registered or time.monotonic() >= self._ready_at
+                self._notifier.beat(is_ready, self._status)
+                self._probes.unready = "" if self._core.membership.is_registered else UNREADY
         finally:
+            self._probes.close()
+            if self._metrics is not None:
+                self._metrics.close()
             if is_orderly := self._exit is not None:  # then the workers are gone, and the rest may take its time
                 self._keeper.close(is_orderly=True)
             self._snapshots.close()
@@ -164,75 +216,110 @@ class AgentDaemon:
             self._release_signals()
         return self._exit
 
-    def _timeout_s(self) -> float | None:
-        due = earliest(self._core.next_deadline, self._processes.next_deadline, self._evidence.next_deadline)
-        return None if due is None else max(0.0, due - time.monotonic())
+    def _timeout_s(self) -> float:
+        daemon = (self._core, self._processes, self._evidence, self._keys, self._notifier)
+        due = earliest(
+            *(part.next_deadline for part in daemon), self._metrics.next_deadline if self._metrics is not None else None
+        )
+        longest_s = self._probes.longest_wait_s
+        return longest_s if due is None else min(longest_s, max(0.0, due - time.monotonic()))
+
+    def _status(self) -> str:
+        """Return a line for `systemctl status`."""
+        jobs = [worker.job_id for worker in self._core.workers.values() if not worker.is_ended]
+        where = f"node {self._facts.node}, {self._core.membership.state.lower()} at the master {self._facts.master}"
+        return f"{len(jobs)} workers of {len(set(jobs))} jobs; {where}"
 
     def _drain(self) -> None:
         while self._events and self._exit is None:
             event = self._events.popleft()
-            if isinstance(event, MasterSaid) and isinstance(event.message, DesiredWorkers):
-                event = structs.replace(event, message=self._descriptions.share(event.message))
-            if isinstance(event, WorkerNotStarted):
+            if isinstance(event, messages.MasterSaid) and isinstance(event.message, DesiredWorkers):
+                event = structs.replace(event, message=self._descriptions.share(self._prepared(event.message)))
+            if isinstance(event, messages.WorkerNotStarted):
                 self._output.finish(event.life, 0)  # nobody will ever write into its pipes
-            elif isinstance(event, WorkerStarted):
+            elif isinstance(event, messages.WorkerStarted):
                 self._evidence.began(event.life, event.pid)
             for action in self._core.step(time.monotonic(), event):
                 self._perform(action)
         self._descriptions.keep(self._core.specs.job_ids)
+        self._preparation.keep(self._core.specs.job_ids)
         ended, self._ended = self._ended, []
         for life, code in ended:
             self._output.finish(life, code)
 
     def _on_end(self, life: JobWorkerIncarnation, end: ProcessEnd) -> None:
-        self._found[life] = self._evidence.ended(life, end)
+        self._found[life] = evidence = self._evidence.ended(life, end)
+        if self._metrics is not None and (worker := self._core.workers.get(life)) is not None:
+            self._metrics.ended(life, worker.role, evidence)
         self._ended.append((life, end.code))
 
-    def _perform(self, action: AgentAction) -> None:
+    def _perform(self, action: messages.AgentAction) -> None:
         match action:
-            case SendMaster():
+            case messages.SendMaster():
                 self._channel.send(action.message, action.request_id)
-            case Reconnect():
+            case messages.Reconnect():
                 self._channel.reconnect()
-            case StartWorker():
+            case messages.StartWorker():
                 self._start(action)
-            case TellWorker():
+            case messages.TellWorker():
                 self._processes.tell(action.life, action.message)
-            case SignalWorker():
+            case messages.SignalWorker():
                 self._processes.signal(action.life, action.how)
-            case KeepInterpreters():
+            case messages.KeepInterpreters():
                 self._processes.keep(action.pythons)
-            case ReadHeldStacks():
+            case messages.ReadHeldStacks():
                 self._held.read(action, self._processes.pidfd(action.life))
-            case SendLog():
-                self._output.read(action.order, action.request_id)
-            case KeepReport():
-                self._keep_report(action)
-            case WriteLog():
+            case messages.SendLog():
+                self._output.read(action.order, action.request_id, action.error)
+            case messages.SampleWorker():
+                self._profiler.begin(action)
+            case messages.KeepReports():
+                self._output.keep_reports(action.life, action.reports)
+            case messages.WriteLog():
                 self._write(action)
-            case PersistHeld():
+            case messages.PersistHeld():
                 self._snapshots.persist()
-            case Exit():
+            case messages.Exit():
                 self._exit = action
             case _:
                 assert_never(action)
 
-    def _start(self, order: StartWorker) -> None:
+    def _replace_key(self, key: ClusterKey) -> None:
+        """Tell all on this node that the cluster's key has a successor; those that start later get both."""
+        self._key = key
+        self._keeper.replace_key(key)
+        self._snapshots.replace_key(key)
+        for life in self._processes.lives():
+            self._processes.tell(life, KeyReplaced(key=key))
+
+    def _prepared(self, message: DesiredWorkers) -> DesiredWorkers:
+        """Return the message with the interpreters that jobs have here for what they require."""
+        jobs = [
+            job if job.spec is None else structs.replace(job, spec=self._preparation.described(job.job_id, job.spec))
+            for job in message.jobs
+        ]
+        return structs.replace(message, jobs=jobs)
+
+    def _start(self, order: messages.StartWorker) -> None:
         try:
             streams = self._output.open(order.life, *destinations(order.launch))
             token = self._snapshots.token(order.life.job_id)
-            launch = structs.replace(order.launch, key=self._options.key, snapshot_token=token)
-            self._processes.start(order, *self._descriptions.without_spec(launch), streams)
+            code_dir = self._preparation.code_dir(order.life.job_id)
+            launch = structs.replace(order.launch, key=self._key, snapshot_token=token, code_dir=code_dir)
+            is_held = self._preparation.has_needs(order.life.job_id)
+            self._processes.start(order, *self._descriptions.without_spec(launch), streams, is_held=is_held)
+            if is_held:
+                self._preparation.release_when_met(order.life)
         except OSError as error:
             failure = Failure(category="crash", summary=f"could not be started: {error.strerror}")
-            self._events.append(WorkerNotStarted(life=order.life, failure=failure))
+            self._events.append(messages.WorkerNotStarted(life=order.life, failure=failure))
 
     def _on_output(self) -> None:
         for result in self._output.take():
             match result:
                 case OutputClosed():
                     self._events.append(
-                        WorkerExited(
+                        messages.WorkerExited(
                             life=result.life,
                             code=result.code,
                             last_lines=result.last_lines,
@@ -243,13 +330,24 @@ class AgentDaemon:
                     )
                 case SliceRead():
                     self._answer_log(result)
+                case TailsRead():
+                    node, incarnation = self._facts.node, self._facts.incarnation
+                    self._channel.send(OutputTails(node=node, incarnation=incarnation, tails=result.tails))
                 case OutputFailed():
-                    self._events.append(StopAsked(reason="a defect: nobody reads the workers' output", at_once=True))
+                    self._events.append(
+                        messages.StopAsked(reason="a defect: nobody reads the workers' output", at_once=True)
+                    )
+
+    def _on_leave(self, descriptor: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            if not os.read(descriptor, 4096):
+                self._loop.unwatch(descriptor)
+                self._events.append(messages.StopAsked(reason="whoever started it has closed its input"))
 
     def _on_keeper(self) -> None:
         reason = self._keeper.receive()
         if reason:
-            self._events.append(LeaseLost(reason=reason))
+            self._events.append(messages.LeaseLost(reason=reason))
         else:
             self._loop.unwatch(self._keeper.descriptor)
             text = "nothing renews the lease while the agent is busy, or ends the workers of one that hangs"
@@ -262,25 +360,16 @@ class AgentDaemon:
             incarnation=self._facts.incarnation,
             data=read.data,
             offset=read.offset,
-            next_offset=read.offset + len(read.data),
+            next_offset=read.offset + len(read.data) if read.next_offset is None else read.next_offset,
             size=read.size,
             path=read.path,
             error=read.error,
+            is_missing=read.is_missing,
+            is_busy=read.is_busy,
         )
         self._channel.send(answer, result.request_id)
 
-    def _keep_report(self, kept: KeepReport) -> None:
-        progress = kept.progress
-        report = WorkerReport(
-            at=round(time.time(), 3),
-            step=progress.step,
-            total=progress.total,
-            metrics=dict(progress.metrics),
-            incarnation=kept.life.incarnation,
-        )
-        self._output.keep_report(kept.life, report)
-
-    def _write(self, note: WriteLog) -> None:
+    def _write(self, note: messages.WriteLog) -> None:
         life = note.life
         who = "" if life is None else f"job={life.job_id} worker={life.worker} incarnation={life.incarnation} "
         level = logging.getLevelNamesMapping()[note.level.upper()]
@@ -305,10 +394,23 @@ class AgentDaemon:
         for number in self._wake_read.recv(4096):
             if number == signal.SIGCHLD:
                 self._processes.reap()
+            elif number == signal.SIGTERM and time.monotonic() < self._terminated_at + REPEATED_S:
+                continue
             elif number in (signal.SIGTERM, signal.SIGINT):
+                if number == signal.SIGTERM:
+                    self._terminated_at = time.monotonic()
                 is_orphan = self._options.parent is not None and os.getppid() != self._options.parent
                 reason = "the process that started it is gone" if is_orphan else signal.Signals(number).name
-                self._events.append(StopAsked(reason=reason, at_once=is_orphan))
+                self._events.append(messages.StopAsked(reason=reason, at_once=is_orphan))
+                self._notifier.stopping()
+
+
+def _metrics(facts: NodeFacts, options: AgentOptions) -> NodeMetrics | None:
+    if options.metrics_bind is None and options.metrics_file is None:
+        return None
+    from unified_agent.measure.metrics import NodeMetrics  # it needs a package of an extra
+
+    return NodeMetrics(facts.node, facts.resources.devices, options.metrics_bind, options.metrics_file)
 
 
 def _is_due(deadline: float | None) -> bool:

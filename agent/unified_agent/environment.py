@@ -22,8 +22,6 @@ for each packet that a name server loses: long enough to be taken for a hang. Tw
 RECORDER, RECORDED = "TORCH_FR_BUFFER_SIZE", "2000"
 """Number of collectives that torch's flight recorder keeps, by which `unified stack` tells who did not enter one. It is
 the default of newer releases, and costs less than can be measured beside a collective."""
-TUNABLES = "GLIBC_TUNABLES"
-_PAST_CACHES = "glibc.cpu.x86_non_temporal_threshold"
 
 _READ_AT_START = (
     *("PYTHON", "TORCH", "PYTORCH_", "LD_", "MALLOC_", "GLIBC_"),
@@ -67,6 +65,8 @@ class NodeFacts(Value, frozen=True):
     """Names of the devices in a visibility variable, by device index. Empty: the indices."""
     inherited: dict[str, str] = {}
     """The agent's own environment, which workers inherit."""
+    log_archive: str = ""
+    """Address at which whole logs are archived; empty: nowhere."""
     python: str = ""
 
 
@@ -140,19 +140,6 @@ def starting_variables(envs: Mapping[str, str], inherited: Mapping[str, str]) ->
         and not _OF_IMAGES.match(name)
         and inherited.get(name) != value
     }
-
-
-def tunables(given: str, cache_bytes: int) -> str:
-    """Return ``GLIBC_TUNABLES`` of an interpreter, with which large copies write past the caches.
-
-    A copy that does not fit would first read what it is about to overwrite, a third more to do. glibc knows that, but
-    on some processors takes the caches of all cores together for one (384 MiB where a core has 32).
-
-    What is `given` stays, and wins. Nothing is added if the size of one core's last cache is not known (0).
-    """
-    if not cache_bytes or _PAST_CACHES in given:
-        return given
-    return f"{given}:{_PAST_CACHES}={cache_bytes // 2}".removeprefix(":")
 
 
 def _network_environment(node: NodeFacts) -> dict[str, str]:

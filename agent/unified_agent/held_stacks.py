@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from pathlib import Path
@@ -22,6 +20,8 @@ from unified.core.hangs.stacks import Thread, add_threads, read_faulthandler, re
 from unified.protocol.stacks import StackReport, StackSource, WorkerStacks
 from unified.threads import call_guarded, start_thread
 from unified_agent.core.messages import HeldStacksRead, ReadHeldStacks
+from unified_agent.logs.search import RunProgram
+from unified_agent.measure.profiles import find_program
 
 SIGNAL = signal.SIGUSR2
 MEMORY_FILE = "/memfd:unified-stacks"
@@ -39,9 +39,14 @@ _STATES = {
 
 
 class HeldStacks:
-    """Reads stacks; `take` has the answers. Both are called from the daemon's loop and return at once."""
+    """Reads stacks; `take` has the answers. Both are called from the daemon's loop and return at once.
 
-    def __init__(self) -> None:
+    Args:
+        run: runs py-spy, as `Processes.run_program` does.
+    """
+
+    def __init__(self, run: RunProgram) -> None:
+        self._run_program = run
         self.ready = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         """Readable when `take` has something."""
         self._answers: deque[HeldStacksRead] = deque()
@@ -63,7 +68,7 @@ class HeldStacks:
     def _run(self, order: ReadHeldStacks, pidfd: int) -> None:
         report = StackReport(workers=[order.worker])
         try:
-            report = read_held(order.worker, pidfd, order.within_s)
+            report = read_held(order.worker, pidfd, order.within_s, self._run_program)
         finally:
             self._answer(order, pidfd, report)
 
@@ -74,7 +79,7 @@ class HeldStacks:
         os.eventfd_write(self.ready, 1)
 
 
-def read_held(worker: WorkerStacks, pidfd: int, within_s: float) -> StackReport:
+def read_held(worker: WorkerStacks, pidfd: int, within_s: float, run: RunProgram) -> StackReport:
     """Return the stacks of a worker, and why its interpreter did not answer, as far as that can be told."""
     until = time.monotonic() + within_s
     pid = worker.pid
@@ -85,7 +90,7 @@ def read_held(worker: WorkerStacks, pidfd: int, within_s: float) -> StackReport:
     if state not in _STATES and pidfd >= 0:
         threads, source = _by_faulthandler(pid, pidfd, until), "faulthandler"
     if not threads:
-        (threads, why), source = _by_py_spy(pid, until), "py-spy"
+        (threads, why), source = _by_py_spy(pid, until, run), "py-spy"
         note += f"; {why}" if why else ""
     return add_threads(msgspec.structs.replace(worker, source=source if threads else "none", note=note), threads)
 
@@ -143,22 +148,16 @@ def _read_whole(file: int, until: float) -> bytes:
     return os.pread(file, MAX_BYTES, 0)
 
 
-def _by_py_spy(pid: int, until: float) -> tuple[list[Thread], str]:
-    """Return the threads, or none and why there are none.
-
-    The exit code is not looked at: the agent reaps every child of its process, this one, too.
-    """
-    program = shutil.which(
-        "py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    )
-    if program is None:
+def _by_py_spy(pid: int, until: float, run: RunProgram) -> tuple[list[Thread], str]:
+    """Return the threads, or none and why there are none."""
+    if (program := find_program("py-spy")) is None:
         return [], "py-spy, which could look from outside, is not installed on its node"
     command = [program, "dump", "--json", "--nonblocking", "--pid", str(pid)]
     try:
-        done = subprocess.run(command, capture_output=True, timeout=max(0.1, until - time.monotonic()), check=False)
-        if done.stdout:
-            return read_py_spy(done.stdout, pid), ""
-        return [], f"py-spy cannot look: {done.stderr.decode(errors='replace').splitlines()[:1]}"
+        out, err = run(command, max(0.1, until - time.monotonic()), [])
+        if out:
+            return read_py_spy(out, pid), ""
+        return [], f"py-spy cannot look: {err.decode(errors='replace').splitlines()[:1]}"
     except subprocess.TimeoutExpired:
         return [], "py-spy did not answer in time"
     except (OSError, ValueError) as error:

@@ -10,59 +10,22 @@ import contextlib
 import os
 import select
 import signal
-import socket
-import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from unified_agent.child_channel import ChildChannel
-from unified_agent.logfile import last_lines
+from unified_agent.logs.logfile import last_lines
+from unified_agent.spawn import Spawned
 
 
 class HelperProcess:
     """A running helper; `Processes` reaps it."""
 
-    def __init__(
-        self,
-        python: str,
-        module: str,
-        arguments: Sequence[str],
-        *,
-        log: Path,
-        env: Mapping[str, str],
-        descriptors: Sequence[int] = (),
-    ) -> None:
-        """Start ``python -m module SOCKET arguments``, in the folder of its log.
-
-        Args:
-            descriptors: those that it inherits beside its socket.
-
-        Raises:
-            OSError: the interpreter cannot be started.
-        """
-        self.began_at = time.monotonic()
-        self._log = log
-        ours, theirs = socket.socketpair()
-        try:
-            with log.open("wb") as output:
-                self._process = subprocess.Popen(
-                    [python, "-m", module, str(theirs.fileno()), *arguments, "--parent", str(os.getpid())],
-                    pass_fds=[theirs.fileno(), *descriptors],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    cwd=log.parent,
-                    env=env,
-                    start_new_session=True,  # Ctrl-C in the agent's terminal is the agent's business
-                )
-        except OSError:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
+    def __init__(self, spawned: Spawned) -> None:
+        self.began_at = spawned.began_at
+        self._log = spawned.log
+        self._process = spawned.process
         self.pid = self._process.pid
-        self.channel = ChildChannel(ours)
+        self.channel = ChildChannel(spawned.socket)
 
     @property
     def age_s(self) -> float:

@@ -7,68 +7,30 @@ that it was given itself (by a SLURM step's ``CUDA_VISIBLE_DEVICES``).
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import re
 import shutil
-import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 
-from unified.devices import CUDA_VARIABLE, visible
+from unified.config.cgroups import Limits, limits, read_text
+from unified.devices import CUDA_VARIABLE, FoundDevice, ask_nvml, visible
 from unified.protocol.records import Device
-from unified_agent.cgroups import Limits, limits, read_text
 
 log = logging.getLogger("unified_agent")
 _MB = 1024 * 1024
 _VRAM_HEAPS = ("1", "2")
 
 
-class FoundDevice(NamedTuple):
-    """A device, with the id by which its vendor's visibility variable calls it."""
-
-    id: str
-    name: str
-    uuid: str = ""
-    memory_mb: float = 0.0
-
-
 def find_nvidia(env: Mapping[str, str]) -> list[FoundDevice]:
-    """Return the devices of NVIDIA, through ``libnvidia-ml.so.1``."""
-    try:
-        ctypes.CDLL("libnvidia-ml.so.1")  # most hosts have none, and need not pay for the import below
-    except OSError:
-        return []
-    import pynvml  # large, and of no use once the devices are known
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        log.warning("event=devices-unknown NVML is there and does not work: %s", error)
-        return []
-    try:
-        found = [device for index in range(pynvml.nvmlDeviceGetCount()) if (device := _ask_nvml(index))]
-    finally:
-        pynvml.nvmlShutdown()
+    """Return the devices of NVIDIA, with a warning for each that has fallen off the bus."""
+    found, problems = ask_nvml()
+    for problem in problems:
+        log.warning("event=device-left-out %s", problem)
     return restrict(found, env.get(CUDA_VARIABLE))
-
-
-def _ask_nvml(index: int) -> FoundDevice | None:
-    """Return one device; None, with a warning, where it has fallen off the bus."""
-    import pynvml
-
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-        name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
-    except pynvml.NVMLError as error:
-        log.warning("event=device-left-out device %d does not answer: %s", index, error)
-        return None
-    return FoundDevice(str(index), name, uuid, memory.total / _MB)
 
 
 def find_amd(env: Mapping[str, str], topology: Path = Path("/sys/class/kfd/kfd/topology/nodes")) -> list[FoundDevice]:
@@ -151,25 +113,11 @@ def memory_mb(allowed: Limits | None = None) -> float:
     return (total if most is None else min(total, most)) / _MB
 
 
-def last_cache_bytes(caches: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Return the size of a core's last cache before memory, shared with others or not; 0 if it is not known."""
-    sizes = [read_text(size).removesuffix("K") for size in caches.glob("index*/size")]
-    return max((int(size) * 1024 for size in sizes if size.isdecimal()), default=0)
-
-
 def disk_mb(folder: Path) -> float:
     """Return the MiB of free space where workers' output goes."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free / _MB
-
-
-def address_towards(host: str, port: int) -> str:
-    """Return the local address from which packets to `host` leave; OSError: no name, or no route. Nothing is sent."""
-    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
 
 
 def interface_of(address: str) -> str:

@@ -31,18 +31,10 @@ from unified.protocol.agent_master import (
     agent_to_master,
     master_to_agent,
 )
-from unified.security.keys import ClusterKey
-from unified_agent.core.lease_keeping import (
-    Contact,
-    KeeperAction,
-    Kill,
-    LeaseKeeping,
-    NodeLease,
-    Probe,
-    Renew,
-    TellAgent,
-    request_id_at,
-)
+from unified.security.handshakes import KeyChoice
+from unified.security.keys import ClusterKey, key_text, learn, parse_key
+from unified_agent.core.lease import NodeLease, request_id_at
+from unified_agent.core.lease_keeping import Contact, KeeperAction, Kill, LeaseKeeping, Probe, Renew, TellAgent
 from unified_agent.environment import NodeFacts
 from unified_agent.master_channel import make_socket
 from unified_agent.orphans import kill_processes
@@ -51,6 +43,7 @@ log = logging.getLogger("unified_agent")
 DEATH_S = 5.0
 """Time for which the keeper of a dead agent tries to tell the master so."""
 DEATH_EVERY_S = 0.2
+_MAX_KEY = 4096
 PROBE_S = 3.0
 """Time after which an attempt to connect is given up, if the lease is not shorter."""
 
@@ -90,6 +83,11 @@ class LeaseKeeper:
     def note(self, lease: NodeLease) -> None:
         """Tell the keeper what the agent knows, and that its loop turns."""
         self._page.write(lease)
+
+    def replace_key(self, key: ClusterKey) -> None:
+        """Tell the keeper that the cluster's key has a successor."""
+        with contextlib.suppress(OSError):  # it has ended
+            self._ours.send(key_text(key).encode())
 
     def receive(self) -> str:
         """Return the reason why the workers have to end; empty if the keeper itself has ended."""
@@ -134,6 +132,7 @@ class _Keeper:
     def __init__(self, facts: NodeFacts, key: ClusterKey | None, page: _Page, agent: socket.socket) -> None:
         self._facts = facts
         self._key = key
+        self._choice = KeyChoice(key)
         self._page = page
         self._agent = agent
         found = process.facts(facts.pid)
@@ -164,10 +163,13 @@ class _Keeper:
         self._tell_death()
 
     def _is_agent_there(self) -> bool:
+        """Return whether the agent lives; what it says is that the cluster's key has a successor."""
         try:
-            return bool(self._agent.recv(64))
+            said = self._agent.recv(_MAX_KEY)
         except OSError:
             return False
+        learn(parse_key(said.decode()))
+        return bool(said)
 
     def _perform(self, action: KeeperAction, lease: NodeLease) -> None:
         match action:
@@ -203,7 +205,8 @@ class _Keeper:
         if self._master is not None:
             self._poller.unregister(self._master)
             self._master.close()
-        self._master = make_socket(self._context, self._key)
+            self._choice.failed()
+        self._master = make_socket(self._context, self._key, self._choice.pick())
         self._poller.register(self._master, zmq.POLLIN)
         self._master.connect(self._facts.master)
         if self._target is None:
@@ -231,6 +234,7 @@ class _Keeper:
             except ProtocolError:
                 continue  # the agent hears the same, and says so
             if isinstance(message, HeartbeatSeen):
+                self._choice.succeeded()
                 self._core.answered(request_id)
                 newest = max(newest, request_id)
                 if self._probe_until:  # the network works, and the master may have another address by now

@@ -16,7 +16,7 @@ from unified.protocol.agent_master import AgentToMaster, agent_to_master, master
 from unified.protocol.client_master import Refused
 from unified.protocol.framing import UNREADABLE
 from unified.security.curve import secure_client
-from unified.security.handshakes import EVENTS, Handshakes
+from unified.security.handshakes import EVENTS, Handshakes, KeyChoice
 from unified.security.keys import ClusterKey
 from unified_agent.core.messages import AgentEvent, KeyRefused, MasterReached, MasterSaid, MasterUnreadable
 from unified_agent.poll_loop import PollLoop
@@ -29,7 +29,7 @@ _A_TURN = 64
 """Messages that are taken before other sources have their turn."""
 
 
-def make_socket(context: zmq.Context[zmq.Socket[bytes]], key: ClusterKey | None) -> zmq.Socket[bytes]:
+def make_socket(context: zmq.Context[zmq.Socket[bytes]], key: ClusterKey | None, listener: str) -> zmq.Socket[bytes]:
     """Return a socket to be connected to the master, which connects again by itself and queues nothing meanwhile."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
@@ -37,7 +37,7 @@ def make_socket(context: zmq.Context[zmq.Socket[bytes]], key: ClusterKey | None)
     socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_FIRST_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MOST_MS)
-    secure_client(socket, key)
+    secure_client(socket, key, listener)
     return socket
 
 
@@ -50,12 +50,13 @@ class MasterChannel:
         self._loop = loop
         self._address = address
         self._key = key
+        self._choice = KeyChoice(key)
         self._on_event = on_event
         self._context = zmq.Context()
         self._socket, self._monitor = self._connect()
 
     def _connect(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        socket = make_socket(self._context, self._key)
+        socket = make_socket(self._context, self._key, self._choice.pick())
         monitor = socket.get_monitor_socket(EVENTS)
         self._handshakes = Handshakes(self._address, self._key)
         self._loop.watch(monitor, self._on_monitor)
@@ -89,7 +90,10 @@ class MasterChannel:
 
     def _on_monitor(self) -> None:
         if self._handshakes.read(self._monitor):
+            self._choice.succeeded()
             self._on_event(MasterReached())
+        elif self._handshakes.num_failed and self._choice.failed():
+            self.reconnect()
         elif self._handshakes.refusal is not None:
             self._on_event(KeyRefused(reason=self._handshakes.refusal))
 
@@ -105,13 +109,14 @@ class MasterChannel:
         try:
             request_id, message = master_to_agent.decode(frames)
         except ProtocolError as error:
-            return MasterUnreadable(reason=self._why_unreadable(frames, error))
+            return self._unreadable(frames, error)
         return MasterSaid(message=message, request_id=request_id)
 
-    def _why_unreadable(self, frames: list[bytes], error: ProtocolError) -> str:
-        """Return the reason; a master that cannot read an agent answers as it answers clients."""
+    def _unreadable(self, frames: list[bytes], error: ProtocolError) -> MasterUnreadable:
+        """Return the event with its reason; a master that cannot read an agent answers as it answers clients."""
         try:
             refused = msgspec.msgpack.decode(frames[-1], type=Refused)
         except UNREADABLE:
-            return f"the master at {self._address} cannot be understood: {error}"
-        return f"the master at {self._address} refuses this agent: {refused.reason}"
+            return MasterUnreadable(reason=f"the master at {self._address} cannot be understood: {error}")
+        reason = f"the master at {self._address} refuses this agent: {refused.reason}"
+        return MasterUnreadable(reason=reason, may_pass=refused.code == "defect")

@@ -1,7 +1,8 @@
-"""The lock of a node id, with one agent each on a host, and the clean-up of processes that a killed agent left.
+"""The lock of a node id, with one agent each of a cluster on a host, and the clean-up of what killed agents left.
 
-`<run root>/agents/<node>.lock` is locked while its agent lives and says who that is. The next agent of the same id
-reads there what the last one called itself, and ends the processes that carry that name in their environment.
+`<run root>/agents/<node>-<cluster>.lock` is locked while its agent lives and says who that is. An agent that starts
+reads there what those that were killed called themselves, of whatever cluster, and ends the processes that carry that
+name in their environment.
 
 Shared memory that dead workers left is removed when an agent starts, whenever a worker of its ends, again once what was
 on its way to somebody has had the time to arrive, and when the agent stops.
@@ -31,10 +32,13 @@ from unified.bus.shm.files import Sweeper
 from unified.config import settings
 from unified.errors import ClusterError
 from unified.values import Value
-from unified_agent.zygote import MARKER_INCARNATION, MARKER_NODE, MARKER_SNAPSHOTS
+from unified_agent.spawn import MARKER_INCARNATION, MARKER_NODE, MARKER_SNAPSHOTS, RUN_DIR_PREFIX, run_folder
 
 log = logging.getLogger("unified_agent")
-_RUN_DIR_PREFIX = "a-"
+CLEAN_UP_S = 10.0
+"""Time that an agent gives another one to clean up after its own predecessor."""
+LOCKS = "agents"
+"""Folder of the locks, in the run root."""
 
 
 class AgentTakenError(ClusterError):
@@ -53,15 +57,16 @@ class AgentRecord(Value, frozen=True):
 
 
 class NodeLock:
-    """The lock of a node id on this host, held until `release`, or the process's end."""
+    """The lock of a node id of one cluster on this host, held until `release`, or the process's end."""
 
-    def __init__(self, run_root: Path, node: str) -> None:
+    def __init__(self, run_root: Path, node: str, master: str) -> None:
         """Take the lock; AgentTakenError: it is held, by the pid in the message."""
-        self._path = settings.make_private(run_root / "agents") / f"{node}.lock"
+        self._path = settings.make_private(run_root / LOCKS) / f"{node}-{_digest(master, node)[:12]}.lock"
         self._node = node
         self._descriptor = self._take()
 
     def _take(self) -> int:
+        deadline = time.monotonic() + CLEAN_UP_S
         while True:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -69,6 +74,10 @@ class NodeLock:
             except BlockingIOError:
                 holder = _read_record(descriptor)
                 os.close(descriptor)
+                is_left = holder is None or not process.is_alive(holder.pid)
+                if is_left and time.monotonic() < deadline:  # another agent cleans up after the last one
+                    time.sleep(0.02)
+                    continue
                 raise _taken(self._node, holder.pid if holder is not None else None) from None
             try:
                 if os.fstat(descriptor).st_ino == self._path.stat().st_ino:
@@ -77,17 +86,9 @@ class NodeLock:
                 pass
             os.close(descriptor)  # its last holder removed it between our opening and our locking
 
-    def previous(self) -> AgentRecord | None:
-        """Return the last holder if it did not release the lock: that agent was killed."""
-        return _read_record(self._descriptor)
-
     def write(self, record: AgentRecord) -> None:
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, msgspec.json.encode(record), 0)
-
-    def abandon(self) -> None:
-        """Release the lock, and leave to the next agent what the last one left."""
-        os.close(self._descriptor)
 
     def release(self) -> None:
         """Release the lock at an end in order: nothing is left to clean up."""
@@ -118,7 +119,7 @@ def hold_name(master: str, node: str) -> socket.socket:
 
     AgentTakenError: it is held, by the pid in the message.
     """
-    name = "\0unified-agent-" + hashlib.sha256(f"{master} {node}".encode()).hexdigest()[:32]
+    name = "\0unified-agent-" + _digest(master, node)[:32]
     holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         holder.bind(name)
@@ -129,6 +130,10 @@ def hold_name(master: str, node: str) -> socket.socket:
             raise
         raise _taken(node, _holder_of(name)) from None
     return holder
+
+
+def _digest(master: str, node: str) -> str:
+    return hashlib.sha256(f"{master} {node}".encode()).hexdigest()
 
 
 def _holder_of(name: str) -> int | None:
@@ -151,23 +156,23 @@ def _taken(node: str, pid: int | None) -> AgentTakenError:
 
 
 @contextlib.contextmanager
-def claim(run_root: Path, node: str, master: str) -> Iterator[NodeClaim]:
-    """Clean up what a killed agent left, and hold a node id, with a run folder; AgentTakenError: another has it."""
-    lock = NodeLock(run_root, node)
+def claim(run_root: Path, node: str, master: str, life: str = "") -> Iterator[NodeClaim]:
+    """Clean up what killed agents left, and hold a node id, with a run folder; AgentTakenError: another has it.
+
+    Args:
+        life: the incarnation of the agent, if something runs by that name already.
+    """
+    clean_up_all(run_root)
+    lock = NodeLock(run_root, node, master)
     try:
         name = hold_name(master, node)
     except BaseException:
-        lock.abandon()
+        lock.release()
         raise
-    previous = lock.previous()
-    if previous is not None:
-        killed = clean_up(previous, run_root)
-        text = f"the last agent of this node (pid {previous.pid}) was killed; ended {len(killed)} processes of it"
-        log.warning("event=orphans-ended %s", text)
     sweeper = Sweeper()
     sweep(sweeper)
-    life = secrets.token_hex(8)
-    run_dir = settings.make_private(run_root / f"{_RUN_DIR_PREFIX}{life[:8]}")
+    life = life or secrets.token_hex(8)
+    run_dir = run_folder(run_root, life)
     own = process.facts(os.getpid())
     ticks = own.start_ticks if own is not None else 0
     lock.write(AgentRecord(node=node, pid=os.getpid(), life=life, run_dir=str(run_dir), start_ticks=ticks))
@@ -187,34 +192,69 @@ def _read_record(descriptor: int) -> AgentRecord | None:
         return None
 
 
+def clean_up_all(run_root: Path) -> None:
+    """End what killed agents of this user left on this host: those that hold a lock no more, and did not release it."""
+    for path in sorted((run_root / LOCKS).glob("*.lock")):
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # its agent lives
+                continue
+            if os.fstat(file.fileno()).st_ino != path.stat().st_ino:
+                continue  # somebody has cleaned up meanwhile, and this file has another owner
+            if (record := _read_record(file.fileno())) is not None:
+                killed = clean_up(record, run_root)
+                text = (
+                    f"an agent of node {record.node} (pid {record.pid}) was killed; ended {len(killed)} processes of it"
+                )
+                log.warning("event=orphans-ended %s", text)
+            path.unlink()
+
+
 def clean_up(record: AgentRecord, run_root: Path) -> list[int]:
     """End what a killed agent left and remove its run folder; return the pids that had to be killed.
 
-    A process is its only if its environment names both the node and that very life of the agent, it belongs to this
-    user, and it started after that agent did.
+    A process is counted as the agent's only if its environment names the node and this incarnation of the agent, it
+    belongs to this user, and it started after that agent did.
     """
 
     killed = kill_processes(record.node, record.life, record.start_ticks)
     run_dir = Path(record.run_dir)
-    if run_dir.parent == run_root and run_dir.name.startswith(_RUN_DIR_PREFIX):
+    if run_dir.parent == run_root and run_dir.name.startswith(RUN_DIR_PREFIX):
         shutil.rmtree(run_dir, ignore_errors=True)
     return killed
 
 
 def kill_processes(node: str, life: str, start_ticks: int, *, with_snapshots: bool = True) -> list[int]:
-    """Kill what this life of an agent has started, its own process excluded; return the pids found at first."""
+    """Kill what this incarnation of an agent has started, and what that has started, its own process excluded; return
+    the pids found at first.
+    """
+
+    seen: dict[int, int] = {}
+    """Start times by pid: one that was found is waited for, although its parent may die first."""
 
     def left() -> list[int]:
-        return [
-            one.pid
+        there = [
+            one
             for one in process.every_process()
             if one.is_alive
             and one.start_ticks >= start_ticks
             and one.pid != os.getpid()
-            and process.has_environment(one.pid, f"{MARKER_INCARNATION}={life}")
-            and process.has_environment(one.pid, f"{MARKER_NODE}={node}")
             and (with_snapshots or not process.has_environment(one.pid, f"{MARKER_SNAPSHOTS}=1"))
         ]
+        found = {
+            one.pid
+            for one in there
+            if seen.get(one.pid) == one.start_ticks
+            or (
+                process.has_environment(one.pid, f"{MARKER_INCARNATION}={life}")
+                and process.has_environment(one.pid, f"{MARKER_NODE}={node}")
+            )
+        }
+        while more := {one.pid for one in there if one.parent in found} - found:  # whatever environment they have
+            found |= more
+        seen.update({one.pid: one.start_ticks for one in there if one.pid in found})
+        return sorted(found)
 
     found = left()
     process.kill_until_none(left)

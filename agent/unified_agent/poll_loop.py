@@ -41,11 +41,11 @@ class PollLoop:
             del self._channels[channel.descriptor]
             self.unwatch(channel.descriptor)
 
-    def wait(self, timeout_s: float | None) -> None:
+    def wait(self, timeout_s: float) -> None:
         """Wait until something is ready, or for `timeout_s`, and make the calls."""
         for descriptor, channel in self._channels.items():
             self._poller.modify(descriptor, zmq.POLLIN | (zmq.POLLOUT if channel.has_waiting else 0))
-        for source, flags in self._poller.poll(None if timeout_s is None else max(0, math.ceil(timeout_s * 1000))):
+        for source, flags in self._poller.poll(max(0, math.ceil(timeout_s * 1000))):
             if flags & zmq.POLLOUT and isinstance(source, int) and source in self._channels:
                 self._channels[source].flush()
             call = self._calls.get(source)  # an earlier call of this turn may have ended it

@@ -15,6 +15,8 @@ import os
 import select
 import signal
 import socket
+import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,9 +34,11 @@ from unified.protocol.records import Failure, JobWorkerIncarnation
 from unified.protocol.worker_agent import AgentToWorker, Hello, Launch, worker_to_agent
 from unified_agent.child_channel import ChannelOverflowError, ChildChannel
 from unified_agent.core.messages import AgentEvent, StartWorker, WorkerNotStarted, WorkerSaid, WorkerStarted
-from unified_agent.evidence import ProcessEnd
+from unified_agent.measure.evidence import ProcessEnd
 from unified_agent.orphans import sweep
 from unified_agent.poll_loop import PollLoop
+from unified_agent.spawn import Spawned, spawn_zygote
+from unified_agent.worker_groups import WorkerGroups
 from unified_agent.zygote import ForkedWorker, ZygoteHandle
 
 log = logging.getLogger("unified_agent")
@@ -94,11 +98,21 @@ class Processes:
         self._count = 0
         self._num_zygotes = 0
         self._sweeper = Sweeper()
+        self._starting = threading.Lock()
+        """Held while a thread starts a program, and while processes are looked for that nobody knows."""
+        self._programs: set[int] = set()
+        """Pids of the programs that threads run."""
+        self.groups = WorkerGroups(None)
+        """Control groups of the workers, if the agent makes any."""
         process.become_subreaper()
 
-    def preload(self) -> None:
-        """Start the zygote of the agent's own interpreter, so that the first worker need not wait."""
-        self._zygote(self._python).import_at_leisure()
+    def preload(self, zygote: Spawned | None = None) -> None:
+        """Start the zygote of the agent's own interpreter, so that the first worker need not wait; or take this one."""
+        if zygote is None:
+            self._zygote(self._python).import_at_leisure()
+        else:
+            self._add(ZygoteHandle(zygote))
+            self.reap()  # of its end before there was a handler of SIGCHLD nobody has heard
 
     def keep(self, pythons: list[str]) -> None:
         """Close the zygotes of other interpreters than these and our own, once they have no children."""
@@ -106,12 +120,21 @@ class Processes:
         for python in [python for python in self._zygotes if python not in self._kept]:
             self._close_if_idle(python)
 
-    def start(self, order: StartWorker, launch: Launch, passed: Sequence[int], streams: tuple[int, int]) -> None:
+    def start(
+        self,
+        order: StartWorker,
+        launch: Launch,
+        passed: Sequence[int],
+        streams: tuple[int, int],
+        *,
+        is_held: bool = False,
+    ) -> None:
         """Have a worker's process made, which is sent `launch`.
 
         Args:
             passed: descriptors that go with the launch.
             streams: its stdout and stderr. All of them are closed here in every case.
+            is_held: True to wait for `release`, or `refuse`.
 
         Raises:
             OSError: there are no descriptors left.
@@ -125,12 +148,17 @@ class Processes:
             raise
         channel = ChildChannel(ours)
         self._count += 1
-        marker = f"UNIFIED_WORKER={launch.env.get('UNIFIED_WORKER', '')}"
-        fork = Fork(child=self._count, fresh=order.is_fresh, marker=marker, env=order.env)
-        child = ForkedWorker(life, channel, fork, [theirs.detach(), *streams])
+        fork = Fork(child=self._count, fresh=order.is_fresh, env=order.env)
+        child = ForkedWorker(life, channel, fork, [theirs.detach(), *streams], held_for=python if is_held else "")
+        child.memory_mb = memory_of(order.launch)
         self._children[fork.child] = self._by_life[life] = child
         self._loop.watch_channel(channel, lambda: self._hear(child))
         channel.send(launch, passed)
+        if not is_held:
+            self._fork(child, python)
+
+    def _fork(self, child: ForkedWorker, python: str) -> None:
+        """Have a zygote of the interpreter fork a worker as soon as the zygote is up."""
         try:
             zygote = self._zygote(python)
         except (OSError, ValueError) as error:  # ValueError: a name that no file can have
@@ -143,6 +171,23 @@ class Processes:
         zygote.hurry()
         if zygote.is_up:
             self._order(child)
+
+    def release(self, life: JobWorkerIncarnation) -> None:
+        """Have the process of a held worker made, unless it was stopped meanwhile."""
+        child = self._by_life.get(life)
+        if child is not None and child.held_for:
+            python, child.held_for = child.held_for, ""
+            self._fork(child, python)
+
+    def refuse(self, life: JobWorkerIncarnation, reason: str, category: Literal["crash", "setup"] = "setup") -> None:
+        """Have a held worker fail before it is made: what it needs cannot be had."""
+        child = self._by_life.get(life)
+        if child is not None and child.held_for:
+            self._fail(child, category, reason)
+
+    def lives(self) -> list[JobWorkerIncarnation]:
+        """Return the incarnations whose processes are there."""
+        return list(self._by_life)
 
     def tell(self, life: JobWorkerIncarnation, message: AgentToWorker) -> None:
         """Send a worker a message. A worker that reads nothing is killed before what waits for it fills the memory."""
@@ -170,6 +215,7 @@ class Processes:
             self._fail(child, "crash", "was stopped before it started")
         elif child.pidfd >= 0 and self._signal_pidfd(child, signal.SIGKILL):
             process.signal_group(child.pid, signal.SIGKILL)
+            self.groups.kill(life)
 
     def pidfd(self, life: JobWorkerIncarnation) -> int:
         """Return a descriptor of a worker's process, which the caller closes; -1: there is none."""
@@ -194,7 +240,7 @@ class Processes:
             if helper is not None:
                 helper(code)
                 continue
-            has_lost_stray = True
+            has_lost_stray = has_lost_stray or pid not in self._programs
             for child in [child for child in self._children.values() if child.pid == pid]:
                 self._end(child, code, peak_kb)  # adopted from a dead zygote
         if has_lost_stray:  # its own children are ours now
@@ -208,11 +254,42 @@ class Processes:
         """Leave the end of such a child to whoever has started it."""
         self._helpers.pop(pid, None)
 
+    def run_program(self, command: Sequence[str], within_s: float, passed: Sequence[int] = ()) -> tuple[bytes, bytes]:
+        """Run a program to its end, from any thread; return what it wrote to stdout and to stderr.
+
+        Its exit code is not known: the agent reaps every child of its process, this one, too.
+
+        Args:
+            passed: descriptors that it inherits.
+
+        Raises:
+            TimeoutExpired: it did not end within that time, and was killed.
+            OSError: it cannot be started.
+        """
+        with self._starting:
+            program = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=passed
+            )
+            self._programs.add(program.pid)
+        with program:
+            try:
+                return program.communicate(timeout=within_s)
+            except subprocess.TimeoutExpired:
+                program.kill()
+                raise
+            finally:
+                self._programs.discard(program.pid)
+
     @property
     def next_deadline(self) -> float | None:
         """Time at which `tick` is to be called, on the monotonic clock."""
         zygotes = self._zygotes.values()
-        return earliest(self._sweeper.due_at, *map(self._deadline, zygotes), *(each.hurry_at for each in zygotes))
+        return earliest(
+            self._sweeper.due_at,
+            self.groups.due_at,
+            *map(self._deadline, zygotes),
+            *(each.hurry_at for each in zygotes),
+        )
 
     def tick(self) -> None:
         """Do what is due: hurry zygotes, give up those that hang, and remove shared memory."""
@@ -227,6 +304,7 @@ class Processes:
                 zygote.has_told()
             else:
                 self._give_up(zygote)
+        self.groups.remove_empty()
         self.sweep()
 
     def _deadline(self, zygote: ZygoteHandle) -> float | None:
@@ -246,6 +324,7 @@ class Processes:
         for zygote in zygotes:
             zygote.await_end(deadline)
         self._running.clear()
+        self._programs.clear()
         self._kill_strays()
         for child in list(self._children.values()):
             self._drop(child)
@@ -259,9 +338,13 @@ class Processes:
         known = self._zygotes.get(python)
         if known is not None:
             return known
+        return self._add(
+            ZygoteHandle(spawn_zygote(python, self._entry, self._run_dir, self._env, self._num_zygotes + 1))
+        )
+
+    def _add(self, zygote: ZygoteHandle) -> ZygoteHandle:
         self._num_zygotes += 1
-        zygote = ZygoteHandle(python, self._entry, self._run_dir, self._env, self._num_zygotes)
-        self._zygotes[python] = self._running[zygote.pid] = zygote
+        self._zygotes[zygote.python] = self._running[zygote.pid] = zygote
         self._loop.watch_channel(zygote.channel, lambda: self._hear_zygote(zygote))
         return zygote
 
@@ -323,6 +406,7 @@ class Processes:
                 os.close(child.pidfd)  # it has ended, and the number belongs to somebody else
                 child.pidfd = -1
             else:
+                self.groups.add(child.life, pid, child.memory_mb)
                 self._by_pidfd[child.pidfd] = child
                 self._ends.register(child.pidfd, select.EPOLLIN | select.EPOLLONESHOT)
         if child.pidfd < 0 and child.zygote is not None:
@@ -368,13 +452,13 @@ class Processes:
     def _kill_strays(self) -> None:
         """Kill what workers of a dead zygote have left, now the agent's children, which nobody else will ever end."""
         own = os.getpid()
-        process.kill_until_none(
-            lambda: [
-                found.pid
-                for found in process.every_process()
-                if found.parent == own and found.pid not in {*self._running, *self._helpers}
-            ]
-        )
+
+        def strays() -> list[int]:
+            with self._starting:
+                known = {*self._running, *self._helpers, *self._programs}
+                return [each.pid for each in process.every_process() if each.parent == own and each.pid not in known]
+
+        process.kill_until_none(strays)
 
     def _give_up(self, zygote: ZygoteHandle) -> None:
         """Put another zygote in the place of one that hangs. Its workers live on, and the agent sees their ends."""
@@ -464,6 +548,7 @@ class Processes:
         self._hear(child)
         self._drop(child)
         self._on_end(child.life, ProcessEnd(code, peak_kb, child.killed_for))
+        self.groups.end(child.life)  # after its evidence was read
 
     def _drop(self, child: ForkedWorker) -> None:
         self._loop.unwatch_channel(child.channel)
@@ -489,6 +574,11 @@ class Processes:
             if route.startswith("ipc://") and path.is_relative_to(self._run_dir) and ".." not in path.parts:
                 with contextlib.suppress(OSError):
                     path.unlink()
+
+
+def memory_of(launch: Launch) -> float:
+    """Return the MB of memory that a worker's role asks for; 0: any."""
+    return launch.spec.role(launch.role).resources.memory_mb if launch.kind == "worker" else 0.0
 
 
 def _ended_child() -> tuple[int, int, int] | None:

@@ -15,25 +15,31 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+from msgspec import structs
+
 from unified import process
+from unified.config.ports import bind_free
+from unified.errors import UsageError
 from unified.protocol.agent_master import DesiredJob
 from unified.protocol.snapshots import (
     LISTENER_NAME,
     NameCopyNodes,
     PersistSnapshots,
+    ReplaceKey,
     ServerAddress,
     ServeSnapshots,
     SnapshotHost,
     snapshots_to_agent,
     token_of,
 )
+from unified.security.curve import new_key
 from unified.security.keys import ClusterKey
 from unified_agent.core.messages import SnapshotsReported
 from unified_agent.environment import NodeFacts
 from unified_agent.helper_process import HelperProcess
 from unified_agent.poll_loop import PollLoop
 from unified_agent.processes import Processes
-from unified_agent.zygote import MARKER_SNAPSHOTS
+from unified_agent.spawn import MARKER_SNAPSHOTS, spawn
 
 log = logging.getLogger("unified_agent")
 CLOSE_S = 2.0
@@ -64,7 +70,8 @@ class SnapshotProcess:
         self._env = {**env, MARKER_SNAPSHOTS: "1"}
         self._peers = _listen_for_peers(facts.address)
         url = "" if self._peers is None else _url(facts.address, self._peers.getsockname()[1])
-        self.host = SnapshotHost(url, secrets.token_bytes(32))
+        pair = None if key is None else new_key()
+        self.host = SnapshotHost(url, secrets.token_bytes(32), "" if pair is None else pair.public)
         self._copy_nodes: dict[str, ServerAddress] = {}
         self._order = ServeSnapshots(
             node=facts.node,
@@ -72,6 +79,7 @@ class SnapshotProcess:
             quota_bytes=int(quota_mb * (1 << 20)),
             linger_s=linger_s,
             key=key,
+            pair=pair,
         )
         self._server: HelperProcess | None = None
         self._num_short_lived = 0
@@ -92,6 +100,12 @@ class SnapshotProcess:
             self._copy_nodes = copy_nodes
             if self._server is not None:
                 self._server.channel.send(NameCopyNodes(copy_nodes))
+
+    def replace_key(self, key: ClusterKey) -> None:
+        """Tell the server that the cluster's key has a successor."""
+        self._order = structs.replace(self._order, key=key)
+        if self._server is not None:
+            self._server.channel.send(ReplaceKey(key))
 
     def persist(self) -> None:
         """Have what is held written to storage, where jobs gave one; an event says when that is done."""
@@ -122,12 +136,14 @@ class SnapshotProcess:
         descriptors = [listener.fileno() for listener in self._listeners()]
         try:
             self._server = server = HelperProcess(
-                sys.executable,
-                "unified.snapshot",
-                [*map(str, descriptors)],
-                log=self._run_dir / "snapshots.log",
-                env=self._env,
-                descriptors=descriptors,
+                spawn(
+                    sys.executable,
+                    "unified.snapshot",
+                    [*map(str, descriptors)],
+                    log=self._run_dir / "snapshots.log",
+                    env=self._env,
+                    descriptors=descriptors,
+                )
             )
         except OSError as error:
             log.error("event=snapshots-not-started reason=%r", str(error))
@@ -182,9 +198,10 @@ class SnapshotProcess:
 def _listen_for_peers(address: str) -> socket.socket | None:
     """Return a socket for the servers of other nodes; None, with a warning, where this host has no such address."""
     try:
-        listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
-    except OSError as error:
-        text = f"{address} cannot be listened on ({error.strerror}): this node gives no copies away, and takes none"
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = bind_free(lambda port: socket.create_server((address, port), family=family))
+    except (OSError, UsageError) as error:
+        text = f"{address} cannot be listened on ({error}): this node gives no copies away, and takes none"
         log.warning("event=snapshots-unreachable reason=%r", text)
         return None
     listener.setblocking(False)

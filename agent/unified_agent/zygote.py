@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from unified import process
 from unified.protocol.agent_zygote import Fork, ZygoteToAgent, zygote_to_agent
 from unified.protocol.records import JobWorkerIncarnation
 from unified_agent.child_channel import ChildChannel
 from unified_agent.helper_process import HelperProcess
+from unified_agent.spawn import Spawned
 
-MARKER_NODE = "UNIFIED_AGENT_NODE"
-MARKER_INCARNATION = "UNIFIED_AGENT_LIFE"
-"""Markers in the environment of everything an agent starts, so that the next agent knows what the last one left."""
-MARKER_SNAPSHOTS = "UNIFIED_AGENT_SNAPSHOTS"
-"""Further marker, of the snapshot server and what it starts: what it holds outlives workers."""
 SETTLED_S = 10.0
 """Age below which a zygote that ends is not replaced before a worker needs one: what ended it may end the next."""
 IMPORT_NICE = 10
@@ -30,11 +25,9 @@ HURRY_AGAIN_S = 0.1
 class ZygoteHandle(HelperProcess):
     """A running zygote process, made and forgotten by `Processes`, which also reaps it."""
 
-    def __init__(self, python: str, entry: str, run_dir: Path, env: Mapping[str, str], number: int) -> None:
-        """Start the process. Raises OSError where the interpreter cannot be started."""
-        log = run_dir / f"zygote-{number}.log"
-        super().__init__(python, "unified.worker.zygote", ["--entry", entry], log=log, env=env)
-        self.python = python
+    def __init__(self, spawned: Spawned) -> None:
+        super().__init__(spawned)
+        self.python = spawned.python
         self.is_up = False
         self.is_given_up = False
         """True if it hangs: it is sent no more orders, and lives on for the sake of its workers."""
@@ -102,9 +95,13 @@ class ForkedWorker:
     """None while the order waits for a zygote that is up."""
     pid: int = 0
     pidfd: int = -1
+    held_for: str = ""
+    """Interpreter that is to run it once what its job needs is there; empty: it is not held."""
     is_kill_asked: bool = False
     killed_for: str = ""
     """Reason for which it is killed here, rather than by the core."""
+    memory_mb: float = 0.0
+    """Memory that its role asks for; 0: any."""
     routes: Sequence[str] = ()
     """Routes to its inbox, since its hello."""
     inbox_id: str = ""

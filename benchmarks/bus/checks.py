@@ -33,6 +33,16 @@ COPY_SHARE = 0.75
 """Share of that contender's rate from which on a copy counts as being at the limit of the machine."""
 
 
+class Judged(NamedTuple):
+    """A floor, and whether it is held."""
+
+    word: str
+    line: str
+
+    def __str__(self) -> str:
+        return f"{self.line}: {self.word}"
+
+
 class Verdict(NamedTuple):
     floor: Floor
     ratio: float | None

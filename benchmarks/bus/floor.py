@@ -21,8 +21,7 @@ import zmq
 from benchmarks.bus import work
 from unified.memory.copy import Copy, copy_memory, num_cores
 from unified.worker.fork_setup import keep_freed
-from unified_agent.environment import TUNABLES, tunables
-from unified_agent.host_resources import last_cache_bytes
+from unified_agent.spawn import TUNABLES, last_cache_bytes, tunables
 
 Array = np.ndarray[Any, np.dtype[np.uint8]]
 MESSAGE = b"x" * 64

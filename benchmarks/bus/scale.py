@@ -116,7 +116,7 @@ def run(inboxes: int, per_node: int) -> dict[str, Any]:
     with (
         tempfile.TemporaryDirectory(prefix="unified-scale-") as name,
         EmbeddedCluster(nodes=1, devices_per_node=2) as cluster,
-        load(cluster.address, nodes, per_node) as (told, beat_for_all),
+        load(cluster.address, nodes, per_node) as (told, say),
     ):
         time.sleep(work.SETTLE_S)
         folder = Path(name)
@@ -127,7 +127,7 @@ def run(inboxes: int, per_node: int) -> dict[str, Any]:
             until(lambda: is_running(handle), "the job runs", told)
             until(lambda: told().get("running", 0) >= inboxes, f"{inboxes} workers run", told)
             found["run_s"] = time.monotonic() - began
-            beat_for_all()
+            say("")
             time.sleep(CALM_S)
             found["master_cpu"] = cpu_percent(master)
             found["master_pss_mib"] = work.pss_mib(master.pid)
@@ -180,14 +180,28 @@ def directory_costs(number: int) -> dict[str, float]:
     }
 
 
+def end(process: subprocess.Popen[str], within_s: float) -> None:
+    """Have a process end by the end of its stdin; kill one that does not in time."""
+    if process.stdin is not None:
+        process.stdin.close()
+    try:
+        process.wait(within_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 @contextmanager
-def load(master: str, nodes: int, per_node: int) -> Iterator[tuple[Callable[[], dict[str, Any]], Callable[[], None]]]:
-    """The load process; what is yielded tells its newest totals, and has it send a heartbeat for every inbox."""
+def load(
+    master: str, nodes: int, per_node: int, program: Sequence[str | Path] = (HERE / "scale_load.py",)
+) -> Iterator[tuple[Callable[[], dict[str, Any]], Callable[[str], None]]]:
+    """The load process; what is yielded tells its newest totals, and says a line to it: an empty one has it send a
+    heartbeat for every inbox."""
     if nodes == 0:
-        yield dict, lambda: None
+        yield dict, lambda line: None
         return
     process = subprocess.Popen(
-        [sys.executable, HERE / "scale_load.py", master, str(nodes), str(per_node)],
+        [sys.executable, *program, master, str(nodes), str(per_node)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -199,24 +213,20 @@ def load(master: str, nodes: int, per_node: int) -> Iterator[tuple[Callable[[], 
             newest.update(json.loads(line))
         newest["has_ended"] = True
 
-    def beat_for_all() -> None:
+    def say(line: str) -> None:
         if process.stdin is not None:
-            process.stdin.write("\n")
+            process.stdin.write(f"{line}\n")
             process.stdin.flush()
 
     listener = threading.Thread(target=listen, daemon=True)
     listener.start()
     try:
-        yield lambda: dict(newest), beat_for_all
+        yield lambda: dict(newest), say
     finally:
-        if process.stdin is not None:
-            process.stdin.close()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process, 20)
         listener.join()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def until(is_true: Callable[[], object], what: str, told: Callable[[], dict[str, Any]]) -> None:

@@ -12,6 +12,7 @@ import secrets
 import select
 import sys
 import time
+from collections.abc import Sequence
 
 import msgspec
 import zmq
@@ -82,6 +83,7 @@ class Node:
         self.generation = 0
         self.inboxes: dict[tuple[str, str, int], Inbox] = {}
         self.is_registered = False
+        self.workers: list[Wanted] = []
         self.num_running = 0
         self.num_bytes = 0
         self.largest = 0
@@ -116,12 +118,22 @@ class Node:
                 case Desired(generation=generation, workers=workers) if generation >= self.generation:
                     self.generation = generation
                     self._observe(workers)
+                case Seen():
+                    self.seen()
                 case _:
                     pass
 
+    def seen(self) -> None:
+        """Take note of an answer to a heartbeat."""
+
     def _observe(self, workers: list[Wanted]) -> None:
+        self.workers = workers
         self.num_running = sum(worker.run is not None for worker in workers)
-        observed = [self._observed(worker) for worker in workers]
+        self.tell()
+
+    def tell(self) -> None:
+        """Report all workers."""
+        observed = [self._observed(worker) for worker in self.workers]
         self.say(ObservedWorkers(node=self.name, incarnation="a", generation=self.generation, workers=observed))
 
     def _observed(self, worker: Wanted) -> ObservedWorker:
@@ -196,7 +208,7 @@ def main() -> None:
     context.destroy(0)
 
 
-def all_registered(nodes: list[Node], number: int) -> bool:
+def all_registered(nodes: Sequence[Node], number: int) -> bool:
     return len(nodes) == number and all(node.is_registered for node in nodes)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from benchmarks import report_table
-from benchmarks.bus.checks import Medians, times_better
+from benchmarks.bus.checks import Judged, Medians, times_better
 from benchmarks.bus.report import short
 from benchmarks.bus.work import Row
 from unified.core.shards.ledger import Ledger
@@ -64,16 +64,6 @@ def lines(found: Medians) -> Iterator[list[str]]:
                 _short(bare),
                 _times(target, ours, bare),
             ]
-
-
-class Judged(NamedTuple):
-    """A floor, and whether it is held."""
-
-    word: str
-    line: str
-
-    def __str__(self) -> str:
-        return f"{self.line}: {self.word}"
 
 
 def verdicts(found: Medians) -> Iterator[Judged]:

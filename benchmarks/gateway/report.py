@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from benchmarks import report_table
-from benchmarks.bus.checks import Medians, times_better
+from benchmarks.bus.checks import Judged, Medians, times_better
 from benchmarks.bus.report import short
 from benchmarks.bus.work import Row
 
@@ -47,17 +47,7 @@ def lines(found: Medians) -> Iterator[list[str]]:
             ]
 
 
-class GatewayVerdict(NamedTuple):
-    """A floor, and whether it is held."""
-
-    word: str
-    line: str
-
-    def __str__(self) -> str:
-        return f"{self.line}: {self.word}"
-
-
-def verdicts(found: Medians) -> Iterator[GatewayVerdict]:
+def verdicts(found: Medians) -> Iterator[Judged]:
     for floor in FLOORS:
         if floor.times_bare is None and floor.at_most is None:
             continue
@@ -69,7 +59,7 @@ def verdicts(found: Medians) -> Iterator[GatewayVerdict]:
             ratio = _times(floor, ours, bare)
             is_passed, value = ratio >= floor.times_bare, f" {ratio:.2f} ×"
         word = {True: "pass", False: "FAIL", None: "not measured"}[is_passed]
-        yield GatewayVerdict(word, f"{floor.row.title}:{value} ({_limit(floor)})")
+        yield Judged(word, f"{floor.row.title}:{value} ({_limit(floor)})")
 
 
 def show(result: dict[str, Any]) -> None:

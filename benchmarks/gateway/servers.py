@@ -37,6 +37,8 @@ class CountedMaster:
 
     def __init__(self, address: str) -> None:
         self.requests: Counter[str] = Counter()
+        self.num_bytes = 0
+        """Bytes of its answers."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._front, self._back = self._context.socket(zmq.ROUTER), self._context.socket(zmq.DEALER)
         self._front.bind("tcp://127.0.0.1:*")
@@ -62,7 +64,9 @@ class CountedMaster:
                     self.requests[type(client_to_master.decode(frames).message).__name__] += 1
                     self._back.send_multipart(frames)
                 else:
-                    self._front.send_multipart([client, *self._back.recv_multipart()])
+                    frames = self._back.recv_multipart()
+                    self.num_bytes += sum(map(len, frames))
+                    self._front.send_multipart([client, *frames])
 
 
 class GatewayUnderLoad:
@@ -97,7 +101,7 @@ def gateway(folder: Path) -> Iterator[GatewayUnderLoad]:
     """A gateway and a master, in processes of their own."""
     with master(folder) as address:
         counted = CountedMaster(address)
-        command = ["-m", "unified_master.gateway", "--master", counted.address, "--port", "0"]
+        command = ["-m", "unified_gateway", "--master", counted.address, "--port", "0"]
         command += ["--address-file", str(folder / "gateway"), "--die-with-parent"]
         try:
             with process(command, folder / "gateway", {"TRAINER_API_TOKEN": TOKEN}) as port:

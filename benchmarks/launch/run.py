@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import shutil
@@ -26,14 +27,20 @@ from rich.table import Table
 from benchmarks.bus.work import SETTLE_S, pss_mib
 from unified.client.embedded import EmbeddedCluster
 
-RANK_SCRIPT = Path(__file__).with_name("rank.py")
-README = Path(__file__).parents[2] / "README.md"
+HERE = Path(__file__).parent
+README = Path(__file__).parents[1] / "README.md"
 MARK = "<!-- filled from benchmarks/launch/run.py -->"
 END_MARK = "<!-- end of the filled part -->"
 RANKS = 2
+DDP_RANKS = 4
+"""More than the cores of a small machine: as each rank would import the same, an import that all share counts twice."""
 DEADLINE_S = 60.0
 POLL_S = 0.005
 RESTARTS = 3
+
+
+FLOORS = {"launch_s": 1.6, "plain_s": 1.0, "ddp_s": 1.5}
+"""By measurement: how many times as quick as torchrun a cluster of its own is at least, in the same run."""
 
 
 class MissedDeadlineError(Exception):
@@ -45,6 +52,12 @@ class Contender(NamedTuple):
     title: str
     command: list[str]
     env: dict[str, str]
+    script: str = "rank.py"
+    ranks: int = RANKS
+
+    def at(self, script: str, ranks: int = RANKS) -> Contender:
+        """The same with another script."""
+        return self._replace(script=script, ranks=ranks)
 
 
 class Ready(NamedTuple):
@@ -60,27 +73,50 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=7, help="measured runs of each (default: 7); one more warms up")
     parser.add_argument("--out", type=Path, default=Path("out/bench"), help="where launch.json goes")
-    parser.add_argument("--readme", action="store_true", help="put the table into README.md")
+    parser.add_argument("--readme", action="store_true", help="put the table into benchmarks/README.md")
+    parser.add_argument("--check", action="store_true", help="end with 1 if a floor is missed")
+    parser.add_argument("--check-only", action="store_true", help="hold the figures of the last run against the floors")
     args = parser.parse_args()
+    file = args.out / "launch.json"
+    if args.check_only:
+        return check(json.loads(file.read_text()))
     with EmbeddedCluster(nodes=1, devices_per_node=RANKS) as cluster:
         memory = idle_memory_mib(cluster.master_pid, cluster.agent_pids)
-        contenders = [ours_on(cluster.address), ours_embedded(), torchrun()]
-        launches = measure("launch", launch, contenders, args.repeats)
-        recoveries = measure("recovery", recover, [contenders[0], contenders[2]], args.repeats)
-    result = {
-        "machine": machine(),
-        "ranks": RANKS,
-        "repeats": args.repeats,
-        "launch_s": launches,
-        "recovery_s": recoveries,
-        "idle_pss_mib": memory,
-    }
+        running, own, peer = ours_on(cluster.address), ours_embedded(), torchrun()
+        measured = {
+            "launch_s": measure("launch", launch, [running, own, peer], args.repeats),
+            "recovery_s": measure("recovery", recover, [running, peer], args.repeats),
+        }
+    # Idle daemons would wake up beside what has one cluster alone.
+    for key, script, ranks in (("plain_s", "plain.py", RANKS), ("ddp_s", "ddp.py", DDP_RANKS)):
+        pair = [own.at(script, ranks), peer.at(script, ranks)]
+        measured[key] = measure(key.removesuffix("_s"), to_the_end, pair, args.repeats)
+    result = {"machine": machine(), "ranks": RANKS, "repeats": args.repeats, **measured, "idle_pss_mib": memory}
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "launch.json").write_text(json.dumps(result, indent=1))
+    file.write_text(json.dumps(result, indent=1))
     show(result)
     if args.readme:
         fill(README, markdown(result))
-    return 0 if all(row["seconds"] for row in [*launches.values(), *recoveries.values()]) else 1
+    if not all(row["seconds"] for rows in measured.values() for row in rows.values()):
+        return 1
+    return check(result) if args.check else 0
+
+
+def check(result: dict[str, Any]) -> int:
+    """Print how the figures stand to the floors; the exit code."""
+    is_held = True
+    for key, floor in FLOORS.items():
+        ratio = times_torchrun(result[key], "embedded")
+        is_held &= ratio >= floor
+        word = "pass" if ratio >= floor else "FAIL"
+        print(f"{QUESTIONS[key]}, cluster of its own: {ratio:.2f} × torchrun (≥ {floor:g}): {word}")
+    return 0 if is_held else 1
+
+
+def times_torchrun(rows: dict[str, dict[str, Any]], key: str) -> float:
+    """How many times as quick as torchrun a contender is, by medians; NaN if one has none."""
+    ours, theirs = (float(statistics.median(rows[name]["seconds"] or [math.nan])) for name in (key, "torchrun"))
+    return theirs / ours
 
 
 def ours_on(address: str) -> Contender:
@@ -92,12 +128,12 @@ def ours_embedded() -> Contender:
 
 
 def unified_run() -> list[str]:
-    return [str(Path(sys.executable).with_name("unified")), "run", f"--nproc-per-node={RANKS}", "--nnodes=1"]
+    return [str(Path(sys.executable).with_name("unified")), "run", "--nnodes=1"]
 
 
 def torchrun() -> Contender:
     """With the best of its settings for restarts: see `rank.py`."""
-    command = [str(Path(sys.executable).with_name("torchrun")), f"--nproc-per-node={RANKS}", "--nnodes=1"]
+    command = [str(Path(sys.executable).with_name("torchrun")), "--nnodes=1"]
     return Contender("torchrun", "torchrun", command, {"BENCH_PREFIX": "1"})
 
 
@@ -133,6 +169,16 @@ def launch(contender: Contender, folder: Path) -> float:
     return max(rank.at for rank in ready) - started
 
 
+def to_the_end(contender: Contender, folder: Path) -> float:
+    """From the command to its end."""
+    started = time.monotonic()
+    with running(contender, folder, "once") as process:
+        wait_for_end(process)
+        ended = time.monotonic()
+        wait_for_ranks(folder, after=0.0, num_ranks=contender.ranks)
+    return ended - started
+
+
 def recover(contender: Contender, folder: Path) -> float:
     """From `kill -9` of rank 1 to all ranks through their first all_reduce after it."""
     with running(contender, folder, "stay") as process:
@@ -149,13 +195,13 @@ def recover(contender: Contender, folder: Path) -> float:
 @contextmanager
 def running(contender: Contender, folder: Path, mode: str) -> Iterator[subprocess.Popen[bytes]]:
     """The command, in a session of its own; whatever is left of it at the end is killed."""
-    command = [*contender.command, f"--max-restarts={RESTARTS}"]
+    command = [*contender.command, f"--nproc-per-node={contender.ranks}", f"--max-restarts={RESTARTS}"]
     if contender.key == "torchrun":
         command.append(f"--master-port={free_port()}")
     env = {name: value for name, value in os.environ.items() if name != "UNIFIED_MASTER"}
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            [*command, str(RANK_SCRIPT), str(folder), mode],
+            [*command, str(HERE / contender.script), str(folder), mode],
             env={**env, **contender.env, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -187,15 +233,15 @@ def end(process: subprocess.Popen[bytes], folder: Path) -> None:
             os.kill(rank.pid, signal.SIGKILL)
 
 
-def wait_for_ranks(folder: Path, after: float) -> list[Ready]:
+def wait_for_ranks(folder: Path, after: float, num_ranks: int = RANKS) -> list[Ready]:
     """The ranks whose first all_reduce came after a moment, once there are all of them."""
     deadline = time.monotonic() + DEADLINE_S
     while True:
         ready = [rank for rank in read_ranks(folder) if rank.at > after]
-        if len({rank.rank for rank in ready}) == RANKS:
+        if len({rank.rank for rank in ready}) == num_ranks:
             return ready
         if time.monotonic() > deadline:
-            raise MissedDeadlineError(f"{len(ready)} of {RANKS} ranks were ready after {DEADLINE_S:g} s")
+            raise MissedDeadlineError(f"{len(ready)} of {num_ranks} ranks were ready after {DEADLINE_S:g} s")
         time.sleep(POLL_S)
 
 
@@ -260,22 +306,25 @@ class Line(NamedTuple):
 
 
 def lines(result: dict[str, Any]) -> Iterator[Line]:
-    questions = {
-        "launch_s": "command",
-        "recovery_s": "kill -9 of a rank",
-    }
-    for key, what in questions.items():
-        peer = statistics.median(result[key]["torchrun"]["seconds"] or [float("nan")])
-        for row in result[key].values():
+    for key, what in QUESTIONS.items():
+        for name, row in result[key].items():
             taken = row["seconds"]
             median = statistics.median(taken or [float("nan")])
             spread = f"{min(taken):.2f}–{max(taken):.2f}" if taken else "–"
             failures = f"{row['failures']} of {result['repeats'] + 1}"
-            yield Line(what, row["title"], f"{median:.3f} s", spread, failures, f"{peer / median:.1f}×")
+            yield Line(
+                what, row["title"], f"{median:.3f} s", spread, failures, f"{times_torchrun(result[key], name):.1f}×"
+            )
 
 
-TITLE = f"seconds until all of {RANKS} ranks are through an all_reduce"
-HEADINGS = Line("from", "with", "median", "range, s", "failed", "torchrun ÷ this")
+QUESTIONS = {
+    "launch_s": "command to all_reduce",
+    "recovery_s": "kill -9 of a rank to all_reduce",
+    "plain_s": "a script without torch, to its end",
+    "ddp_s": f"a step of DDP on {DDP_RANKS} ranks, to its end",
+}
+TITLE = f"seconds until all of {RANKS} ranks are through an all_reduce, or until the command has ended"
+HEADINGS = Line("what", "with", "median", "range, s", "failed", "torchrun ÷ this")
 
 
 def show(result: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import text
 
-from unified.api.builder import DLJobBuilder
+from unified.api.builder import DLJob, DLJobBuilder
 
 TARGET = 0.7
 """The run counts as a success when the held-out loss has fallen below this share of its first value."""
@@ -20,13 +20,27 @@ TARGET = 0.7
 
 def main() -> int:
     args = parse()
-    out = args.out.resolve()
-    context, ranks = 64, args.nodes * args.devices_per_node
     try:
-        windows = text.prepare(args.data, out / "data", context, limit_mb=8)
+        described = describe(args)
     except FileNotFoundError as error:
         print(error, file=sys.stderr)
         return 1
+    started = time.perf_counter()
+    code = described.submit("nanogpt", master=args.master)
+    if code != 0:
+        return code
+    return show(args.out.resolve(), time.perf_counter() - started)
+
+
+def job() -> DLJob:
+    """The job with all defaults: `unified submit examples/nanogpt/submit.py`, or `unified slurm submit …`."""
+    return describe(parse([]))
+
+
+def describe(args: argparse.Namespace) -> DLJob:
+    out = args.out.resolve()
+    context, ranks = 64, args.nodes * args.devices_per_node
+    windows = text.prepare(args.data, out / "data", context, limit_mb=8)
     config = {
         "run": uuid.uuid4().hex,  # tells checkpoints of this run from those that an earlier one left
         "out": str(out),
@@ -43,7 +57,7 @@ def main() -> int:
         "prompt": "def ",
         "sample_bytes": 400,
     }
-    job = (
+    return (
         DLJobBuilder()
         .node_num(args.nodes)
         .device_per_node(args.devices_per_node)
@@ -56,14 +70,9 @@ def main() -> int:
         .end()
         .build()
     )
-    started = time.perf_counter()
-    code = job.submit("nanogpt", master=args.master)
-    if code != 0:
-        return code
-    return show(out, time.perf_counter() - started)
 
 
-def parse() -> argparse.Namespace:
+def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--master", default=os.environ.get("UNIFIED_MASTER"), help="of a running cluster (default: one here)"
@@ -77,7 +86,7 @@ def parse() -> argparse.Namespace:
         "--out", type=Path, default=Path("out/nanogpt"), help="a folder that all nodes see (default: out/nanogpt)"
     )
     parser.add_argument("--max-restart", type=int, default=10, help="failures that are forgiven (default: 10)")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def show(out: Path, seconds: float) -> int:

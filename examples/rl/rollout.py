@@ -21,7 +21,7 @@ class Rollout:
         self.policy = Policy(config.length, seed=config.seed)
         self.version = 0
         self.weights = WeightsReceiver()
-        if worker.incarnation > 0:  # an earlier life had them, and took them with it
+        if worker.incarnation > 0:  # an earlier incarnation had them, and took them with it
             remote_call.send_weights()
 
     @rpc(name=remote_call.generate, concurrency=1, idempotent=True)

@@ -65,7 +65,7 @@ def gateway(master: str, out: Path) -> Iterator[TrainingClient]:
     address = out / "gateway.address"
     address.unlink(missing_ok=True)
     daemon = Daemon(
-        "unified_master.gateway",
+        "unified_gateway",
         ["--master", master, "--port", "0", "--address-file", str(address), "--die-with-parent", str(os.getpid())],
         out / "gateway.log",
         {**os.environ, "TRAINER_API_TOKEN": token},

@@ -4,33 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import math
 import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
 import msgspec
 import zmq
 
-from unified.config.addresses import split_address
+from unified.config.addresses import HostPort, split_address
 from unified.config.logging import LogOnce
+from unified.config.ports import bind_address
 from unified.config.settings import Intervals
 from unified.core.coordinator.workers import HEARTBEAT_TIMES, HeartbeatTimes
 from unified.core.timers import earliest
-from unified.errors import ClusterError, ProtocolError, UnifiedError, VersionMismatchError
+from unified.errors import ClusterError, ProtocolError, UnifiedError, UsageError, VersionMismatchError
+from unified.probes import Probes
 from unified.protocol.agent_master import AgentToMaster
-from unified.protocol.client_master import ClientToMaster, Refused
+from unified.protocol.client_master import ClientToCodeStore, ClientToMaster, CodeRequest, Refused
 from unified.protocol.coordinator import CoordinatorRequest, WorkerToCoordinator
 from unified.protocol.framing import UNREADABLE, Codec
-from unified.protocol.records import EventRecord
+from unified.protocol.records import EventRecord, Stage
+from unified.sd_notify import ServiceNotifier
 from unified.security.curve import Gatekeeper
 from unified.security.frames import Buffer, cut
-from unified.security.keys import ClusterKey
+from unified.security.keys import ClusterKey, KeyWatch, current
+from unified_master.code_store import CodeReceived, CodeStore
 from unified_master.coordinator_service import CoordinatorReceived, CoordinatorService
 from unified_master.core.master import MasterCore
 from unified_master.core.messages import (
@@ -42,6 +47,7 @@ from unified_master.core.messages import (
     SaveRecord,
     Send,
 )
+from unified_master.core.state import Cluster
 from unified_master.gateway_process import GatewayAddress, GatewayProcess
 from unified_master.relay import BusRelay
 from unified_master.store import Store
@@ -56,9 +62,10 @@ DEFECT_WINDOW_S = 60.0
 FAREWELL_S = 1.0
 """Time that agents have to answer the word that the master stops, without which they would end their workers."""
 _log = logging.getLogger("unified.master")
-_codec: Codec[AgentToMaster | ClientToMaster | WorkerToCoordinator] = Codec(
-    AgentToMaster | ClientToMaster | WorkerToCoordinator
+_codec: Codec[AgentToMaster | ClientToMaster | ClientToCodeStore | WorkerToCoordinator] = Codec(
+    AgentToMaster | ClientToMaster | ClientToCodeStore | WorkerToCoordinator
 )
+DaemonEvent = MasterEvent | CoordinatorReceived | CodeReceived
 _loose_header = msgspec.msgpack.Decoder(tuple[int, int])
 
 
@@ -76,21 +83,31 @@ class MasterOptions(msgspec.Struct, frozen=True, kw_only=True):
     address_file: Path | None = None
     key: ClusterKey | None = None
     """The cluster's key; None: anyone who reaches the ports is let in."""
+    find_key: Callable[[], ClusterKey | None] | None = None
+    """Reads the file of `key` anew."""
     http: GatewayAddress | None = None
     """Address of the training API; None: this master starts none."""
+    advertise: str | None = None
+    """Host by which others reach this master and its relay. Default: that of `bind`."""
+    health_bind: HostPort | None = None
+    """Address of the probes; None: none are answered."""
 
 
 class MasterDaemon:
     """One master: its socket, its store, its core."""
 
-    def __init__(self, options: MasterOptions) -> None:
+    def __init__(self, options: MasterOptions, notifier: ServiceNotifier | None = None) -> None:
         self.options = options
         self._clock_offset = time.time() - time.monotonic()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gate = Gatekeeper(self._context, options.key, name="control")
+        self._keys = KeyWatch(options.key, options.find_key)
         self._defects: list[float] = []
         self._refusals = LogOnce()
+        self._code = CodeStore(options.state_dir / "code")
+        self._probes = Probes(options.health_bind, "the master does not take requests yet")
         self._is_stopping = False
+        self._notifier = notifier or ServiceNotifier({})
 
     def _now(self) -> float:
         """Return seconds since 1970 that never go back: the wall clock when it was made, plus monotonic time since."""
@@ -99,6 +116,8 @@ class MasterDaemon:
     def run(self) -> int:
         """Serve until SIGTERM or SIGINT; return the exit code. UnifiedError: the store or a port cannot be used."""
         with contextlib.ExitStack() as stack:
+            stack.callback(self._probes.close)
+            self._probes.start()
             store = Store(self.options.state_dir)
             stack.callback(store.close)
             stack.callback(self._context.destroy, linger=200)
@@ -120,12 +139,14 @@ class MasterDaemon:
         router.set(zmq.TCP_KEEPALIVE, 1)
         router.set(zmq.TCP_KEEPALIVE_IDLE, 30)
         router.set(zmq.IPV6, 1 if "[" in self.options.bind else 0)
-        self._gate.secure(router, True)
+        self._gate.guard(router)
         try:
-            router.bind(self.options.bind)
-        except zmq.ZMQError as error:
+            bind_address(router.bind, self.options.bind)
+        except (zmq.ZMQError, UsageError) as error:
             self._gate.close()
             router.close(linger=0)
+            if isinstance(error, UsageError):
+                raise
             raise ClusterError(_why_not_bound(self.options.bind, error)) from None
         return router
 
@@ -150,6 +171,8 @@ class MasterDaemon:
     def _advertised(self, endpoint: str) -> str:
         """Return the address for others: a wildcard becomes an address of this host."""
         found = split_address(endpoint)
+        if self.options.advertise is not None:
+            return found._replace(host=self.options.advertise).url
         is_wildcard = found.host in ("0.0.0.0", "[::]", "*")
         return found._replace(host=first_address()).url if is_wildcard else endpoint
 
@@ -166,13 +189,21 @@ class MasterDaemon:
             poller.register(router, zmq.POLLIN)
             poller.register(wake, zmq.POLLIN)
             while not self._is_stopping:
+                if (look_at := self._keys.next_deadline) is not None and time.monotonic() >= look_at:
+                    self._keys.look()
                 due = earliest(core.next_deadline, self._desk.next_deadline)
-                wait_s = 60.0 if due is None else min(60.0, max(0.0, due - self._now()))
+                self._notifier.beat(True, functools.partial(_status, core.cluster))
+                longest_s = self._probes.longest_wait_s
+                wait_s = longest_s if due is None else min(longest_s, max(0.0, due - self._now()))
+                if (wakes_at := earliest(self._notifier.next_deadline, self._keys.next_deadline)) is not None:
+                    wait_s = min(wait_s, max(0.0, wakes_at - time.monotonic()))
                 poller.poll(math.ceil(wait_s * 1000))
+                self._probes.turned()
                 events = self._take_in(router)
                 if due is not None and self._now() >= due:
                     events.append(MasterTick(is_behind=len(events) >= MAX_BATCH))
                 core = self._handle(core, events, router, store)
+            self._notifier.stopping()
             actions = core.stop(self._now())
             self._record(actions, store)
             self._perform(actions, router)
@@ -195,14 +226,15 @@ class MasterDaemon:
         return core
 
     def _announce(self, address: str, relay: str) -> None:
-        key = self.options.key.fingerprint if self.options.key is not None else "none"
+        key = current(self.options.key).fingerprint if self.options.key is not None else "none"
         _log.info("event=master-ready address=%s relay=%s key=%s state=%s", address, relay, key, self.options.state_dir)
         if self.options.address_file is not None:
             write_atomically(self.options.address_file, f"{address}\n")
+        self._probes.unready = ""
 
-    def _take_in(self, router: zmq.Socket[bytes]) -> list[MasterEvent | CoordinatorReceived]:
+    def _take_in(self, router: zmq.Socket[bytes]) -> list[DaemonEvent]:
         """Receive all messages that are there, up to a limit, and validate them."""
-        events: list[MasterEvent | CoordinatorReceived] = []
+        events: list[DaemonEvent] = []
         for _ in range(MAX_BATCH):
             received = _receive(router)
             if received is None:
@@ -215,6 +247,8 @@ class MasterDaemon:
                 continue
             if isinstance(message, CoordinatorRequest):
                 events.append(CoordinatorReceived(peer=peer, request_id=request_id, request=message))
+            elif isinstance(message, CodeRequest):
+                events.append(CodeReceived(peer=peer, request_id=request_id, request=message))
             else:
                 events.append(Received(peer=peer, request_id=request_id, message=message))
         return events
@@ -234,7 +268,7 @@ class MasterDaemon:
     def _handle(
         self,
         core: MasterCore,
-        events: Sequence[MasterEvent | CoordinatorReceived],
+        events: Sequence[DaemonEvent],
         router: zmq.Socket[bytes],
         store: Store,
     ) -> MasterCore:
@@ -252,11 +286,15 @@ class MasterDaemon:
         self._perform(actions, router)
         return core
 
-    def _step(self, core: MasterCore, event: MasterEvent | CoordinatorReceived, actions: list[MasterAction]) -> None:
+    def _step(self, core: MasterCore, event: DaemonEvent, actions: list[MasterAction]) -> None:
         """Step through one event; its consequences are added to `actions` as soon as each is known."""
         now = self._now()
         if isinstance(event, CoordinatorReceived):
             actions += self._desk.answer(now, event)
+            return
+        if isinstance(event, CodeReceived):
+            found = self._code.answer(event.request, core)
+            actions.append(Send(peer=event.peer, request_id=event.request_id, message=found))
             return
         decided = core.step(now, event)
         actions += decided
@@ -265,7 +303,7 @@ class MasterDaemon:
             actions += self._desk.time_passed(now)
 
     def _after_defect(
-        self, core: MasterCore, event: MasterEvent | CoordinatorReceived, router: zmq.Socket[bytes], store: Store
+        self, core: MasterCore, event: DaemonEvent, router: zmq.Socket[bytes], store: Store
     ) -> MasterCore:
         """Go on from the saved state, as after a restart. Too many defects in a short time end the process."""
         _log.exception("event=defect reason=%r", f"while handling {str(event)[:500]}")
@@ -276,7 +314,7 @@ class MasterDaemon:
                 f"{len(self._defects)} defects within {DEFECT_WINDOW_S:g} s (see the log): the master gives up. "
                 "Workers run on; start it again with the same --state-dir, and please report the traceback."
             )
-        if isinstance(event, Received | CoordinatorReceived):
+        if isinstance(event, Received | CoordinatorReceived | CodeReceived):
             reason = "the master met a defect of its own while handling this; its log has the traceback."
             _send(router, event.peer, *_codec.encode(Refused(code="defect", reason=reason), event.request_id))
         return self._begin_term(store, core.cluster.relay)
@@ -301,6 +339,13 @@ class MasterDaemon:
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._is_stopping = True
+
+
+def _status(cluster: Cluster) -> str:
+    """Return a line for `systemctl status`."""
+    jobs = [job for job in cluster.jobs.values() if job.stage is not Stage.STOPPED]
+    nodes, workers = len(cluster.alive_nodes()), sum(len(job.workers) for job in jobs)
+    return f"{len(jobs)} jobs of {workers} workers; {nodes} of {len(cluster.nodes)} nodes alive"
 
 
 def _hear_all(router: zmq.Socket[bytes], peers: set[bytes]) -> None:

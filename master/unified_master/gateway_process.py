@@ -27,7 +27,7 @@ QUICK_S = 10.0
 """Life below which the next one has to wait longer."""
 BACKOFF = Backoff()
 CANNOT_SERVE = 2
-"""Exit code of a gateway whose options or packages are at fault, as `unified_master.gateway.cli` has it."""
+"""Exit code of a gateway whose options or packages are at fault, as `unified_gateway.cli` has it."""
 _log = logging.getLogger("unified.master")
 
 
@@ -55,11 +55,11 @@ class GatewayAddress(NamedTuple):
 
 
 class GatewayProcess:
-    """``python -m unified_master.gateway`` for one master, from now until `close`."""
+    """``python -m unified_gateway`` for one master, from now until `close`."""
 
     def __init__(self, master: str, address: GatewayAddress) -> None:
         # -P: a user's own module in the working directory is not for us
-        self._command = [sys.executable, "-P", "-m", "unified_master.gateway", "--master", master]
+        self._command = [sys.executable, "-P", "-m", "unified_gateway", "--master", master]
         self._command += ["--host", address.host, "--port", str(address.port), "--die-with-parent", str(os.getpid())]
         self._is_closing = threading.Event()
         self._lock = threading.Lock()

@@ -16,7 +16,8 @@ from typing import Literal
 import zmq
 
 from unified.config.logging import LogOnce
-from unified.errors import ProtocolError, UnifiedError
+from unified.config.ports import bind_address
+from unified.errors import ProtocolError, UnifiedError, UsageError
 from unified.protocol.envelope import (
     BUS_VERSION,
     Envelope,
@@ -94,10 +95,10 @@ class BusRelay:
         router.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         router.set(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS)
         router.set(zmq.IPV6, "[" in self.bind)  # with it, IPv4 addresses would be shown in a mapped form
-        gate.secure(router, True)
+        gate.guard(router)
         try:
-            router.bind(self.bind)
-        except zmq.ZMQError as error:
+            bind_address(router.bind, self.bind)
+        except (zmq.ZMQError, UsageError) as error:
             gate.close()
             router.close(0)
             self._context.term()
@@ -155,7 +156,7 @@ class BusRelay:
         if envelope.kind is Kind.PIECE:
             return
         if code is None:
-            self.num_forwarded += 1
+            self.num_forwarded += envelope.kind is not Kind.HELLO  # of a worker that asks whether it is known
             return
         self.num_undeliverable += 1
         if envelope.kind is not Kind.UNDELIVERABLE:

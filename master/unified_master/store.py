@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import sqlite3
 from collections.abc import Iterable
@@ -12,10 +13,12 @@ from pathlib import Path
 import msgspec
 
 from unified.config import settings
+from unified.config.mounts import network_file_system
 from unified.errors import ClusterError
 from unified.protocol.records import EventRecord
 from unified_master.core.messages import ReportEvent, SaveRecord
 
+logger = logging.getLogger("unified.master")
 SCHEMA_VERSION = 1
 MAX_EVENTS = 200_000
 """Number of lines of the event log that are kept."""
@@ -31,6 +34,10 @@ class StoreError(ClusterError):
     """The state directory cannot be used: another master has it, or its contents are not ours to read."""
 
 
+class OtherStoreError(StoreError):
+    """The state is damaged, or of another release or program: starting the master again changes nothing."""
+
+
 class Store:
     """The file ``master.sqlite`` of a state directory, which is made for this user only and locked for this process.
 
@@ -41,7 +48,7 @@ class Store:
         self.directory = directory
         self.path = directory / "master.sqlite"
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            settings.make_folder(directory)
             self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise StoreError(settings.unusable("the state directory", directory, error, "--state-dir")) from None
@@ -118,6 +125,10 @@ class Store:
                 f"the state directory {self.directory} is in use by another master (pid {owner}): "
                 "stop that one, or give this one another --state-dir."
             ) from None
+        except OSError as error:  # Lustre without its mount option `flock`, for one
+            os.close(self._lock)
+            reason = f"the state directory {self.directory} is on a file system without locks ({error.strerror})"
+            raise StoreError(f"{reason}: give another --state-dir, or have it mounted with locks.") from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
@@ -138,7 +149,10 @@ class Store:
 
     def _prepare(self, database: sqlite3.Connection) -> None:
         is_new = _is_new(database, self.path)  # before anything is written: a file that is refused stays as it is
-        database.execute("pragma journal_mode = wal")
+        shared = network_file_system(self.directory)
+        database.execute(f"pragma journal_mode = {'truncate' if shared else 'wal'}")
+        if shared:
+            logger.info("event=rollback-journal path=%s: no write-ahead log, as it is on %s", self.path, shared)
         # Decisions leave the process only after they would survive a power cut.
         database.execute("pragma synchronous = full")
         if is_new:
@@ -176,20 +190,20 @@ def back_up(directory: Path, target: Path) -> None:
 
 
 def _is_new(database: sqlite3.Connection, path: Path) -> bool:
-    """Return True if the file holds nothing yet. StoreError: it is damaged, or another release or program wrote it."""
+    """Return True if the file holds nothing yet. OtherStoreError: it is damaged, or not of this release or program."""
     (version,) = database.execute("pragma user_version").fetchone()
     if version not in (0, SCHEMA_VERSION):
-        raise StoreError(
+        raise OtherStoreError(
             f"{path} has schema version {version}, this release reads {SCHEMA_VERSION}: run the release that "
             "wrote it, or give another --state-dir."
         )
     (found,) = database.execute("pragma quick_check(1)").fetchone()
     if found != "ok":
-        raise StoreError(
+        raise OtherStoreError(
             f"{path} is damaged ({found}): restore it from a backup (`unified-master --backup` makes them), or give "
             "another --state-dir to start with an empty one; workers that run will then be stopped."
         )
     (tables,) = database.execute("select count(*) from sqlite_schema").fetchone()
     if version == 0 and tables:
-        raise StoreError(f"{path} is a database of another program: give another --state-dir.")
+        raise OtherStoreError(f"{path} is a database of another program: give another --state-dir.")
     return bool(version == 0)

@@ -14,8 +14,8 @@ from tests.support.fake_nvml import fake_nvml  # noqa: F401 - a fixture
 from tests.support.s3 import s3_environment, s3_server  # noqa: F401 - fixtures, one server for the whole session
 from tests.support.training_api import service  # noqa: F401 - a fixture
 from unified.client.daemons import Daemon
+from unified.config import cgroups
 from unified.testing import LocalCluster, eventually
-from unified_agent import cgroups
 
 Cluster = Callable[..., LocalCluster]
 PROGRAMS = Path(__file__).parents[1] / "support/programs"
@@ -52,11 +52,13 @@ def lines(folder: Path, name: str) -> list[str]:
 class LightDaemon(Daemon):
     """An agent whose zygotes preload no torch, or a master."""
 
-    def __init__(self, module: str, arguments: Sequence[str], log_file: Path, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, module: str, arguments: Sequence[str], log_file: Path, env: Mapping[str, str], *, is_told: bool = False
+    ) -> None:
         if module == "unified_agent":
             arguments = [*arguments, "--worker-entry", "light_worker:main"]
             env = {**env, "PYTHONPATH": f"{PROGRAMS}:{env.get('PYTHONPATH', '')}".rstrip(":")}
-        super().__init__(module, arguments, log_file, env)
+        super().__init__(module, arguments, log_file, env, is_told=is_told)
 
 
 @pytest.fixture
@@ -81,5 +83,5 @@ def memory_group(max_bytes: int) -> Iterator[Path]:
     try:
         yield group
     finally:
-        eventually(lambda: not (group / "cgroup.procs").read_text(), timeout=40)
+        eventually(lambda: not (group / "cgroup.procs").read_text(), timeout=100)
         group.rmdir()

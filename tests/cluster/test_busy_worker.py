@@ -49,5 +49,5 @@ def test_calls_are_answered_while_the_main_thread_computes(local_cluster: Cluste
     builder = DLJobBuilder().node_num(1).device_per_node(2).device_type("CPU")
     builder.workload("driver", "driver.run").resource(cpu=0.1)
     builder.workload("busy", "service.Busy").resource(cpu=0.1).not_driver()
-    handle = local_cluster(nodes=1, devices=2).submit(builder.build(), "busy", call_timeout_s=20, stop_grace_s=1)
-    assert handle.wait(timeout=50) == 0, handle.status().end
+    handle = local_cluster(nodes=1, devices=2).submit(builder.build(), "busy", call_timeout_s=100, stop_grace_s=1)
+    assert handle.wait(timeout=200) == 0, handle.status().end

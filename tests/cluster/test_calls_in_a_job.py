@@ -3,6 +3,7 @@
 import pytest
 
 from tests.cluster.conftest import Cluster, Project
+from tests.support.deadlines import missed
 from unified.api.builder import DLJob, DLJobBuilder
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
@@ -157,7 +158,7 @@ def results():
     assert array[0] == 9, "it is a copy"
 
 def retries_at_once():
-    group = RoleGroup("service").with_options(retries=2, timeout=40)
+    group = RoleGroup("service").with_options(retries=2, timeout=100)
     assert group.call("fragile").result()[1] == 1
     try:
         group.call(Service.get_closed)
@@ -183,11 +184,13 @@ def job(function: str) -> DLJob:
 def test_calls_of_every_kind(local_cluster: Cluster, project: Project, function: str) -> None:
     project(service=SERVICE, driver=DRIVER)
     handle = local_cluster(nodes=2, devices=2).submit(job(function), function.replace("_", "-"), stop_grace_s=1)
-    assert handle.wait(timeout=50) == 0, handle.status().end
+    assert handle.wait(timeout=200) == 0, handle.status().end
 
 
 @pytest.mark.slow
 def test_deadline_of_the_job_is_that_of_calls_that_name_none(local_cluster: Cluster, project: Project) -> None:
     project(service=SERVICE, driver=DRIVER)
-    handle = local_cluster(nodes=1, devices=3).submit(job("deadlines"), "deadlines", call_timeout_s=0.3, stop_grace_s=1)
-    assert handle.wait(timeout=50) == 0, handle.status().end
+    handle = local_cluster(nodes=1, devices=3).submit(
+        job("deadlines"), "deadlines", call_timeout_s=missed(0.3), stop_grace_s=1
+    )
+    assert handle.wait(timeout=200) == 0, handle.status().end

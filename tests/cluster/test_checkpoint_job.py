@@ -46,7 +46,7 @@ def test_the_master_knows_what_a_worker_saved_and_what_it_could_not(
     built = builder.workload("saver", "saving_job.save").total(2).resource(cpu=0.01).build()
     cluster = local_cluster(nodes=1, devices=1)
     handle = cluster.submit(built, "saving")
-    assert handle.wait(timeout=50) == 0
+    assert handle.wait(timeout=200) == 0
     status = handle.status()
     with RemoteCoordinator(cluster.address) as remote:
         found = remote.ask(GetLatestCheckpoint(space=status.job_id), RecoveryInfo)

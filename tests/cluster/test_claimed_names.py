@@ -90,7 +90,7 @@ def said(handle: JobHandle, text: str) -> float:
         assert handle.status().stage != Stage.STOPPED, handle.status().reason
         return next((float(found[2]) for line in handle.logs() if (found := pattern.match(line))), 0.0)
 
-    return eventually(find, timeout=30, message=f"nobody said {text!r}")
+    return eventually(find, timeout=100, message=f"nobody said {text!r}")
 
 
 @pytest.mark.slow
@@ -110,4 +110,4 @@ def test_a_name_has_one_holder_and_its_next_life_holds_it_again(local_cluster: C
     events = [event.event for event in story.events]
     assert (events.count("name-claimed"), events.count("name-refused")) == (3, 1)
     handle.stop()
-    assert handle.wait(timeout=20) == 130
+    assert handle.wait(timeout=200) == 130

@@ -1,10 +1,12 @@
 """Submitting without a master: an embedded cluster comes, runs the job, and goes, whatever happens to its driver."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,6 +60,13 @@ good, bad, endless = job_of("hello"), job_of("fail"), job_of("pause")
 meeting, leaving = job_of("meet"), job_of("leave")
 busy, huge = job_of("share").resource(cpu=5000), job_of("hello").resource(memory=10**9)
 """
+EARLY = """
+import os
+from jobs_of_test import good as job
+
+while not any(open(f"/proc/self/task/{thread}/children").read() for thread in os.listdir("/proc/self/task")):
+    pass  # for ever, if the cluster began only after this file
+"""
 
 
 @pytest.fixture
@@ -92,7 +101,7 @@ def submit(tmp_path: Path, env: dict[str, str], what: str) -> subprocess.Popen[s
 def finished(tmp_path: Path, env: dict[str, str], what: str) -> tuple[int, str, str]:
     """Exit code and output of a driver that comes to its end by itself."""
     with submit(tmp_path, env, what) as driver:
-        out, err = driver.communicate(timeout=50)
+        out, err = driver.communicate(timeout=100)
     return driver.returncode, out, err
 
 
@@ -137,9 +146,11 @@ def test_a_failed_job_says_why_on_one_screen_and_keeps_its_story(tmp_path: Path,
     code, _, err = finished(tmp_path, driver_env, "bad")
     assert code == 1
     lines = err.splitlines()
+    assert "`unified up` keeps one" in lines[0], "the first line, also in a pipe"
     report = lines[next(index for index, line in enumerate(lines) if "failed with exit code 1" in line) :]
     assert len(report) <= 30
     assert "  failure  ValueError: bad luck" in report
+    assert err.count("Traceback (most recent call last)") == 1, "of two workers, and in the report"
     story = Path(report[-1].split()[-1])
     assert "bad luck" in story.read_text()
 
@@ -151,7 +162,38 @@ def test_a_killed_driver_takes_its_cluster_with_it(tmp_path: Path, driver_env: d
         assert len(cluster_processes(tmp_path)) >= 5  # master, agent, zygote, two workers
         driver.kill()
     assert driver.returncode == -signal.SIGKILL
-    eventually(lambda: not cluster_processes(tmp_path), timeout=5, message="the cluster outlived its driver")
+    eventually(lambda: not cluster_processes(tmp_path), timeout=100, message="the cluster outlived its driver")
+
+
+@pytest.mark.parametrize("number", [0, 1, *(pytest.param(number, marks=pytest.mark.slow) for number in range(2, 12))])
+def test_a_driver_that_is_killed_while_its_cluster_starts_leaves_nothing(
+    tmp_path: Path, run_dir: Path, driver_env: dict[str, str], number: int
+) -> None:
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "unified", "submit", "jobs_of_test.py:endless"],
+        cwd=tmp_path,
+        env=driver_env,
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    eventually((tmp_path / "home" / "embedded").is_dir, timeout=100, message="no cluster was begun")
+    time.sleep(random.Random(number).uniform(0.0, 2.0))  # any moment will do
+    driver.kill()
+    driver.wait()
+    eventually(lambda: not cluster_processes(tmp_path), timeout=100, message="the cluster outlived its driver")
+
+
+def test_submit_begins_its_cluster_before_it_imports_the_file(
+    tmp_path: Path, run_dir: Path, driver_env: dict[str, str]
+) -> None:
+    (tmp_path / "early_of_test.py").write_text(EARLY)
+    command = [sys.executable, "-m", "unified", "submit", "early_of_test.py"]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=driver_env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.splitlines()) == ["[worker-0] hello", "[worker-1] hello"]
+    assert len(list((tmp_path / "home" / "embedded").iterdir())) == 1
 
 
 @pytest.mark.parametrize("limit", [pytest.param(1, marks=pytest.mark.slow), 0])
@@ -172,7 +214,7 @@ def test_a_master_that_dies_comes_back_with_its_state_and_the_job_goes_on(
         os.kill(master, signal.SIGKILL)
         if limit:
             (tmp_path / "go").touch()
-        out, said = driver.communicate(timeout=50)
+        out, said = driver.communicate(timeout=100)
     if limit:
         assert driver.returncode == 0, said
         assert " finished after " in said.splitlines()[-1]
@@ -193,7 +235,7 @@ def test_ctrl_c_and_sigterm_end_an_embedded_cluster_and_all_in_it(
         assert driver.stdout is not None
         assert driver.stdout.readline().endswith("up\n")
         driver.send_signal(number)
-        out, said = driver.communicate(timeout=40)
+        out, said = driver.communicate(timeout=100)
     assert driver.returncode == code
     assert out.count("interrupted\n") == (2 if number == signal.SIGINT else 0)
     assert "was stopped" in said.splitlines()[-1]

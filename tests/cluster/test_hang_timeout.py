@@ -57,7 +57,7 @@ def test_a_rank_that_never_enters_a_collective_costs_one_restart(local_cluster: 
     builder = DLJobBuilder().node_num(1).device_per_node(3).device_type("CPU")
     builder.role("trainer").train("ranks.run").total(3).per_group(3)
     handle = local_cluster(nodes=1, devices=3).submit(builder.build(), "hangs", hang_timeout=3, stop_grace_s=1)
-    assert handle.wait(timeout=100) == 0, handle.status().end
+    assert handle.wait(timeout=200) == 0, handle.status().end
     told = story(handle)
     assert told["hang-diagnosed"].startswith("rank 1 never entered all_reduce 4 (ranks 0, 2 have waited in it for ")
     assert "ranks.py:" in told["hang-diagnosed"]
@@ -77,7 +77,7 @@ def test_a_worker_of_a_simple_role_is_watched_alone(local_cluster: Cluster, proj
     builder = builder.workload("server", "simple.Server").resource(cpu=0.1).hang_timeout(2).restart_alone()
     builder = builder.workload("steady", "simple.steady").resource(cpu=0.1).hang_timeout(4)
     handle = local_cluster(nodes=1, devices=1).submit(builder.build(), "locked", stop_grace_s=1)
-    assert handle.wait(timeout=60) == 0, handle.status().end
+    assert handle.wait(timeout=200) == 0, handle.status().end
     lives = {worker.role: worker.incarnation for worker in handle.status().workers}
     assert lives == {"server": 1, "steady": 0}
     assert "simple.py:11 in run" in story(handle)["hang-diagnosed"]
@@ -91,7 +91,7 @@ def test_the_stacks_are_in_the_end_report_of_a_job_that_may_not_restart(
     builder: Any = DLJobBuilder().node_num(1).device_per_node(1).device_type("CPU")
     builder = builder.workload("server", "simple.Server").resource(cpu=0.1).hang_timeout(1).max_restart(0)
     handle = local_cluster(nodes=1, devices=1).submit(builder.build(), "ends", stop_grace_s=1)
-    assert handle.wait(timeout=60) == 1
+    assert handle.wait(timeout=200) == 1
     end = handle.status().end
     assert end is not None
     assert end.failure.category == "hang"

@@ -57,7 +57,7 @@ def test_workers_see_devices_as_the_table_in_the_docs_says(
 
     def seen(builder: DLJobBuilder, *roles: str) -> list[list[str]]:
         handle = cluster.submit(builder.build(), "see")
-        assert handle.wait(timeout=50) == 0, "\n".join(handle.logs())
+        assert handle.wait(timeout=200) == 0, "\n".join(handle.logs())
         return [
             [line.partition("] ")[2] for rank in range(2) for line in handle.logs(role=role, rank=rank)]
             for role in roles
@@ -107,8 +107,8 @@ def test_a_rank_works_on_the_device_of_its_local_rank(local_cluster: Cluster, pr
     job = DLJobBuilder().node_num(1).device_per_node(1).device_type("GPU")
     job.role("trainer").train("real.run")
     handle = cluster.submit(job.build(), "real")
-    assert handle.wait(timeout=120) == 0, "\n".join(handle.logs())
+    assert handle.wait(timeout=200) == 0, "\n".join(handle.logs())
     job = DLJobBuilder().node_num(1).device_per_node(1).device_type("GPU")
     job.role("half").train("real.share").total(2).per_group(2).resource(accelerator=0.5).communication("gloo")
     handle = cluster.submit(job.build(), "share")
-    assert handle.wait(timeout=120) == 0, "\n".join(handle.logs())
+    assert handle.wait(timeout=200) == 0, "\n".join(handle.logs())

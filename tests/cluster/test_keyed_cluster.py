@@ -45,7 +45,7 @@ def test_a_job_runs_with_a_key_and_leaves_no_trace_of_it(
         env={**os.environ, "UNIFIED_MASTER": cluster.address},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=100,
     )
     assert driver.returncode == 0, driver.stdout + driver.stderr
     assert f"stage RUNNING route {route}" in driver.stdout
@@ -72,15 +72,17 @@ def test_a_stranger_at_a_workers_door_is_refused_and_named_in_its_log(
         "job.submit('doors', blocking=False)\n"
     )
     env = {**os.environ, "UNIFIED_MASTER": cluster.address}
-    subprocess.run([sys.executable, "submit.py"], env=env, cwd=tmp_path, check=True, timeout=40)
-    eventually(lambda: [job.stage for job in cluster.jobs] == ["RUNNING"], timeout=30)
+    subprocess.run([sys.executable, "submit.py"], env=env, cwd=tmp_path, check=True, timeout=100)
+    eventually(lambda: [job.stage for job in cluster.jobs] == ["RUNNING"], timeout=100)
     ((_, pid),) = cluster.workers("doors").items()
-    (port,) = {at.laddr.port for at in psutil.Process(pid).net_connections("tcp") if at.status == psutil.CONN_LISTEN}
+    ports = {at.laddr.port for at in psutil.Process(pid).net_connections("tcp") if at.status == psutil.CONN_LISTEN}
+    assert len(ports) == 2, "one for messages, one for large payloads"
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     stranger = context.socket(zmq.PUSH)
     stranger.linger = 0
     secure_client(stranger, new_key())
-    stranger.connect(f"tcp://127.0.0.1:{port}")
+    for port in ports:
+        stranger.connect(f"tcp://127.0.0.1:{port}")
     stranger.send_multipart([b"anything", b"at all"])
     (log,) = cluster.home.rglob("0.err")
     eventually(
@@ -113,7 +115,7 @@ class Namespace:
 
     def run(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
         command = self.command(*words)
-        return subprocess.run(command, env=self.env | env, capture_output=True, text=True, timeout=50)
+        return subprocess.run(command, env=self.env | env, capture_output=True, text=True, timeout=100)
 
     def start(self, module: str, *flags: str, **env: str) -> Path:
         log = self.folder / f"{module}-{len(self.daemons)}.log"
@@ -126,7 +128,7 @@ class Namespace:
         for daemon in reversed(self.daemons):
             daemon.send_signal(signal.SIGTERM)
             try:
-                daemon.wait(15)
+                daemon.wait(100)
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
@@ -150,16 +152,16 @@ def namespace(tmp_path: Path) -> Iterator[Namespace]:
 @pytest.mark.netns
 def test_nothing_listens_beyond_loopback_without_a_key(namespace: Namespace) -> None:
     refused = namespace.run("-m", "unified_master", "--bind", MASTER)
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert f"unified-master would listen on {MASTER}, which other hosts reach, without a cluster key" in refused.stderr
     log = namespace.start("unified_master", "--bind", MASTER, "--insecure")
-    eventually(lambda: "event=master-ready" in log.read_text(), timeout=30)
+    eventually(lambda: "event=master-ready" in log.read_text(), timeout=100)
     assert log.read_text().count("event=insecure") == 1
     agent = namespace.run("-m", "unified_agent", "--master", MASTER, "--node-id", "a")
-    assert agent.returncode == 1
+    assert agent.returncode == 2
     assert f"a worker of unified-agent a would listen on {ADDRESS}" in agent.stderr
     open_agent = namespace.start("unified_agent", "--master", MASTER, "--node-id", "a", UNIFIED_INSECURE="1")
-    eventually(lambda: "event=registered" in open_agent.read_text(), timeout=30)
+    eventually(lambda: "event=registered" in open_agent.read_text(), timeout=100)
     assert open_agent.read_text().count("event=insecure") == 1
     assert namespace.run("-m", "unified", "nodes", "--master", MASTER).returncode == 0
 
@@ -183,14 +185,14 @@ def test_beyond_loopback_with_a_key(namespace: Namespace, route: str) -> None:
     flags = ["--devices", "1", "--master", MASTER, "--node-id"]
     agents = [namespace.start("unified_agent", *flags, node, UNIFIED_BUS_ROUTE=route) for node in ("a", "b")]
     for agent in agents:
-        eventually(lambda agent=agent: "event=registered" in agent.read_text(), timeout=30)  # type: ignore[misc]
+        eventually(lambda agent=agent: "event=registered" in agent.read_text(), timeout=100)  # type: ignore[misc]
 
     for key, said in (("", "wants a cluster key"), (str(other), "refused this side's cluster key SHA256:")):
         command = namespace.run("-m", "unified", "nodes", "--master", MASTER, UNIFIED_KEY_FILE=key)
         assert command.returncode == 1
         assert said in command.stderr
         agent_of_another = namespace.run("-m", "unified_agent", "--insecure", *flags, "c", UNIFIED_KEY_FILE=key)
-        assert agent_of_another.returncode == 1
+        assert agent_of_another.returncode == os.EX_CONFIG, "nothing that a restart would mend"
         assert said in agent_of_another.stderr
     nodes = namespace.run("-m", "unified", "nodes", "--json", "--master", MASTER)
     assert {node["node"]: node["state"] for node in json.loads(nodes.stdout)} == {"a": "ALIVE", "b": "ALIVE"}
@@ -201,7 +203,7 @@ def test_beyond_loopback_with_a_key(namespace: Namespace, route: str) -> None:
 
     talk = f"import socket; s = socket.socket(type=socket.SOCK_DGRAM); s.sendto(b'{PLAIN}', ('127.0.0.1', 9))"
     assert namespace.run("-c", talk).returncode == 0
-    heard, _ = sniffer.communicate(timeout=20)
+    heard, _ = sniffer.communicate(timeout=100)
     assert json.loads(heard)["seen"] == [PLAIN], "all else was encrypted"
     assert json.loads(heard)["packets"] > 200
     log = master.read_text()

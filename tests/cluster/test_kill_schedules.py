@@ -73,7 +73,9 @@ def test_a_job_ends_with_the_right_result_whatever_is_killed(
             folder = tmp_path / f"seed-{seed}"
             folder.mkdir()
             run(cluster, folder, seed)
-            eventually(lambda: not workers_of(cluster), timeout=30, message=f"seed {seed}: workers of the job are left")
+            eventually(
+                lambda: not workers_of(cluster), timeout=100, message=f"seed {seed}: workers of the job are left"
+            )
     assert [left for left in cluster.leftovers if not left.startswith("socket")] == []
 
 

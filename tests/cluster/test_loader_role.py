@@ -156,14 +156,14 @@ def test_batches_of_a_loader_role(local_cluster: Cluster, project: Project, rout
     handle = local_cluster(nodes=2, devices=2, env={"UNIFIED_BUS_ROUTE": route}).submit(
         job_of("trainer.run", trainers=2), "loads"
     )
-    assert handle.wait(timeout=50) == 0, "\n".join(handle.logs())
+    assert handle.wait(timeout=200) == 0, "\n".join(handle.logs())
 
 
 @pytest.mark.slow
 def test_killed_loader_workers_cost_no_batch(local_cluster: Cluster, project: Project) -> None:
     project(data=DATA, killer=KILLER)
     handle = local_cluster(nodes=2, devices=2).submit(job_of("killer.run"), "killed")
-    assert handle.wait(timeout=50) == 0, "\n".join(handle.logs())
+    assert handle.wait(timeout=200) == 0, "\n".join(handle.logs())
     lives = {worker.name: worker.incarnation for worker in handle.status().workers}
     assert sum(lives.values()) >= 2, lives
 
@@ -172,4 +172,4 @@ def test_killed_loader_workers_cost_no_batch(local_cluster: Cluster, project: Pr
 def test_what_a_script_defines_travels_by_value(local_cluster: Cluster, project: Project, tmp_path: Path) -> None:
     project(script=SCRIPT)
     handle = local_cluster(nodes=2, devices=2).submit(job_of(f"{tmp_path}/project/script.py"), "script")
-    assert handle.wait(timeout=50) == 0, "\n".join(handle.logs())
+    assert handle.wait(timeout=200) == 0, "\n".join(handle.logs())

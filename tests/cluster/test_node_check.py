@@ -18,7 +18,7 @@ import os, time
 import torch
 import torch.distributed as dist
 from unified import current_worker
-from unified.worker import node_check
+from unified.rounds import node_check
 
 fault = current_worker().job_info.user_config["fault"]
 on_node = os.environ["UNIFIED_NODE"]
@@ -78,7 +78,7 @@ def test_a_node_at_fault_is_replaced(
     project(ranks=RANKS)
     cluster = local_cluster(nodes=4, devices=1)
     handle = cluster.submit(job(fault, 3), "checked", stop_grace_s=1)
-    assert handle.wait(timeout=100) == 0, handle.status().end
+    assert handle.wait(timeout=200) == 0, handle.status().end
     told = story(handle)
     if "node-excluded" in told:  # the three nodes that were chosen may be the good ones
         assert "node node-2 is excluded" in told["node-excluded"]
@@ -95,7 +95,7 @@ def test_a_node_at_fault_is_replaced(
 def test_a_slow_node_is_reported_and_kept(local_cluster: Cluster, project: Project) -> None:
     project(ranks=RANKS)
     handle = local_cluster(nodes=2, devices=1).submit(job("slow", 2), "slow")
-    assert handle.wait(timeout=60) == 0, handle.status().end
+    assert handle.wait(timeout=200) == 0, handle.status().end
     events = handle.connection.ask(Explain(job=handle.job_id), Story).events
     assert any("node node-2 is slow: matmul " in each.reason for each in events if each.event == "node-slow")
     assert nodes_used(handle) == {"node-1", "node-2"}
@@ -106,5 +106,5 @@ def test_a_slow_node_is_reported_and_kept(local_cluster: Cluster, project: Proje
 def test_one_may_do_without(local_cluster: Cluster, project: Project) -> None:
     project(ranks=RANKS)
     handle = local_cluster(nodes=2, devices=1).submit(job("device", 2, skip=True), "unchecked")
-    assert handle.wait(timeout=60) == 0, handle.status().end
+    assert handle.wait(timeout=200) == 0, handle.status().end
     assert nodes_used(handle) == {"node-1", "node-2"}

@@ -15,7 +15,7 @@ from unified.api.builder import DLJobBuilder
 from unified.protocol.client_master import JobStatus
 from unified.testing import LocalCluster, eventually
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.cluster
 
 WITHIN_S = 90.0
 QUICK = {

@@ -1,5 +1,7 @@
 """Process groups of elastic roles: up everywhere before any rank's code begins, and there while calls may use them."""
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.launch import short_jobs
@@ -58,11 +60,47 @@ def test_a_role_that_answers_calls_keeps_its_group_until_the_job_stops_it(
     builder.role("runner").train("actors.Runner").total(3).per_group(3).not_driver()
     builder.workload("trainer", "trainers.run")
     handle = local_cluster(nodes=1, devices=7).submit(builder.build(), "rl")
-    assert handle.wait(timeout=50) == 0, "\n".join(handle.logs())
+    assert handle.wait(timeout=200) == 0, "\n".join(handle.logs())
     for role in ("actor", "runner"):
         for rank in range(3):
             lines = [line.partition("] ")[2] for line in handle.logs(role=role, rank=rank)]
             assert lines == ["on_stop True", "atexit True", "destroy True"]
+
+
+TORCHRUN_SCRIPT = """
+import argparse, os
+import torch
+import torch.distributed as dist
+
+def main(x):
+    dist.init_process_group("gloo", init_method="env://")
+    assert dist.get_rank() == int(os.environ["RANK"]) == int(os.environ["LOCAL_RANK"])
+    assert dist.get_world_size() == int(os.environ["WORLD_SIZE"])
+    value = torch.tensor([dist.get_rank() + float(x)])
+    dist.all_reduce(value)
+    dist.destroy_process_group()
+    assert not dist.is_initialized()
+    print("sum", value.item(), flush=True)
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--x", type=int)
+    main(parser.parse_args().x)
+"""
+
+
+@pytest.mark.parametrize("entry", ["own_trainer.py --x 1", "-m own_trainer --x 1"])
+def test_a_script_that_is_its_own_trainer_runs_as_under_torchrun(
+    local_cluster: Cluster, project: Project, tmp_path: Path, entry: str
+) -> None:
+    project(own_trainer=TORCHRUN_SCRIPT)
+    job = DLJobBuilder().node_num(1).device_per_node(2).device_type("CPU").train(entry).total(2).per_group(2).build()
+    handle = local_cluster(nodes=1, devices=2).submit(
+        job, "own", job_max_restart=0, working_dir=str(tmp_path / "project")
+    )
+    assert handle.wait(timeout=200) == 0, "\n".join(handle.logs())
+    for rank in range(2):
+        assert list(handle.logs(role="ELASTIC", rank=rank)) == [f"[ELASTIC-{rank}] sum 3.0"]
 
 
 @pytest.mark.slow

@@ -38,6 +38,7 @@ from pathlib import Path
 import numpy as np
 
 from unified.api.runtime import DataQueue, current_worker
+from unified.errors import QueueClosedError
 
 folder = Path({folder!r})
 
@@ -248,3 +249,48 @@ def test_a_durable_queue_whose_journal_stayed_on_a_lost_node_does_not_go_on_empt
     (tmp_path / "anew").touch()
     eventually(lambda: lines(tmp_path, "found") == ["0", "0"], timeout=WAIT_S, message="it does not begin anew")
     assert {use.limit for use in handle.status().budgets} == documented()["queue-journal-lost"]
+
+
+def test_a_queue_that_its_consumer_closes_is_the_end_of_its_producers(
+    local_cluster: Cluster, write: Callable[[str], None]
+) -> None:
+    write(
+        """
+        def consumer():
+            queue = DataQueue("q", is_master=True, size=4)
+            for _ in range(20):
+                queue.get()
+            queue.close()
+
+        def producer():
+            queue = DataQueue("q")
+            while True:
+                queue.put("item")
+
+        def hasty():
+            queue = DataQueue("q")
+            while True:
+                queue.put_async("item")
+                queue.put_async("item").result()
+
+        def careful():
+            queue = DataQueue("q")
+            try:
+                while True:
+                    queue.put("item")
+            except QueueClosedError as end:
+                note("careful", end.num_put)
+                raise RuntimeError("careful about an early end") from end
+        """
+    )
+    cluster = local_cluster(nodes=1, devices=1)
+    with cluster.submit(job(consumer=1, producer=2, hasty=1)) as handle:
+        assert handle.wait(WAIT_S) == 0
+        printed = list(handle.logs())
+        assert not any("Traceback" in line for line in printed)
+        for name in ("producer-0", "producer-1", "hasty-0"):
+            (line,) = [line for line in printed if line.startswith(f"[{name}]")]
+            assert "unified: ended by the end of a stream: queue 'q' is closed: 0 of 1 items went in before." in line
+        assert [(worker.incarnation, worker.num_unread_errors) for worker in handle.status().workers] == [(0, 0)] * 4
+    with cluster.submit(job(consumer=1, careful=1), failover_exec_strategy=0) as handle:
+        assert handle.wait(WAIT_S) == 1, "code that catches it decides for itself"

@@ -74,9 +74,9 @@ def test_the_same_command_on_two_hosts_is_one_job_with_the_submitter_s_environme
     line += [f"--master-port={port}", "--env", "BAR=2", "code/train", "--lr", "1"]
     env = {"UNIFIED_MASTER": cluster.address, "FOO": "1", "NAME": "mine", "PYTHONHASHSEED": "7", "MY_TOKEN": "x"}
     hosts = [unified_run(*line, **env, OMP_NUM_THREADS="3") for _ in range(2)]
-    eventually(lambda: _is_running(cluster), timeout=90, message="the job did not run")
+    eventually(lambda: _is_running(cluster), timeout=100, message="the job did not run")
     (tmp_path / "go").touch()
-    told = [host.communicate(timeout=90) for host in hosts]
+    told = [host.communicate(timeout=100) for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], told
     assert [job.name for job in cluster.jobs] == ["exp7"]
     first, second = facts_of(told[0][0])
@@ -131,7 +131,7 @@ except ValueError:
 def test_what_record_wrote_is_the_reason_and_one_host_is_a_world_of_one(tmp_path: Path, unified_run: Run) -> None:
     (tmp_path / "train.py").write_text(RECORDED)
     host = unified_run("--nnodes=1:2", "train.py", UNIFIED_HOME=str(tmp_path / "home"))
-    out, err = host.communicate(timeout=90)
+    out, err = host.communicate(timeout=100)
     assert host.returncode == 1, (out, err)
     assert "ValueError: bad batch (exited with code 3)" in err
     assert ": 1 node of " in err
@@ -142,5 +142,5 @@ def test_two_hosts_without_a_master_are_refused(tmp_path: Path, unified_run: Run
     (tmp_path / "train.py").touch()
     for rank in ("0", "1"):
         host = unified_run("--nnodes=2", f"--node-rank={rank}", "--master-addr=h0", "train.py")
-        assert host.communicate(timeout=60)[1].count("without a master") == 1
+        assert host.communicate(timeout=100)[1].count("without a master") == 1
         assert host.returncode == 2

@@ -75,7 +75,7 @@ def restored(handle: JobHandle) -> set[str]:
 
 
 def until_at_step_ten(folder: Path) -> None:
-    eventually(lambda: len(list(folder.glob("at-10-*"))) == 2, 40, "the ranks did not come to step 10")
+    eventually(lambda: len(list(folder.glob("at-10-*"))) == 2, 100, "the ranks did not come to step 10")
 
 
 def node_index(cluster: LocalCluster, handle: JobHandle, rank: int) -> int:
@@ -86,7 +86,7 @@ def node_index(cluster: LocalCluster, handle: JobHandle, rank: int) -> int:
 def test_a_killed_worker_goes_on_from_memory(local_cluster: Cluster, project: Project, tmp_path: Path) -> None:
     project(snapshot_training=TRAINING)
     handle = local_cluster(nodes=2, devices=1).submit(a_job(tmp_path, "worker"), "demo")
-    assert handle.wait(timeout=60) == 0, "\n".join(handle.logs())
+    assert handle.wait(timeout=200) == 0, "\n".join(handle.logs())
     lines = restored(handle)
     assert "life 1 of rank 1 restored 10 from memory" in lines
     assert "life 1 of rank 0 restored 10 from memory" in lines
@@ -99,7 +99,7 @@ def test_a_killed_node_goes_on_from_its_partner(local_cluster: Cluster, project:
     handle = cluster.submit(a_job(tmp_path, "agent"), "demo")
     until_at_step_ten(tmp_path)
     cluster.kill_agent(node_index(cluster, handle, 1))
-    assert handle.wait(timeout=60) == 0, "\n".join(handle.logs())
+    assert handle.wait(timeout=200) == 0, "\n".join(handle.logs())
     lines = restored(handle)
     assert any(
         "of rank 1 restored 10 from partner" in line or "of rank 1 restored 9 from partner" in line for line in lines
@@ -119,7 +119,7 @@ def test_the_only_node_of_a_job_is_killed_and_another_node_has_copies(
     until_at_step_ten(tmp_path)
     assert node_index(cluster, handle, 0) == node_index(cluster, handle, 1)
     cluster.kill_agent(node_index(cluster, handle, 0))
-    assert handle.wait(timeout=60) == 0, "\n".join(handle.logs())
+    assert handle.wait(timeout=200) == 0, "\n".join(handle.logs())
     again = {line for line in restored(handle) if not line.endswith("nothing")}
     assert any(again == {f"life 1 of rank {rank} restored {step} from partner" for rank in (0, 1)} for step in (9, 10))
 
@@ -130,10 +130,10 @@ def test_an_agent_that_is_asked_to_stop_persists_before_its_ranks_go_on_elsewher
 ) -> None:
     project(snapshot_training=TRAINING)
     cluster = local_cluster(nodes=3, devices=1)
-    handle = cluster.submit(a_job(tmp_path, "agent", tmp_path / "kept"), "demo")
+    handle = cluster.submit(a_job(tmp_path, "agent", tmp_path / "kept"), "demo", stop_grace_s=100)
     until_at_step_ten(tmp_path)
     cluster.kill_agent(node_index(cluster, handle, 1), signal.SIGTERM)
-    assert handle.wait(timeout=60) == 0, "\n".join(handle.logs())
+    assert handle.wait(timeout=200) == 0, "\n".join(handle.logs())
     lines = restored(handle)
     assert any("of rank 1 restored 10 from storage" in line for line in lines), lines
     assert any("of rank 0 restored 10 from memory" in line for line in lines), lines
@@ -149,8 +149,8 @@ def test_a_job_after_the_whole_cluster_goes_on_from_storage(
     until_at_step_ten(tmp_path)
     for index in range(2):
         cluster.kill_agent(index, signal.SIGTERM)
-    eventually(lambda: len(list((tmp_path / "kept").rglob("*10.*.snapshot"))) == 2, 30, "nothing was persisted")
+    eventually(lambda: len(list((tmp_path / "kept").rglob("*10.*.snapshot"))) == 2, 100, "nothing was persisted")
     handle.stop(force=True)
     again = local_cluster(nodes=2, devices=1).submit(a_job(tmp_path, "", tmp_path / "kept"), "demo")
-    assert again.wait(timeout=60) == 0, "\n".join(again.logs())
+    assert again.wait(timeout=200) == 0, "\n".join(again.logs())
     assert restored(again) == {f"life 0 of rank {rank} restored 10 from storage" for rank in range(2)}

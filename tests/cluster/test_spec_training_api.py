@@ -158,7 +158,7 @@ def test_the_script_at_the_root_runs_under_torchrun_and_its_like(tmp_path: Path,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "runs/by_torchrun/framework=meta"
@@ -216,14 +216,14 @@ def served(checkout: Path, s3_environment: S3Server, tmp_path: Path) -> Iterator
     ):
         url = f"http://127.0.0.1:{port}"
         try:
-            eventually(lambda: shell.poll() is not None or is_healthy(url), 150, f"no answer; see {log}")
+            eventually(lambda: shell.poll() is not None or is_healthy(url), 300, f"no answer; see {log}")
             assert shell.poll() is None, log.read_text()
             with httpx.Client(
-                base_url=url, headers={"X-TRAINER-TOKEN": "trainer-demo-token"}, timeout=30, trust_env=False
+                base_url=url, headers={"X-TRAINER-TOKEN": "trainer-demo-token"}, timeout=300, trust_env=False
             ) as client:
                 yield client
             os.killpg(shell.pid, signal.SIGINT)
-            eventually(lambda: not marked_processes(mark), 30, f"left: {marked_processes(mark)}; {log.read_text()}")
+            eventually(lambda: not marked_processes(mark), 100, f"left: {marked_processes(mark)}; {log.read_text()}")
         finally:
             if shell.poll() is None:
                 os.killpg(shell.pid, signal.SIGKILL)
@@ -244,7 +244,7 @@ def test_running_locally(served: httpx.Client, s3_environment: S3Server) -> None
     payload = payload_of(sample, bucket, sample["run_id"], framework="meta", num_nodes=1)
     assert httpx.post(f"{served.base_url}/train", json=payload, trust_env=False).status_code == 401
     name = answered(served.post("/train", json=payload), 201)["name"]
-    eventually(lambda: answered(served.get(f"/train/{name}"))["status"] == "succeeded", 60, "it has not succeeded")
+    eventually(lambda: answered(served.get(f"/train/{name}"))["status"] == "succeeded", 100, "it has not succeeded")
     store, _ = open_storage(f"s3://{bucket}")
     with store:
         assert store.exists(f"runs/{sample['run_id']}/framework=meta/checkpoints/step-000006.json")

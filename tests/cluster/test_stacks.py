@@ -96,11 +96,11 @@ def test_a_rank_that_never_entered_a_collective_is_named(local_cluster: Cluster,
     builder.role("trainer").train("ranks.run").total(4).per_group(2)
     cluster = local_cluster(nodes=2, devices=2)
     handle = cluster.submit(builder.build(), "hung")
-    eventually(lambda: "\n".join(handle.logs()).count("ready") == 4, timeout=50)
+    eventually(lambda: "\n".join(handle.logs()).count("ready") == 4, timeout=100)
 
     found = eventually(
         lambda: (data := stacks(show, cluster, "hung"))["roles"]["trainer"]["findings"] and data,
-        timeout=20,
+        timeout=100,
     )["roles"]["trainer"]
     assert len(found["findings"]) == 1
     assert re.fullmatch(
@@ -127,7 +127,7 @@ def test_workers_that_cannot_answer(local_cluster: Cluster, project: Project, sh
         builder = builder.workload(role, f"standing.{role}").resource(cpu=0.1)
     cluster = local_cluster(nodes=1, devices=1)
     handle = cluster.submit(builder.build(), "standing")
-    eventually(lambda: "\n".join(handle.logs()).count("ready") == 4, timeout=50)
+    eventually(lambda: "\n".join(handle.logs()).count("ready") == 4, timeout=100)
 
     def by_role() -> dict[str, Any]:
         found = stacks(show, cluster, "standing")
@@ -137,7 +137,7 @@ def test_workers_that_cannot_answer(local_cluster: Cluster, project: Project, sh
         workers = by_role()
         return workers if sum(worker["source"] == "interpreter" for worker in workers.values()) == 1 else None
 
-    workers = eventually(none_goes_on, timeout=50)
+    workers = eventually(none_goes_on, timeout=100)
     assert workers is not None
     held = workers["busy_in_c"]
     assert held["source"] == "faulthandler", held

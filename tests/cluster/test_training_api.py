@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 
 from tests.cluster.conftest import Cluster
 from tests.support import training_scenarios
-from tests.support.s3 import faulty
+from tests.support.s3 import Asked, faulty
 from tests.support.training_api import LARGE, Service, answered, document, payload_of, write_text
 from unified.client.daemons import marked_processes
 from unified.testing import eventually
@@ -173,6 +174,28 @@ def test_runs_that_cannot_go_well_fail_with_one_line(service: Service) -> None:
     assert not problems, "\n".join(problems)
 
 
+def test_detail_says_for_how_long_a_save_has_waited_for_the_store(service: Service) -> None:
+    """The store takes a file of step 2, and gives no answer until it is told to."""
+    api, goes_on = service.api, threading.Event()
+
+    def stand_still(asked: Asked) -> None:
+        if asked.method == "PUT" and "step-000002.pt" in asked.path:
+            assert goes_on.wait(200)
+
+    with faulty(service.s3, stand_still) as url:
+        env = {"AWS_ENDPOINT_URL_S3": url}
+        name = api.submit(payload_of(META, service.bucket, "stalled_v4", num_nodes=1, env=env))["name"]
+        try:
+            detail = eventually(
+                lambda: found if "waited" in (found := api.status(name)["detail"] or "") else "", 100, "it says nothing"
+            )
+        finally:
+            goes_on.set()
+        assert re.fullmatch(r"all workers run; a save of step 2 has waited for the store for \d+ s", detail)
+        assert api.ended(name, 100)["status"] == "succeeded"
+        assert "the save of step 2 has waited for the store for" in api.log(name)
+
+
 def test_large_data_is_streamed(service: Service) -> None:
     """300 MB of rows in a compressed object of a bucket, in place of 10 GB: a rank does not hold them."""
     api, bucket = service.api, service.bucket
@@ -186,7 +209,7 @@ def test_large_data_is_streamed(service: Service) -> None:
         extra = {"max_steps": LARGE, "eval_fraction": 0}
         payload = payload_of(META, bucket, run_id, dataset_uri=uri, num_nodes=1, extra_args=extra)
         with api.run_until_killed(payload) as name:
-            eventually(lambda name=name: api.steps(name), 60, "no checkpoint")  # type: ignore[misc]
+            eventually(lambda name=name: api.steps(name), 100, "no checkpoint")  # type: ignore[misc]
             (pid,) = service.cluster.workers(name).values()
             peaks[run_id] = peak_mb(pid)
     print(f"peak memory of a rank: {peaks} MB")
@@ -240,4 +263,4 @@ def test_a_killed_example_leaves_no_process(tmp_path: Path) -> None:
             assert len(marked_processes(mark)) >= 5
         finally:
             process.kill()
-    eventually(lambda: not marked_processes(mark), 15, f"left: {marked_processes(mark)}")
+    eventually(lambda: not marked_processes(mark), 100, f"left: {marked_processes(mark)}")

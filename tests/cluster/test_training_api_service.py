@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,13 +32,13 @@ def service(tmp_path: Path) -> Iterator[httpx.Client]:
     with log.open("wb") as out:
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out)
     try:
-        url = eventually(lambda: address_in(log.read_text()), 60, "the service did not start")
-        with httpx.Client(base_url=url, headers={"X-TRAINER-TOKEN": TOKEN}, timeout=30) as client:
+        url = eventually(lambda: address_in(log.read_text()), 100, "the service did not start")
+        with httpx.Client(base_url=url, headers={"X-TRAINER-TOKEN": TOKEN}, timeout=100) as client:
             yield client
     finally:
         daemons = environments(tmp_path)
         process.terminate()
-        process.wait(30)
+        process.wait(100)
     left = [pid for pid in daemons if is_alive(pid)]
     assert not left, log.read_text()
 
@@ -84,12 +83,15 @@ def test_a_run_trains_is_followed_stopped_and_resumed(service: httpx.Client, tmp
         line = next(line for line in lines if "step 12/" in line)
     assert line.startswith("data: [trainer-0] ")
     assert service.get(f"/train/{name}").json()["status"] == "running"
-    steps = [row["step"] for row in service.get(f"/train/{name}/metrics").json()["items"]]
-    assert steps == sorted(steps)
-    assert max(steps) >= 5  # agents hear of progress now and then
+    series = service.get(f"/train/{name}/metrics").json()
+    assert series["num_thinned"] == 0
+    assert [row["step"] for row in series["items"]] == list(range(1, len(series["items"]) + 1))
+    assert len(series["items"]) >= 5  # agents hear of progress now and then
+    losses = [row["metrics"]["loss"] for row in series["items"]]
+    assert len(set(losses)) == len(losses), "each step has its own"
     stopped = service.delete(f"/train/{name}")
     assert stopped.status_code == 202
-    status = eventually(lambda: ended(service, name), 70, "the run did not stop")
+    status = eventually(lambda: ended(service, name), 100, "the run did not stop")
     assert (status["status"], status["exit_code"]) == ("failed", 130)
     last = service.get(f"/train/{name}/checkpoints").json()["items"][-1]["step"]
     assert last >= 10
@@ -117,13 +119,11 @@ def test_a_run_that_cannot_succeed_fails_once_with_one_line(service: httpx.Clien
         "checkpoint_base_uri": f"file://{tmp_path}/runs",
         "dataset_uri": str(dataset),
     }
-    began = time.monotonic()
     name = service.post("/train", json=payload).json()["name"]
-    status = eventually(lambda: ended(service, name), 60, "the run did not fail")
+    status = eventually(lambda: ended(service, name), 100, "the run did not fail")
     assert (status["status"], status["num_restarts"]) == ("failed", 0)
     assert status["detail"].startswith(f"line 1 of {dataset} has no field 'text'")
     assert "\n" not in status["detail"]
-    assert time.monotonic() - began < 60
 
 
 def ended(service: httpx.Client, name: str) -> dict[str, Any]:

@@ -69,5 +69,5 @@ def test_two_epochs_sum_up_whenever_the_ranks_fail(
     builder: Any = DLJobBuilder().node_num(1).device_per_node(2).device_type("CPU")
     built = builder.train("going_back.train").nnodes(1).nproc_per_node(2).max_restart(3).end().build()
     cluster = local_cluster(nodes=1, devices=2)
-    assert cluster.submit(built, "going-back").wait(timeout=50) == 0
+    assert cluster.submit(built, "going-back").wait(timeout=100) == 0
     assert [(tmp_path / f"model-{rank}").read_text() for rank in (0, 1)] == [f"{lives - 1} 100 9900"] * 2

@@ -13,20 +13,23 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "unified": ROOT / "unified",
     "unified_agent": ROOT / "agent",
+    "unified_gateway": ROOT / "gateway",
     "unified_master": ROOT / "master",
     "unified_simulator": ROOT / "unified_simulator",
 }
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-FOR_DEVELOPERS = {"test", "examples", "training"}
+FOR_DEVELOPERS = {"test", "examples", "training", "browser"}
 NOT_YET: set[str] = set()
 """Extras that docs/concepts.md lists as missing; see pyproject.toml."""
-GATEWAY = "unified_master/gateway/"
-"""A program of its own, which needs what its extras bring."""
+ASKED_FOR = {"agent/unified_agent/measure/metrics.py": {"prometheus_client"}}
+"""Modules of daemons that an option alone loads, and what they need of an extra."""
 OF_ITS_CALLER = {"unified/testing.py": {"pytest"}}
 """A plugin is imported by what it is a plugin of."""
 
 
-IN_NAMESPACE = {"backports": "backports.zstd"}
+COMMANDS = {"memray", "py-spy"}
+"""Of the extra for debugging: people and agents run them, and nothing imports them."""
+IN_NAMESPACE = {"backports": "backports.zstd", "mlflow": "mlflow-skinny"}
 """The distribution of a module, where it need not be installed to be told."""
 STANDARD = sys.stdlib_module_names | {"annotationlib", "compression"}
 """Of the newest Python, whichever runs this."""
@@ -85,11 +88,13 @@ def test_what_is_imported_is_declared() -> None:
 
 def test_what_is_declared_is_imported() -> None:
     used = {name for _, module in imported() for name in distributions(module)}
-    assert not (declared() | declared(*USED)) - used
+    assert not (declared() | declared(*USED)) - used - COMMANDS
 
 
 def test_daemons_need_the_core_alone() -> None:
     daemons = {
-        module for where, module in imported() if where.startswith(("agent/", "master/")) and GATEWAY not in where
+        module
+        for where, module in imported()
+        if where.startswith(("agent/", "master/")) and module not in ASKED_FOR.get(where, set())
     }
     assert not {module for module in daemons if not distributions(module) & declared()}

@@ -4,10 +4,16 @@ import ast
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from benchmarks.launch import run as launch
+from unified.protocol import envelope, framing
+from unified.queue import journal
+from unified_master import store
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -19,11 +25,14 @@ PAGES = sorted(
         *(ROOT / "examples").rglob("*.md"),
         *(ROOT / "benchmarks").glob("*.md"),
         *(ROOT / "agent").glob("*.md"),
+        *(ROOT / "gateway").glob("*.md"),
         *(ROOT / "master").glob("*.md"),
         *(ROOT / "tests").rglob("*.md"),
     ]
 )
 FENCE = re.compile(r"^```(?P<language>\w*)(?P<note>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+ANCHOR = re.compile(r"\]\((?P<page>[^)#\s:]*)#(?P<anchor>[^)]+)\)")
 LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)#\s]+)(?:#[^)]*)?\)")
 
 
@@ -64,6 +73,50 @@ def test_links_to_files_lead_to_files(page: Path) -> None:
     targets = [link["target"] for link in LINK.finditer(FENCE.sub("", page.read_text()))]
     missing = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
     assert not missing
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as Git hosts make them."""
+    texts = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text) for text in HEADING.findall(FENCE.sub("", page.read_text()))]
+    return {re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-") for text in texts}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_to_headings_lead_to_headings(page: Path) -> None:
+    links = [
+        (page.parent / link["page"] if link["page"] else page, link["anchor"])
+        for link in ANCHOR.finditer(FENCE.sub("", page.read_text()))
+    ]
+    assert not [(target.name, anchor) for target, anchor in links if anchor not in anchors(target)]
+
+
+def test_readme_says_what_it_is_before_the_first_command() -> None:
+    first, _, _ = (ROOT / "README.md").read_text().partition("```")
+    numbers = re.findall(r"^- \*\*.*?\(`make bench-\w+`\)", first, re.MULTILINE | re.DOTALL)
+    assert len(numbers) == 3, "three numbers, each with the command that reproduces it"
+    pages = ["docs/from-torchrun.md", "docs/from-ray.md", "benchmarks/README.md", "#what-was-not-run"]
+    assert [page for page in pages if f"]({page})" not in first] == []
+
+
+def test_launch_benchmark_fills_a_table_that_is_there() -> None:
+    assert launch.README.read_text().count(launch.MARK) == 1
+
+
+def test_page_of_versions_has_the_numbers_of_the_code() -> None:
+    rows = (ROOT / "docs/versions.md").read_text()
+    for what, version in [
+        ("control messages", framing.PROTOCOL_VERSION),
+        ("bus messages", envelope.BUS_VERSION),
+        ("the master's file", store.SCHEMA_VERSION),
+        ("the journal", journal.SCHEMA_VERSION),
+    ]:
+        assert re.search(rf"^\| {what}[^|]*\| {version} \|", rows, re.MULTILINE), f"{what} is of version {version}"
+    assert f"version {metadata.version('unified-runtime')}" in rows
+
+
+def test_no_page_says_that_a_save_keeps_training() -> None:
+    found = [page.name for page in PAGES if re.search(r"keeps? training for", page.read_text())]
+    assert not found, "a save stops training for so long"
 
 
 def test_generated_pages_are_current() -> None:

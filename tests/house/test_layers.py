@@ -14,6 +14,7 @@ CORES = ["unified.core", "unified.queue.core", "unified_agent.core", "unified_ma
 PACKAGES = {
     "unified": ROOT,
     "unified_agent": ROOT / "agent",
+    "unified_gateway": ROOT / "gateway",
     "unified_master": ROOT / "master",
     "unified_simulator": ROOT,
 }
@@ -89,7 +90,7 @@ def test_daemons_load_no_framework(daemon: str) -> None:
     assert not loaded_by(f"{daemon}.cli", f"{daemon}.daemon") & {"numpy", "omegaconf", "pydantic", "torch"}
 
 
-@pytest.mark.parametrize("folder", ["agent", "master"])
+@pytest.mark.parametrize("folder", ["agent", "gateway", "master"])
 def test_folders_that_hold_a_package_are_no_packages(folder: str) -> None:
     """With an `__init__.py` our folder would shadow a user's own agent.py or master/."""
     assert not (ROOT / folder / "__init__.py").exists()

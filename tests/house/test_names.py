@@ -5,7 +5,13 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = [ROOT / "unified", ROOT / "agent/unified_agent", ROOT / "master/unified_master", ROOT / "unified_simulator"]
+PACKAGES = [
+    ROOT / "unified",
+    ROOT / "agent/unified_agent",
+    ROOT / "gateway/unified_gateway",
+    ROOT / "master/unified_master",
+    ROOT / "unified_simulator",
+]
 SAY_NOTHING = {"api", "base", "common", "helper", "helpers", "impl", "manager", "misc", "types", "util", "utils"}
 TECHNICAL_KINDS = {"classes", "enums", "interfaces", "models"}
 ALLOWED = {ROOT / "unified/api"}  # `unified.api.builder` and `unified.api.runtime` are what users already import

@@ -6,7 +6,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from grpc_tools import protoc
 
 from tests.support.grpc_client import PROTO
-from unified_master.gateway.coordinator_grpc import COMPILED
+from unified_gateway.coordinator_grpc import COMPILED
 
 
 def test_compiled_description_is_up_to_date(tmp_path: Path) -> None:

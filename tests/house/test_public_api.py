@@ -29,7 +29,9 @@ RUNTIME = [
 ]
 BUILDER = ["DLJob", "DLJobBuilder", "RLJob", "RLJobBuilder", "RLRoleType"]
 PUBLIC = {
-    "unified": sorted([*RUNTIME, *BUILDER[:4], "JobHandle", "UnifiedError"]),
+    "unified": sorted(
+        [*RUNTIME, *BUILDER[:4], "ClusterClient", "JobHandle", "UnifiedError", "connect", "local_cluster"]
+    ),
     "unified.api.builder": BUILDER,
     "unified.api.runtime": RUNTIME,
     "unified.job": [

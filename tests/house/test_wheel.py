@@ -21,7 +21,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)],
         check=True,
         capture_output=True,
-        timeout=50,
+        timeout=100,
     )
     (built,) = out.glob("*.whl")
     return built
@@ -55,7 +55,7 @@ def test_every_module_of_the_wheel_can_be_imported(installed: Path, tmp_path: Pa
         for file in installed.rglob("*.py")
         if file.stem != "__main__"
     )
-    assert {"unified", "unified_agent", "unified_master", "unified_simulator"} <= set(modules)
+    assert {"unified", "unified_agent", "unified_gateway", "unified_master", "unified_simulator"} <= set(modules)
     code = f"""
 import importlib
 from unified.lazy import EXTRA_OF
@@ -85,9 +85,14 @@ def test_commands_of_the_wheel_exist(installed: Path, tmp_path: Path) -> None:
 def test_wheel_holds_our_packages_and_no_tool_settings(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
-    assert tops == {"unified", "unified_agent", "unified_master", "unified_simulator", "unified_compat.pth"}
+    assert tops == {
+        "unified", "unified_agent", "unified_gateway", "unified_master", "unified_simulator", "unified_compat.pth",
+    }  # fmt: skip
     assert not [name for name in names if name.endswith(("ruff.toml", ".pyc"))]
     assert "unified/py.typed" in names
+    page = ROOT / "gateway/unified_gateway/static"
+    files = {path.relative_to(page.parents[1]).as_posix() for path in page.rglob("*") if path.is_file()}
+    assert files <= set(names)
     assert [name for name in names if name.endswith("licenses/LICENSE")]
 
 

@@ -69,10 +69,10 @@ def test_a_call_crosses_the_files_that_the_page_lists(
     set_current_worker(worker)
     try:
         group = RoleGroup("callee")
-        group.call("handle", argument).result(10)  # the first one makes the connection
+        group.call("handle", argument).result(100)  # the first one makes the connection
         with trace.here():
             future = group.call("handle", argument)
-        future.result(10)
+        future.result(100)
     finally:
         set_current_worker(None)
         world.close()

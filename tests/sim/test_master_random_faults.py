@@ -81,6 +81,10 @@ def test_a_restored_master_knows_what_the_old_one_knew(seed: int) -> None:
             assert job.holders == old.jobs[job_id].holders
             if job.is_waiting:  # says now that no node has come back yet
                 job.reason = old.jobs[job_id].reason
+            before, after = old.jobs[job_id].account, job.account
+            assert after.is_whole is before.is_whole, "what steps have said is not saved by itself"
+            assert sum(after.spent.seconds.values()) == pytest.approx(after.spent.since - job.submitted_at)
+            job.account = before
             assert job.saved() == old.jobs[job_id].saved()
             known = {name: _lasting(worker) for name, worker in old.jobs[job_id].workers.items()}
             assert {name: _lasting(worker) for name, worker in job.workers.items()} == known

@@ -41,7 +41,6 @@ def facts(report: SimulationReport) -> dict[str, object]:
     return {name: found[name] for name in (*names, "recovery_p50_s", "recovery_p99_s")}
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("in_place", [False, True], ids=["restart", "in-place"])
 def test_jobs_outlive_every_kind_of_fault(in_place: bool) -> None:
     report = Simulation(msgspec.structs.replace(OPTIONS, in_place=in_place)).run()

@@ -36,7 +36,7 @@ PEERS = 8
 MORTAL = ("peer", "vault")
 ALWAYS = 1_000_000
 """A limit that is never reached."""
-OPTIONS = {"job_max_restart": ALWAYS, "node_max_restart": ALWAYS}
+OPTIONS: dict[str, Any] = {"job_max_restart": ALWAYS, "node_max_restart": ALWAYS}
 SAMPLE_S = 2.0
 START_S = 60.0
 DRAIN_S = 60.0

@@ -54,8 +54,11 @@ STORE = JobWorkerIncarnation("job-1", "store", 0)
 class Driver:
     """Steps a core and checks its invariants after each step; what it asked for since the last look is kept."""
 
-    def __init__(self, *, registered: bool = True, give_up_s: float | None = None) -> None:
-        self.core = AgentCore(FACTS, Intervals(connect_s=10, start_s=60), give_up_s=give_up_s)
+    def __init__(
+        self, *, registered: bool = True, give_up_s: float | None = None, leave_after_s: float | None = None
+    ) -> None:
+        intervals = Intervals(connect_s=10, start_s=60)
+        self.core = AgentCore(FACTS, intervals, give_up_s=give_up_s, leave_after_s=leave_after_s)
         self.now = 100.0
         self.actions: list[AgentAction] = []
         self.generation = 0

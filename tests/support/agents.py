@@ -14,6 +14,7 @@ from typing import Literal, TypeVar
 import msgspec
 import zmq
 
+from tests.support.deadlines import met
 from unified import process, testing
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.agent_master import (
@@ -39,7 +40,7 @@ from unified.protocol.records import Failure, WorkerState
 from unified.security.curve import Gatekeeper
 from unified.security.keys import ClusterKey
 
-PATIENCE_S = 15.0
+PATIENCE_S = met(100.0)
 ROOT = Path(__file__).parents[2]
 eventually = functools.partial(testing.eventually, timeout=PATIENCE_S)
 M = TypeVar("M", bound=msgspec.Struct)
@@ -66,7 +67,7 @@ class PlayedMaster:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self.gate = Gatekeeper(self._context, self.key, name="played")
-        self.gate.secure(self._socket, True)
+        self.gate.guard(self._socket)
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -107,7 +108,7 @@ class PlayedMaster:
     def say(self, message: object, request_id: int = 0, version: int = PROTOCOL_VERSION) -> None:
         self._socket.send_multipart([self.peer, *master_to_agent.encode(message, request_id, version=version)])
 
-    def welcome(self, lease_s: float = 2.0) -> RegisterAgent:
+    def welcome(self, lease_s: float = 20.0) -> RegisterAgent:
         registered = self.hear(RegisterAgent)
         self.say(AgentRegistered(lease_s=lease_s, heartbeat_s=0.1, relay="tcp://127.0.0.1:1"), self.request_id)
         self.hear(ObservedWorkers)
@@ -142,7 +143,9 @@ def by_life(message: ObservedWorkers) -> dict[str, ObservedWorker]:
 
 
 class AgentProcess:
-    def __init__(self, folder: Path, master: str, *flags: str, entry: str = "agent_entry:main") -> None:
+    def __init__(
+        self, folder: Path, master: str, *flags: str, entry: str = "agent_entry:main", stdin: int | None = None
+    ) -> None:
         self.run_root = folder / "run"
         self._stderr = folder / "agent.err"
         command = [sys.executable, "-m", "unified_agent", "--master", master, "--node-id", "n1"]
@@ -150,7 +153,7 @@ class AgentProcess:
         env = {"UNIFIED_VACATE_S": "0.5", **os.environ, "UNIFIED_RUN_DIR": str(self.run_root)}
         env["PYTHONPATH"] = str(ROOT / "tests/support/programs")
         with self._stderr.open("ab") as stderr:
-            self.process = subprocess.Popen(command, env=env, stderr=stderr, start_new_session=True)
+            self.process = subprocess.Popen(command, env=env, stderr=stderr, stdin=stdin, start_new_session=True)
 
     @property
     def stderr(self) -> str:

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ import msgspec
 import pytest
 import zmq
 
+from tests.support.deadlines import met
 from unified.bus.calls.registry import MethodRegistry
 from unified.bus.endpoint import BusEndpoint
 from unified.bus.identity import BusIdentity, BusNetwork
@@ -29,7 +31,7 @@ from unified.security.keys import ClusterKey
 from unified.testing import eventually
 from unified_master.relay import BusRelay
 
-PATIENCE_S = 20.0
+PATIENCE_S = met(100.0)
 HOST_ID = "host"
 PEER = str(Path(__file__).parent / "programs/bus_peer.py")
 
@@ -42,6 +44,16 @@ def entry(
 
 def call(bus: BusEndpoint, method: str, *args: Any, target: str = "b", **kwargs: Any) -> Any:
     return bus.call(target, method, args, kwargs).result(PATIENCE_S)
+
+
+def pass_deadlines(bus: BusEndpoint) -> None:
+    """Have the deadlines of all open calls pass now, so that a test can await what has to be before them."""
+    client = bus._client
+    with client._lock:
+        for call in client.table._open.values():
+            if call.timeout_s is not None:
+                client.table._timers.arm(("deadline", call.call_id), time.monotonic())
+        client._mind_deadlines()
 
 
 class Process:
@@ -79,8 +91,9 @@ def states(pid: int) -> set[str]:
 class World:
     """Makes endpoints that all take one route, and tells each of the others."""
 
-    def __init__(self, run_dir: Path, route: str, relay: str) -> None:
+    def __init__(self, run_dir: Path, route: str, relay: str, key: ClusterKey | None = None) -> None:
         self.run_dir = run_dir
+        self.key = key
         self.route = route
         self.relay = relay
         self.endpoints: list[BusEndpoint] = []
@@ -96,7 +109,7 @@ class World:
     ) -> tuple[BusEndpoint, Inbox]:
         endpoint = BusEndpoint(
             BusIdentity(job="job-1", worker=worker, incarnation=incarnation, node="n1", host=HOST_ID),
-            BusNetwork(run_dir=str(self.run_dir), address=address, relay=self.relay, route=self.route),
+            BusNetwork(run_dir=str(self.run_dir), address=address, relay=self.relay, route=self.route, key=self.key),
             registry=MethodRegistry(methods or {}),
             **options,
         )
@@ -110,12 +123,20 @@ class World:
         """`a`, which knows `b`, and `b`, which has the methods."""
         a, _ = self.endpoint("a", **options)
         b, inbox = self.endpoint("b", methods)
+        self._await_relay()
         a.update_directory([entry("b", inbox)])
         return a, b
+
+    def _await_relay(self) -> None:
+        """Wait until the relay knows all: calls on their way while it learns of a callee may overtake the first ones,
+        which it gives back."""
+        if self.route == "relay":
+            eventually(lambda: all(each._connections._is_known_to_relay for each in self.endpoints), PATIENCE_S)
 
     def cast(self, methods: Mapping[str, dict[str, Callable[..., Any]]]) -> dict[str, BusEndpoint]:
         """Workers that all know one another, with these methods."""
         made = {name: self.endpoint(name, each) for name, each in methods.items()}
+        self._await_relay()
         for endpoint, _ in made.values():
             endpoint.update_directory([entry(name, inbox) for name, (_, inbox) in made.items()])
         return {name: endpoint for name, (endpoint, _) in made.items()}

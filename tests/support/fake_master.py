@@ -12,6 +12,7 @@ import zmq
 
 from unified.protocol.client_master import (
     Accepted,
+    Changes,
     ClientToMaster,
     Done,
     EndReport,
@@ -32,10 +33,12 @@ from unified.protocol.client_master import (
     StopJob,
     Story,
     SubmitJob,
+    WatchCluster,
     WorkerStatus,
     client_to_master,
     master_to_client,
 )
+from unified.protocol.columns import columns_of
 from unified.protocol.framing import PROTOCOL_VERSION, Codec
 from unified.protocol.records import Device, EventRecord, NodeResources, NodeState, Progress, Stage, WorkerState
 
@@ -103,6 +106,17 @@ def worker_status(rank: int = 0, role: str = "trainer", **fields: Any) -> Worker
     return WorkerStatus(**{"role": role, "rank": rank, "state": WorkerState.RUNNING, **place, **fields})
 
 
+def changes_of(status: JobStatus, version: int) -> Changes:
+    """Return the answer of a master that tells the whole of one job."""
+    return Changes(
+        version=version,
+        at=0.0,
+        is_whole=True,
+        jobs=[msgspec.structs.replace(status, workers=[])],
+        workers={status.job_id: columns_of(status.workers)} if status.workers else {},
+    )
+
+
 WORKER = "trainer_1-0_1-0"
 RESOURCES = NodeResources(cpu=8, memory_mb=16384, disk_mb=0, devices=[Device(index=0, kind="virtual")])
 
@@ -132,7 +146,6 @@ class Job:
             job_id="gpt-1",
             name="gpt",
             stage=self.stage,
-            version=self.version,
             exit_code=self.exit_code,
             reason=self.reason,
             roles=[RoleStatus(name="trainer", kind="simple", total=self.num_workers, is_driver=True)],
@@ -151,6 +164,8 @@ class Job:
                 return Accepted(job_id="gpt-1")
             case GetJob(job="gpt-1" | "gpt"):
                 return self.status()
+            case WatchCluster(job="gpt-1"):
+                return changes_of(self.status(), self.version)
             case ReadLog():
                 return self.chunk(message)
             case StopJob():

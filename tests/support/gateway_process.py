@@ -11,7 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-PATIENCE_S = 20.0
+from tests.support.deadlines import met
+
+PATIENCE_S = met(100.0)
 TOKEN = "trainer-demo-token"
 PAYLOAD: dict[str, Any] = {
     "framework": "meta",
@@ -31,7 +33,7 @@ class GatewayUnderTest:
     def __init__(self, folder: Path, *flags: str, port: int = 0, env: dict[str, str] | None = None) -> None:
         self.address_file = folder / f"gateway-{time.monotonic_ns()}.address"
         self.log = folder / "gateway.log"
-        command = [sys.executable, "-P", "-m", "unified_master.gateway", "--port", str(port), *flags]
+        command = [sys.executable, "-P", "-m", "unified_gateway", "--port", str(port), *flags]
         command += ["--address-file", str(self.address_file)]
         own = {"TRAINER_API_TOKEN": TOKEN, "UNIFIED_CONNECT_S": "2", **(env or {})}
         inherited = {name: text for name, text in os.environ.items() if name != "UNIFIED_MASTER"}
@@ -51,7 +53,7 @@ class GatewayUnderTest:
     @property
     def client(self) -> httpx.Client:
         if self._client is None:
-            self._client = httpx.Client(base_url=self.url, headers={"X-TRAINER-TOKEN": TOKEN}, timeout=30)
+            self._client = httpx.Client(base_url=self.url, headers={"X-TRAINER-TOKEN": TOKEN}, timeout=100)
         return self._client
 
     def stop(self) -> None:
@@ -62,11 +64,11 @@ class GatewayUnderTest:
             self.process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(100)
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(100)
 
 
 StartGateway = Callable[..., GatewayUnderTest]

@@ -12,8 +12,8 @@ import grpc
 import pytest
 
 from unified.data.coordinator_client import RemoteCoordinator
-from unified_master.gateway.coordinator_grpc import serve
-from unified_master.gateway.tokens import Tokens
+from unified_gateway.coordinator_grpc import serve
+from unified_gateway.tokens import Tokens
 
 PROTO = Path(__file__).parents[2] / "deploy/proto"
 TOKEN = "secret-of-the-test"

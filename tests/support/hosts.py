@@ -14,10 +14,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
+
+from unified.testing import eventually
 
 PROGRAMS = Path(__file__).parent / "programs"
 TUNSETIFF = 0x400454CA
@@ -59,6 +61,17 @@ class Hosts:
         for number in range(1, self.count):
             self.start_agent(number)
 
+    @contextlib.contextmanager
+    def up(self) -> Iterator[Self]:
+        """Open them, and close them at the end of the block, which begins when all agents are registered."""
+        try:
+            self.open()
+            alive = ["ALIVE"] * (self.count - 1)
+            eventually(lambda: list(self.nodes.values()) == alive, 100, "not all agents are there")
+            yield self
+        finally:
+            self.close()
+
     def start_agent(self, number: int) -> None:
         flags = ["--node-id", f"h{number}", "--devices", "1", *self.flags]
         self.start(number, "unified_agent", "--master", self.master, *flags)
@@ -95,18 +108,18 @@ class Hosts:
     def ask(self, *words: str) -> Any:
         """The answer of a `unified` command on the master's host, as JSON."""
         command = [*self._command(0), "-m", "unified", *words, "--json", "--master", self.master]
-        done = subprocess.run(command, env=self._env(0), capture_output=True, text=True, timeout=50, check=True)
+        done = subprocess.run(command, env=self._env(0), capture_output=True, text=True, timeout=100, check=True)
         return json.loads(done.stdout)
 
     def run(self, *words: str, on: int = 0) -> None:
-        subprocess.run([*self._command(on), *words], env=self._env(on), timeout=50, check=True)
+        subprocess.run([*self._command(on), *words], env=self._env(on), timeout=100, check=True)
 
     def close(self) -> None:
         for daemon in reversed(self.daemons.values()):
             daemon.send_signal(signal.SIGTERM)
         for daemon in self.daemons.values():
             try:
-                daemon.wait(15)
+                daemon.wait(100)
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()

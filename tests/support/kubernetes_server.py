@@ -21,7 +21,7 @@ import pytest
 from kubernetes import client
 
 from tests.support.kubernetes_models import faults_of
-from unified_master.gateway.kubernetes.api_server import KubernetesApi
+from unified_gateway.kubernetes.api_server import KubernetesApi
 
 Json = dict[str, Any]
 TOKEN = "token-of-the-gateway's-account"
@@ -168,7 +168,7 @@ class ApiServer:
         if method == "POST":
             assert body is not None
             if self.before_create is not None:
-                self.before_create.wait(10)
+                self.before_create.wait(100)
             return self._create(namespace, body)
         if method == "GET" and not name:
             items = [job for key, job in self.jobs.items() if key[0] == namespace and _is_selected(job, query)]

@@ -74,10 +74,14 @@ class Bench:
         if settle_s:
             self.world.run(settle_s)
 
-    def finish(self, role: str, rank: int = 0) -> None:
+    def finish(self, role: str, rank: int = 0, state: WorkerState = WorkerState.FINISHED) -> None:
         worker = self.worker(role, rank)
-        self.world.say(worker.node, self.agent(worker.node).finish("job-1", worker.name))
+        self.world.say(worker.node, self.agent(worker.node).finish("job-1", worker.name, state))
         self.world.run(0.002)
+
+    def serve(self, role: str, rank: int = 0) -> None:
+        """Have a worker say that its role is a service."""
+        self.finish(role, rank, WorkerState.SERVING)
 
     def running(self) -> None:
         self.world.until(lambda: all_run(self.job), "all workers to run")
@@ -95,7 +99,7 @@ class Bench:
 
 def all_run(job: JobRecord) -> bool:
     workers = [worker for worker in job.workers.values() if worker.kind == "worker" and not job.is_absent(worker)]
-    return all(worker.state in (WorkerState.RUNNING, WorkerState.FINISHED) for worker in workers)
+    return all(worker.state in (WorkerState.RUNNING, WorkerState.SERVING, WorkerState.FINISHED) for worker in workers)
 
 
 ENTRY = EntryPoint(kind="attribute", target="m", attribute="f")

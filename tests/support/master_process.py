@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,23 @@ import pytest
 
 from tests.support.ports import unused_port
 
-PATIENCE_MS = 15_000
+PATIENCE_MS = 60_000
 
 
 class MasterProcess:
-    def __init__(self, directory: Path, *flags: str, bind: str = "", lease_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *flags: str,
+        bind: str = "",
+        lease_s: float = 15.0,
+        program: Sequence[str] = ("-m", "unified_master"),
+    ) -> None:
         self.address_file = directory / "address"
         self.address_file.unlink(missing_ok=True)
         self.log = directory / "master.log"
         bind = bind or f"tcp://127.0.0.1:{unused_port()}"  # a test that starts it again finds the port free
-        command = [sys.executable, "-m", "unified_master", "--bind", bind, "--state-dir", str(directory / "state")]
+        command = [sys.executable, *program, "--bind", bind, "--state-dir", str(directory / "state")]
         command += ["--address-file", str(self.address_file), *flags]
         env = {**os.environ, "UNIFIED_HEARTBEAT_S": "0.1", "UNIFIED_LEASE_S": str(lease_s)}
         with self.log.open("ab") as log:
@@ -38,7 +45,7 @@ class MasterProcess:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(100)
 
 
 StartMaster = Callable[..., MasterProcess]

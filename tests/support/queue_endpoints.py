@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
 
+from tests.support.deadlines import met
 from unified.bus.calls.future import RpcFuture
 from unified.errors import (
     QueueLostError,
@@ -19,7 +20,7 @@ from unified.queue.core.messages import Outcome
 from unified.queue.owner_lookup import OwnerLookup, PutQuestion
 from unified.queue.producer import QueueProducer
 
-PATIENCE_S = 10.0
+PATIENCE_S = met(100.0)
 WAITING = [int(Outcome.WAITING), 0]
 UNKNOWN = [int(Outcome.UNKNOWN), 0]
 LOST = RouteLostError("the connection broke")

@@ -13,6 +13,7 @@ from typing import Any, cast
 from msgspec.structs import replace
 
 from tests.support.bus import HOST_ID
+from tests.support.deadlines import met
 from unified.bus.calls.registry import MethodRegistry
 from unified.bus.endpoint import BusEndpoint
 from unified.bus.identity import BusIdentity, BusNetwork
@@ -22,7 +23,7 @@ from unified.queue.server import host_of
 from unified.worker.context import Worker, set_current_worker
 from unified.worker.names import Names
 
-PATIENCE_S = 20.0
+PATIENCE_S = met(100.0)
 
 
 def begun(work: Callable[..., Any], *arguments: Any, **options: Any) -> Future[Any]:

@@ -37,7 +37,7 @@ class S3Server(NamedTuple):
 
     def make_bucket(self) -> str:
         name = f"bucket-{os.getpid()}-{next(_NUMBERS)}"
-        with urllib.request.urlopen(urllib.request.Request(f"{self.url}/{name}", method="PUT"), timeout=30) as answer:
+        with urllib.request.urlopen(urllib.request.Request(f"{self.url}/{name}", method="PUT"), timeout=100) as answer:
             assert answer.status == 200
         return name
 
@@ -140,7 +140,7 @@ def faulty(
                 said = b"" if self.command == "HEAD" else f"<Error><Code>{code}</Code></Error>".encode()
                 self._answer(status, {}, said, len(said))
                 return
-            store = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=30)
+            store = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=100)
             try:
                 with whole:
                     store.request(self.command, self.path, body, dict(self.headers))
@@ -227,7 +227,7 @@ def race(store: StorageBackend, nbytes: int) -> None:
         payload = bytes([number]) * nbytes
 
         def pieces() -> Iterator[bytes]:
-            together.wait(30)  # after the first look whether it is there
+            together.wait(100)  # after the first look whether it is there
             yield payload
 
         try:

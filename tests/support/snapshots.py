@@ -28,6 +28,7 @@ from unified.protocol.snapshots import (
     snapshots_to_agent,
     token_of,
 )
+from unified.security.curve import new_key
 from unified.security.keys import ClusterKey
 from unified.snapshot.client import SnapshotClient
 from unified.snapshot.image import StateImage, read_state
@@ -48,7 +49,9 @@ class SnapshotNode:
         listener.bind(str(self.run_dir / LISTENER_NAME))
         listener.listen(16)
         peers = socket.create_server(("127.0.0.1", 0))
-        self.host = SnapshotHost(f"tcp://127.0.0.1:{peers.getsockname()[1]}", SECRET + node.encode())
+        pair = None if key is None else new_key()
+        url = f"tcp://127.0.0.1:{peers.getsockname()[1]}"
+        self.host = SnapshotHost(url, SECRET + node.encode(), "" if pair is None else pair.public)
         self.control, theirs = socket.socketpair()
         ends = (theirs, listener, peers)
         command = [sys.executable, "-m", "unified.snapshot", str(theirs.fileno()), str(listener.fileno())]
@@ -62,6 +65,7 @@ class SnapshotNode:
             quota_bytes=quota_mb << 20,
             linger_s=linger_s,
             key=key,
+            pair=pair,
         )
         self.control.sendall(encode_stream(order))
 
@@ -89,7 +93,7 @@ class SnapshotNode:
     def end(self) -> int:
         """Hang up as an agent that ends; the exit code."""
         self.control.close()
-        return self.process.wait(15)
+        return self.process.wait(100)
 
 
 class SnapshotRank:

@@ -3,13 +3,14 @@
 import asyncio
 from collections.abc import AsyncGenerator, Generator
 
+from tests.support.deadlines import met
 from unified.bus.calls.remote_errors import describe, rebuild
 from unified.bus.codec.codec import SerializedValue
 from unified.bus.streams.generator import AnyGenerator, Step, StreamSource
 from unified.bus.streams.stream import StreamFeed
 from unified.protocol.envelope import Kind
 
-PATIENCE_S = 20.0
+PATIENCE_S = met(100.0)
 WHAT = "the call of 'tokens' to worker b"
 
 

@@ -59,7 +59,7 @@ class TrainingApi(httpx.Client):
         address.unlink(missing_ok=True)
         arguments = ["--port", str(port), "--address-file", str(address), "--die-with-parent", str(os.getpid())]
         arguments += ["--master", self._master] if self._master else []
-        self._daemon = daemon = Daemon("unified_master.gateway", arguments, self._home / "gateway.log", self._env)
+        self._daemon = daemon = Daemon("unified_gateway", arguments, self._home / "gateway.log", self._env)
         eventually(lambda: daemon.is_ended or address.exists(), START_S, "the gateway wrote no address")
         assert not daemon.is_ended, daemon.last_words()
         return address.read_text().strip()
@@ -68,7 +68,7 @@ class TrainingApi(httpx.Client):
         """Kill -9 of the gateway; another one takes its port."""
         os.kill(self.pid, signal.SIGKILL)
         assert self._daemon is not None
-        assert self._daemon.wait(10.0)
+        assert self._daemon.wait(100)
         assert self.start(self.base_url.port or 80) == str(self.base_url).rstrip("/")
 
     def stop(self) -> None:

@@ -5,8 +5,10 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
+from unified.client.reports import KeptReports
 from unified.errors import MasterUnreachableError
-from unified_master.gateway.backend import MetricsRow, NameTakenError, RunEvent, RunPlan, RunRecord, Submitted
+from unified.protocol.records import WorkerReport
+from unified_gateway.backend import NameTakenError, RunEvent, RunPlan, RunRecord, Submitted
 
 
 class MemoryBackend:
@@ -85,8 +87,8 @@ class MemoryBackend:
     async def events(self, name: str, *, limit: int) -> list[RunEvent]:
         return [RunEvent(at=1.0, event="job-submitted", reason="so")]
 
-    async def metrics(self, name: str, *, since: float, limit: int) -> list[MetricsRow]:
-        return [MetricsRow(at=2.0, step=1, total=3, metrics={"loss": 0.5})]
+    async def metrics(self, name: str, *, since: float, limit: int) -> KeptReports:
+        return KeptReports([WorkerReport(at=2.0, step=1, total=3, metrics={"loss": 0.5})], [])
 
     def describe(self, plan: RunPlan) -> dict[str, Any]:
         return {"name": plan.name}

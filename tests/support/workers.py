@@ -17,6 +17,7 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 
+from tests.support.deadlines import met
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.agent_master import RunOrder
 from unified.protocol.agent_zygote import Fork
@@ -36,7 +37,7 @@ from unified.protocol.worker_agent import (
 )
 
 W = TypeVar("W", bound=WorkerWord)
-PATIENCE_S = 40.0
+PATIENCE_S = met(150.0)
 HOST_ID = "host"
 
 
@@ -253,7 +254,7 @@ class ForkedChild(Talk):
 
     def ends(self) -> None:
         """Stop it, until it is gone."""
-        self.say(Stop(grace_s=20, reason="the test is over"))
+        self.say(Stop(grace_s=100, reason="the test is over"))
         self.until_gone()
 
 

@@ -1,9 +1,11 @@
 """What the hf and the nemo framework have in common: steps, checkpoints, and how a run goes on."""
 
+import json
 import os
 import re
 import signal
 import tracemalloc
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from tests.support.training_runs import TINY, TrainingRuns, write_rows
 from tests.training.conftest import NEEDS, needs
 from unified.api.builder import DLJobBuilder
+from unified.client.reports import read_reports
 from unified.storage import open_storage
 from unified.testing import eventually
 
@@ -66,20 +69,8 @@ def test_the_layout_is_the_documents(runs: TrainingRuns, tmp_path: Path) -> None
     assert sorted(found) == sorted(["config/run.json", "logs/.keep", *marks, *files])
     with runs.checkpoints() as checkpoints:
         read = [checkpoints.read_mark(step) for step in steps]
-    assert [("eval_loss" in mark.metrics, "loss" in mark.metrics) for mark in read[1:]] == [
-        (False, False),
-        (True, True),
-    ]
+    assert [("eval_loss" in mark.metrics, "loss" in mark.metrics) for mark in read[1:]] == [(False, True), (True, True)]
     assert all(mark.framework == runs.framework and mark.run_id == "run" for mark in read)
-
-
-def test_the_loss_of_held_out_rows_is_the_same_on_several_ranks(nemo: TrainingRuns, tmp_path: Path) -> None:
-    """Three rows are held out: one rank has one more than the other."""
-    dataset = str(write_rows(tmp_path / "odd.jsonl", 60))
-    for world_size in (1, 2):
-        nemo.train(f"on-{world_size}", world_size, dataset=dataset, lr=0, max_steps=1)
-    one, two = (nemo.checkpoints(f"on-{world_size}").read_mark(1).metrics["eval_loss"] for world_size in (1, 2))
-    assert one == pytest.approx(two, rel=1e-6)
 
 
 def test_a_short_last_step_has_the_gradient_of_a_whole_one(nemo: TrainingRuns, tmp_path: Path) -> None:
@@ -158,29 +149,70 @@ def test_two_ranks_stop_together_and_go_on_to_the_same_end(
     in_bucket.close()
 
 
-@pytest.mark.cluster
-def test_ranks_of_a_job_train_in_the_group_that_is_there(
-    framework: str, runs: TrainingRuns, local_cluster: Any, tmp_path: Path
-) -> None:
-    """On two nodes; and when one is killed, both begin again from the highest complete step."""
-    envs = {
+def environment_of(
+    framework: str, runs: TrainingRuns, tmp_path: Path, arguments: Mapping[str, float]
+) -> dict[str, str]:
+    """Variables of a job of the training program, whose run `runs` reads."""
+    return {
         "FRAMEWORK": framework,
         "RUN_ID": "run",
         "CHECKPOINT_BASE_URI": f"file://{tmp_path}/runs",
         "DATASET_URI": str(runs.dataset),
         "MODEL_ID": TINY,
-        "EXTRA_ARGS_JSON": '{"max_steps": 60, "batch_size": 4, "max_seq_len": 32, "save_steps": 5}',
+        "EXTRA_ARGS_JSON": json.dumps(arguments),
         "ATTEMPT_ID": "one",
     }
+
+
+@pytest.mark.cluster
+def test_ranks_of_a_job_train_in_the_group_that_is_there(
+    framework: str, runs: TrainingRuns, local_cluster: Any, tmp_path: Path
+) -> None:
+    """On two nodes; and when one is killed, both begin again from the highest complete step."""
+    arguments = {"max_steps": 60, "batch_size": 4, "max_seq_len": 32, "save_steps": 5}
+    envs = environment_of(framework, runs, tmp_path, arguments)
     builder: Any = DLJobBuilder().node_num(2).device_per_node(1).device_type("CPU")
     job = builder.train("-m unified.training").nnodes(2).nproc_per_node(1).env(envs).end().build()
     cluster = local_cluster(nodes=2, devices=1)
     handle = cluster.submit(job, "training")
     eventually(lambda: (runs.checkpoints().latest() or 0) >= 10, timeout=100, message="no checkpoint was made")
     os.kill(next(iter(cluster.workers(handle).values())), signal.SIGKILL)
-    assert handle.wait(timeout=100) == 0, "\n".join(handle.logs())
+    assert handle.wait(timeout=200) == 0, "\n".join(handle.logs())
     mark = runs.checkpoints().read_mark(60)
     assert (mark.world_size, runs.checkpoints().latest()) == (2, 60)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("framework", ["meta", *NEEDS], indirect=True)
+def test_each_step_is_a_point_with_its_own_loss_and_rate(
+    framework: str, runs: TrainingRuns, local_cluster: Any, tmp_path: Path
+) -> None:
+    """With `logging_steps` of 1, however quick the steps are; read as the training API reads it."""
+    arguments = {"max_steps": 6, "batch_size": 4, "max_seq_len": 32, "save_steps": 3, "logging_steps": 1, "lr": 1e-3}
+    envs = environment_of(framework, runs, tmp_path, arguments)
+    builder: Any = DLJobBuilder().node_num(1).device_per_node(1).device_type("CPU")
+    job = builder.train("-m unified.training").nnodes(1).nproc_per_node(1).env(envs).end().build()
+    cluster = local_cluster(nodes=1, devices=1)
+    handle = cluster.submit(job, "training")
+    assert handle.wait(timeout=200) == 0, "\n".join(handle.logs())
+    (worker,) = handle.status().workers
+    points = {
+        point.step: point.metrics for point in read_reports(cluster.connection, "training", worker.name, 0).reports
+    }
+    if framework == "hf":
+        state = json.loads(runs.fetch(6)["checkpoint-6/trainer_state.json"].read_text())
+        logged = {
+            each["step"]: (each["loss"], each["learning_rate"]) for each in state["log_history"] if "loss" in each
+        }
+    else:
+        lines = re.findall(r"step (\d)/6 .*?loss=(\S+) .*?lr=(\S+)", "\n".join(handle.logs()))
+        logged = {int(step): (float(loss), float(lr)) for step, loss, lr in lines}
+    assert list(points) == list(logged) == [1, 2, 3, 4, 5, 6]
+    for step, (loss, lr) in logged.items():
+        assert points[step]["loss"] == pytest.approx(loss, rel=1e-4)
+        assert points[step]["lr"] == pytest.approx(lr, rel=1e-4)
+        assert ("eval_loss" in points[step]) == (step in (3, 6))
+    assert len({lr for _, lr in logged.values()}) == 6
 
 
 HAS_GPU = torch.cuda.is_available()

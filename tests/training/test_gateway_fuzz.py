@@ -13,9 +13,9 @@ import pytest
 from tests.support.gateway_process import PAYLOAD, TOKEN, GatewayUnderTest
 from tests.support.master_process import MasterProcess
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY, S3Server
-from unified_master.gateway.app import create_app
-from unified_master.gateway.options import GatewayOptions
-from unified_master.gateway.tokens import Tokens
+from unified_gateway.app import create_app
+from unified_gateway.options import GatewayOptions
+from unified_gateway.tokens import Tokens
 
 schemathesis: Any = pytest.importorskip(
     "schemathesis", reason="random requests: pip install 'unified-runtime[training]'"
@@ -41,6 +41,7 @@ VALID = {
 def gateway(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayUnderTest]:
     env = {
         "TRAINER_API_WRITES_PER_S": "0",
+        "UNIFIED_CONNECT_S": "10",  # the default: to take a run of 100 000 ranks keeps the master busy for a second
         "AWS_ENDPOINT_URL_S3": s3_server.url,
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_ACCESS_KEY_ID": ACCESS_KEY,

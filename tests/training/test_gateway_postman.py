@@ -46,7 +46,7 @@ def test_collection_runs(
     collection = json.loads(COLLECTION.read_text())
     assert {"Submit Training Job", "Get Job Status"} <= {each["name"] for each in collection["item"]}
     make = urllib.request.Request(f"{s3_environment.url}/deepfinery-training", method="PUT")
-    with urllib.request.urlopen(make, timeout=30) as answer:
+    with urllib.request.urlopen(make, timeout=100) as answer:
         assert answer.status == 200
     report = tmp_path / "report.json"
     gateway = start_gateway("--master", start_master().address)

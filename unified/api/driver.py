@@ -24,7 +24,13 @@ def submit(config: JobConfig, blocking: bool = True) -> int | JobHandle:
     """Run a job that is described together with its options; see `unified.api.builder.DLJob.submit`."""
     from unified.client.submission import run_job, submit_job
 
-    return (run_job if blocking else submit_job)(to_spec(config), master=config.master, wait=config.wait)
+    call, spec = run_job if blocking else submit_job, to_spec(config)
+    if config.ship is False:
+        return call(spec, master=config.master, wait=config.wait)
+    from unified.client.code.archive import pack
+
+    with pack(config.ship, config.exclude, spec.working_dir) as archive:
+        return call(spec, master=config.master, wait=config.wait, archive=archive)
 
 
 def main(args: Sequence[str] | None = None, blocking: bool = True) -> int | JobHandle:
@@ -36,7 +42,7 @@ def main(args: Sequence[str] | None = None, blocking: bool = True) -> int | JobH
 
     Raises:
         UsageError: there is no argument.
-        pydantic.ValidationError: it describes no job; the error names role and field.
+        JobError: it describes no job; the error names role and field.
     """
     args = sys.argv[1:] if args is None else args
     if not args:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
@@ -45,6 +45,9 @@ from unified.protocol.records import DirectoryEntry, Inbox
 from unified.security.curve import Gatekeeper
 from unified.threads import CLOSE_WITHIN_S, SerialWorker, after_fork, own_pid
 
+if TYPE_CHECKING:
+    from unified.bus.tracing import CallTracer
+
 logger = logging.getLogger(__name__)
 LIMIT_BYTES = 256 * 1024 * 1024
 LINGER_MS = 500
@@ -56,12 +59,13 @@ _held_up: list[zmq.Context[zmq.Socket[bytes]]] = []
 
 
 class BusEndpoint:
-    """End of the bus in one life of one worker. Nothing is opened before `start`, so it may be made before a fork.
+    """End of the bus in one incarnation of one worker. Nothing is opened before `start`: it may be made before a fork.
 
     Args:
         registry: methods that others may call; None: those of this process.
         default_timeout_s: deadline of a call that names none; None: none but the callee's death.
         limit_bytes: in flight to one peer.
+        tracer: recorder of the calls' spans.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class BusEndpoint:
         registry: MethodRegistry | None = None,
         default_timeout_s: float | None = None,
         limit_bytes: int = LIMIT_BYTES,
+        tracer: CallTracer | None = None,
     ) -> None:
         self.identity = identity
         self.worker = identity.worker
@@ -80,6 +85,7 @@ class BusEndpoint:
         self._network = network
         self._default_timeout_s = default_timeout_s
         self._limit_bytes = limit_bytes
+        self._tracer = tracer
         self._lock = threading.Lock()
         self._pool = HandlerPool("bus-handler", MAX_HANDLER_THREADS)
         self._trimmer = Trimmer("bus-trimmer", self._trim)
@@ -99,7 +105,7 @@ class BusEndpoint:
 
     @property
     def inbox_id(self) -> str:
-        """Id of this life's inbox; empty before `start`."""
+        """Id of this incarnation's inbox; empty before `start`."""
         return self.identity.inbox
 
     @property
@@ -147,7 +153,9 @@ class BusEndpoint:
         self._sender = Sender(
             me, self._connections, self._io, self._pool, self._memory, self.directory, self._trimmer, limit_bytes
         )
-        self._client = CallClient(
+        tracer = self._tracer
+        make_client, make_server = (CallClient, CallServer) if tracer is None else (tracer.client, tracer.server)
+        self._client = make_client(
             self,
             self.directory,
             me,
@@ -157,10 +165,11 @@ class BusEndpoint:
             limit_bytes=limit_bytes,
         )
         self._pool.on_full = PoolMonitor(self._pool, self._client.outgoing_calls).begin
-        self._server = CallServer(me, self.registry, self._sender, self._client, self._pool, self._io)
+        self._server = make_server(me, self.registry, self._sender, self._client, self._pool, self._io)
         self._dispatcher = Dispatcher(
             me, self._client, self._server, self._sender, self._connections, self._io, self._memory, self._reader
         )
+        self._dispatcher.bulk.listen(self._listeners.bulk)
         self._sweeper.start()
         self.unread.start()
         self._client.start()
@@ -290,6 +299,7 @@ class BusEndpoint:
             connection.wait_for_room(1, lambda: time.monotonic() >= until)
         self._connections.close(LINGER_MS)
         self._io.close()
+        self._dispatcher.bulk.close()
         has_ended = self._listeners.close()
         self._trimmer.close(CLOSE_WITHIN_S)
         self._sweeper.close()
@@ -297,6 +307,8 @@ class BusEndpoint:
         self._reader.close()
         self._memory.close()
         self._gatekeeper.close()
+        if self._tracer is not None:
+            self._tracer.close()
         if self._context is not None:
             if has_ended:
                 self._context.term()
@@ -366,6 +378,7 @@ class BusEndpoint:
         self._server.caller_died(inbox_id)
         self._dispatcher.admission.forget(inbox_id)
         self._dispatcher.pieces.forget(inbox_id)
+        self._dispatcher.bulk.forget(inbox_id)
         self._sweeper.put(partial(self._memory.forget, inbox_id))
         self._sweeper.put(partial(self._reader.forget, inbox_id))
 

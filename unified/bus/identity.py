@@ -1,4 +1,4 @@
-"""Identity of a bus endpoint: the life of a worker that it belongs to, and how it reaches the network."""
+"""Identity of a bus endpoint: the incarnation of a worker that it belongs to, and how it reaches the network."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unified.security.keys import ClusterKey
 
 
 class BusIdentity(NamedTuple):
-    """One life of one worker, as its messages and its log lines name it."""
+    """One incarnation of one worker, as its messages and its log lines name it."""
 
     job: str
     worker: str
@@ -18,7 +18,7 @@ class BusIdentity(NamedTuple):
     host: str
     """The same for processes that can join one another's Unix sockets."""
     inbox: str = ""
-    """Id of this life's inbox; empty before the endpoint starts."""
+    """Id of this incarnation's inbox; empty before the endpoint starts."""
 
     def envelope(self, kind: Kind, target: str, call_id: int = 0, method: str = "", *, count: int = 0) -> Envelope:
         """Make the envelope of a message from here to the inbox `target`."""

@@ -23,8 +23,8 @@ from unified.checkpoint.save import CheckpointSaver
 from unified.checkpoint.store import CheckpointStore, SaveRequest
 from unified.config.runtime import RuntimeSettings
 from unified.lazy import needed_by
+from unified.rounds.rank_group import Alone, ranks_here
 from unified.values import ClosedOnExit
-from unified.worker.rank_group import Alone, ranks_here
 
 if TYPE_CHECKING:
     from unified.memory.host_buffers import BufferPool

@@ -13,7 +13,7 @@ from unified.checkpoint.manifest import Kind, Manifest, check_step
 from unified.checkpoint.retention import is_whole
 from unified.checkpoint.store import RANK_ERRORS, CheckpointStore, describe
 from unified.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, UsageError
-from unified.worker.rank_group import Alone, Ranks, lead
+from unified.rounds.rank_group import Alone, Ranks, lead
 
 logger = logging.getLogger(__name__)
 

@@ -40,10 +40,10 @@ class CheckpointLocation(NamedTuple):
 
 
 class WriterIdentity(Value, frozen=True, kw_only=True):
-    """One life of a manager, as manifests name it."""
+    """One incarnation of a manager, as manifests name it."""
 
     name: str
-    """Host, process and a random word: no other life has it."""
+    """Host, process and a random word: no other incarnation has it."""
     rank: int = 0
     world_size: int = 1
 
@@ -110,7 +110,7 @@ def joined(*parts: str) -> str:
 
 
 def this_writer(rank: int | None, world_size: int | None) -> WriterIdentity:
-    """Return a new life of a manager in this process.
+    """Return a new incarnation of a manager in this process.
 
     Rank and world size that are not given are those of the job, else of ``RANK`` and ``WORLD_SIZE``, else 0 and 1.
     """

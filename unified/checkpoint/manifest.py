@@ -63,7 +63,7 @@ class Manifest(Value, frozen=True, kw_only=True):
     world_size: int = 1
     saved_at: float = 0.0
     writer: str = ""
-    """Name of the manager's life that wrote it."""
+    """Name of the manager's incarnation that wrote it."""
     parts: list[Part] = []
     metadata: dict[str, Any] = {}
     """The user's."""

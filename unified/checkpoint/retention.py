@@ -94,7 +94,7 @@ def is_whole(manifest: Manifest, sizes: Mapping[str, int]) -> bool:
 
 
 class SaveHistory:
-    """The steps that this life of a manager has saved. Pure. Not safe for threads."""
+    """The steps that this incarnation of a manager has saved. Pure. Not safe for threads."""
 
     def __init__(self) -> None:
         self._saved: list[int] = []
@@ -103,7 +103,7 @@ class SaveHistory:
         """Note that a checkpoint was written.
 
         Returns:
-            The last so many steps of this life. They stay, even if an earlier life's are higher.
+            The last so many steps of this incarnation. They stay, even if an earlier one's are higher.
         """
         saved = [*(each for each in self._saved if each != step), step]
         self._saved = saved[-(keep_last_n or 1) :]

@@ -19,7 +19,7 @@ from unified.checkpoint.retention import SaveHistory
 from unified.checkpoint.save_queue import QueuedSave, SaveQueue
 from unified.checkpoint.store import RANK_ERRORS, CheckpointStore, SaveRequest
 from unified.errors import UsageError
-from unified.worker.rank_group import Ranks, lead
+from unified.rounds.rank_group import Ranks, lead
 
 if TYPE_CHECKING:
     from unified.checkpoint.sharded.save import ShardedSaver

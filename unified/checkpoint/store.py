@@ -89,7 +89,7 @@ class CheckpointStore:
         self.known_bad: set[int] = set()
         """Steps whose checkpoint was damaged when it was loaded."""
         self._found: dict[str, str] | None = None
-        """Manifests that were there at the first look, by name, with their etags: those of earlier lives."""
+        """Manifests that were there at the first look, by name, with their etags: those of earlier incarnations."""
         self._read_before: dict[str, tuple[str, Manifest]] = {}
         self._writing: set[str] = set()
         self._lock = threading.Lock()
@@ -187,7 +187,7 @@ class CheckpointStore:
     def stored(self, prefix: str = "step-") -> list[StoredObject]:
         """Return every object at this place whose key, relative to it, begins so.
 
-        All checkpoints that the first call finds count as those of an earlier life.
+        All checkpoints that the first call finds count as those of an earlier incarnation.
         """
         start = self.key(prefix)
         cut = len(start) - len(prefix)

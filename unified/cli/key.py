@@ -1,13 +1,17 @@
-"""``unified key new`` and ``unified key show``: the file that makes hosts one cluster."""
+"""``unified key new``, ``show`` and ``rotate``: the file that makes hosts one cluster."""
 
 from __future__ import annotations
 
 import os
+import time
 from argparse import ArgumentParser
 from pathlib import Path
 
-from unified.security.keys import KEY_VARIABLE, default_key_file, load_key, write_key
+from unified.cli.options import at_least
+from unified.errors import UsageError
+from unified.security.keys import KEY_VARIABLE, current, default_key_file, load_key, rotate_key, time_text, write_key
 
+_MOST_S = 30 * 86400
 _FILE = f"The key file; else ${KEY_VARIABLE}, else ~/.config/unified/cluster.key."
 
 
@@ -16,6 +20,12 @@ def new_arguments(parser: ArgumentParser) -> None:
 
 
 show_arguments = new_arguments
+
+
+def rotate_arguments(parser: ArgumentParser) -> None:
+    new_arguments(parser)
+    text = "Time until the new key is the cluster's, in seconds (3600). By then each host has a copy of the file."
+    parser.add_argument("--in", dest="in_s", type=at_least(0.0), default=3600.0, metavar="S", help=text)
 
 
 def new(path: Path | None) -> None:
@@ -37,7 +47,30 @@ def new(path: Path | None) -> None:
 def show(path: Path | None) -> None:
     """Print the fingerprint of the cluster key, which has to be the same on every host. The key itself is not shown."""
     file = _file(path)
-    print(f"{file}  {load_key(file).fingerprint}")
+    key = current(load_key(file))
+    print(f"{file}  {key.fingerprint}")
+    if key.successor is not None:
+        print(f"from {time_text(key.replaced_at)} on  {key.successor.fingerprint}")
+
+
+def rotate(path: Path | None, in_s: float) -> None:
+    """Add a new key to the key file, which replaces the present one after a while, without stopping the cluster.
+
+    Copy the file to every host again, over the old one: daemons that run read it within seconds, and tell their
+    workers. Until the time comes both files are taken, after it the old one is refused. Connections that stand are not
+    cut. Start the master again after that time, under its running jobs: it listens with the old pair until then.
+    """
+    from unified.security.curve import new_key
+
+    if in_s > _MOST_S:
+        raise UsageError(f"--in {in_s:g} is too long: {_MOST_S} (30 days) at most.")
+    file = _file(path)
+    made, replaced_at = new_key(), float(int(time.time() + in_s))
+    replaced = rotate_key(file, made, replaced_at)
+    when = time_text(replaced_at)
+    print(f"{file}  {replaced.fingerprint}, and from {when} on {made.fingerprint}")
+    print(f"Copy this file to every host of the cluster before {when}; who has not got it then is refused.")
+    print("After that time start the master again (jobs run on), and `unified key show` shows the new key alone.")
 
 
 def _file(path: Path | None) -> Path:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from argparse import ArgumentParser
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 
-from unified.cli.options import add_job, add_master, at_least, connect
+from unified.cli.options import add_job, add_master, at_least, moment
+from unified.client.connection import connect_master
+from unified.client.folding import is_wanted
 from unified.client.handle import JobHandle
-from unified.client.logs import LogFilter, LogReader, Stream
-from unified.client.report import first_line
+from unified.client.left_logs import find_left
+from unified.client.logs import LineFilter, LogFilter, LogReader, Stream
+from unified.client.report import first_line, stage_text
 from unified.client.terminal import printable
-from unified.errors import UsageError, nearest
+from unified.errors import RefusedError, UsageError, nearest
 from unified.job.names import parse_worker
 from unified.protocol.client_master import JobStatus
 
@@ -32,6 +36,15 @@ def logs_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--follow", "-f", action="store_true", help="Go on until the job has ended.")
     parser.add_argument("--stream", choices=[*STREAMS], default="both", help="Which output.")
     parser.add_argument("--tail", type=at_least(0), metavar="N", help="Begin at the last N lines of each worker.")
+    text = "On a terminal, show each line of each worker. Else equal ones are one: [trainer 0-511 ×512] …"
+    parser.add_argument("--no-fold", action="store_true", help=text)
+    text = "Only lines in which this regular expression (Python's) has a match; they are searched for on their hosts."
+    parser.add_argument("--grep", default="", metavar="PATTERN", help=text)
+    text = (
+        "Only what was printed in this last time (90s, 10m, 2h, 1d), or since 2026-01-31T12:00, give or take a second."
+    )
+    parser.add_argument("--since", type=moment, default=0.0, metavar="TIME", help=text)
+    parser.add_argument("--until", type=moment, default=0.0, metavar="TIME", help="Only what was printed before it.")
 
 
 def logs(
@@ -43,40 +56,81 @@ def logs(
     follow: bool,
     stream: str,
     tail: int | None,
+    grep: str,
+    since: float,
+    until: float,
+    no_fold: bool,
 ) -> None:
     """Print what a job's workers printed, those of its newest life and of earlier ones."""
     if worker:
         role, rank = parse_worker(worker)
-    with connect(master) as connection:
-        handle = JobHandle(connection, job)
-        status = handle.status()
+    pattern = _pattern(grep)
+    wanted = LogFilter(role, rank, STREAMS[stream], LineFilter(grep, since, until))
+    try:
+        handle, status = _find(job, master)
+    except (UsageError, RefusedError) as error:
+        left = None if master or getattr(error, "code", "not-found") != "not-found" else find_left(job)
+        if left is None:
+            raise
+        print(f"job {left.job_id} ran in a cluster that has ended; it left this in {left.home}", file=sys.stderr)
+        if since or until:
+            raise UsageError(
+                f"the times of lines are not known any more: the cluster of {left.job_id} has ended."
+            ) from None
+        lines = (line for line in left.lines(wanted) if pattern.search(line.partition("] ")[2]))
+        _print(lines if tail is None else _last(lines, tail))
+        return
+    with handle:
         _check(status, role, rank)
-        handle = JobHandle(connection, status.job_id)
-        tail_bytes = None if tail is None else max(1, tail * LINE_BYTES)
         reader = LogReader(
-            connection,
+            handle.connection,
             status.job_id,
-            LogFilter(role, rank, STREAMS[stream]),
+            wanted,
             mode="live" if follow else "once",
-            tail_bytes=tail_bytes,
+            tail_bytes=None if tail is None or any(wanted.lines) else max(1, tail * LINE_BYTES),
         )
         reader.update(status)
-        is_silent, is_terminal = True, sys.stdout.isatty()
-        for line in _lines(reader, handle, follow, tail):
-            is_silent = False
-            sys.stdout.write(f"{printable(line) if is_terminal else line}\n")
-            if follow:
-                sys.stdout.flush()
-        if is_silent:
+        folds = sys.stdout.isatty() and not no_fold and is_wanted()
+        if not _print(_lines(reader, handle, follow, tail, folds), flush=follow) and not any(wanted.lines):
             print(
-                f"no output yet; job {status.job_id} is {status.stage}: {first_line(status.reason)}",
+                f"no output yet; job {status.job_id} is {stage_text(status)}: {first_line(status.reason)}",
                 file=sys.stderr,
             )
 
 
-def _lines(reader: LogReader, handle: JobHandle, follow: bool, tail: int | None) -> Iterator[str]:
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise UsageError(f"--grep {text!r} is no regular expression of Python: {error}.") from None
+
+
+def _find(job: str, master: str | None) -> tuple[JobHandle, JobStatus]:
+    connection = connect_master(master)
+    try:
+        status = JobHandle(connection, job).status()
+        return JobHandle(connection, status.job_id), status  # a name may mean another job a moment later
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _print(lines: Iterable[str], *, flush: bool = False) -> bool:
+    """Print them; False if there are none."""
+    has_any, is_terminal = False, sys.stdout.isatty()
+    for line in lines:
+        has_any = True
+        sys.stdout.write(f"{printable(line) if is_terminal else line}\n")
+        if flush:
+            sys.stdout.flush()
+    return has_any
+
+
+def _lines(reader: LogReader, handle: JobHandle, follow: bool, tail: int | None, folds: bool) -> Iterator[str]:
     if tail is not None:
         yield from _last(reader.read_present(), tail)
+    if folds:
+        reader.fold()
     if follow:
         yield from reader.follow(handle.status)
     else:

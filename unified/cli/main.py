@@ -34,6 +34,20 @@ def _command(words: list[str]) -> int:
         from unified.cli.run import run
 
         return run(words[1:])
+    if words and words[0].partition("=")[0] == "--slurm":
+        from unified.cli.slurm import variables
+        from unified.slurm.commands import folder_of
+
+        _, is_joined, slurm_id = words[0].partition("=")
+        first, *rest = [slurm_id, *words[1:]] if is_joined else (words[1:] or [""])
+        if not first:
+            raise UsageError("--slurm needs the id of a job of SLURM: unified --slurm 4711 status.")
+        os.environ.update(variables(folder_of(first)))
+        return _command(rest)
+    if words[:2] == ["slurm", "run"]:
+        from unified.cli import slurm
+
+        return slurm.run(words[2:])
     return execute(words)
 
 
@@ -70,7 +84,9 @@ def guarded(command: Callable[[], int]) -> int:
 
 
 def _say(error: Exception, code: int) -> int:
-    text = str(error)
+    from unified.config.logging import escaped  # --help need not wait for it
+
+    text = "\n".join(map(escaped, str(error).split("\n")))
     hint = " (unified --version tells yours)" if isinstance(error, ProtocolError) else ""
     print(f"{'' if text.startswith('unified') else 'unified: '}{text}{hint}", file=sys.stderr)
     return code
@@ -87,31 +103,69 @@ class Command(NamedTuple):
 class Group(NamedTuple):
     """A word with commands of its own below it."""
 
-    commands: Mapping[str, Command]
+    commands: Mapping[str, Command | Group]
     help: str
 
 
 _KEY = {
     "new": Command("key", "Make a new cluster key."),
     "show": Command("key", "Print the fingerprint of the cluster key."),
+    "rotate": Command("key", "Replace the cluster key without stopping the cluster."),
+}
+_SYSTEMD = {"install": Command("systemd", "Write the units of a daemon for systemd.")}
+_SLURM = {
+    "submit": Command("slurm", "Submit the job of a file to SLURM: an allocation and a cluster of its own."),
+    "run": Command("slurm", "Run a script on an allocation of its own, as torchrun would."),
+    "up": Command("slurm", "Make this allocation (salloc) a cluster, until Ctrl-C."),
+    "exec": Command("slurm", "Run a command on a cluster of this allocation: slurm exec -- python train.py"),
+    "grow": Command("slurm", "Add nodes to a cluster that runs: an array of jobs of one node each."),
+    "attach": Command("slurm", "Run a command on the first node of a job: slurm attach ID -- unified status -w"),
+    "agent": Command("slurm", "Be the agent of this node; the other commands start it."),
+}
+
+
+_KUBERNETES: dict[str, Command | Group] = {
+    "render": Group(
+        {
+            "cluster": Command("kubernetes", "Print the manifests of a cluster that stays."),
+            "run": Command("kubernetes", "Print the manifests of one run, with agents of its own."),
+        },
+        "Print manifests for `kubectl apply -f -`.",
+    ),
+    "pod": Command("kubernetes", "Run one pod of a run, as its manifest says."),
 }
 
 
 COMMANDS: dict[str, Command | Group] = {
     "submit": Command("submit", "Submit the job of a file, and show it until it has ended."),
     "run": Command("run", "Run a script as torchrun would."),
+    "up": Command("kept", "Start a cluster on this host that stays, for the jobs to come."),
+    "down": Command("kept", "End that cluster."),
     "jobs": Command("show", "List jobs, newest first."),
     "status": Command("show", "Show a job."),
+    "top": Command("top", "Show jobs, roles and nodes in a live table."),
+    "metrics": Command("metrics", "Show what workers of a job reported, as a table, CSV or for TensorBoard."),
     "logs": Command("logs", "Print what a job's workers printed."),
     "call": Command("job_control", "Call a method of a job's workers and print the result as JSON."),
     "stop": Command("job_control", "Stop a job and wait until it has ended."),
+    "suspend": Command("job_control", "Stop the workers of a job, which waits for `unified resume`, without a charge."),
+    "resume": Command("job_control", "Put a suspended job back into the queue."),
     "nodes": Command("show", "List nodes: what each has, and what of it no job holds."),
     "drain": Command("node_control", "Take a node out of service: its workers move, without a charge."),
     "undrain": Command("node_control", "Put a node back into service."),
     "explain": Command("show", "Say what was decided about a job, or one worker of it, with the reasons."),
+    "timeline": Command("timeline", "Write the timeline of a job for Perfetto: rounds, incarnations, saves, calls."),
     "stack": Command("stack", "Show where each worker of a job stands, and who waits for whom."),
+    "profile": Command("profile", "Write a flame graph of a worker, or a trace of one step of it."),
+    "ui": Command("ui", "Show the cluster in a browser."),
+    "doctor": Command("doctor", "Say what is wrong on this host, and between it and the cluster."),
+    "diagnose": Command("diagnose", "Write one archive about a job for a bug report, without secrets."),
+    "attach": Command("job_control", "Type to the pdb of a worker that waits at a breakpoint."),
     "simulate": Command("simulate", "Simulate a cluster under faults, to see what it would spend on them."),
-    "key": Group(_KEY, "Make the cluster's key, or see which one this host has."),
+    "slurm": Group(_SLURM, "Run jobs and clusters in allocations of SLURM."),
+    "systemd": Group(_SYSTEMD, "Run the daemons as services."),
+    "kubernetes": Group(_KUBERNETES, "Run on Kubernetes, without an operator."),
+    "key": Group(_KEY, "Make or replace the cluster's key, or see which one this host has."),
 }
 
 
@@ -143,6 +197,7 @@ def build(words: Sequence[str] | None = None) -> CommandParser:
         description="Run distributed training and reinforcement-learning jobs, and look at them.",
         allow_abbrev=False,
     )
+    parser.add_argument("--slurm", metavar="ID", default=SUPPRESS, help="First: use the cluster of this job of SLURM.")
     parser.add_argument("--version", nargs=0, action=_Version, default=SUPPRESS, help="Print the release and exit.")
     _add(parser, COMMANDS, words)
     return parser
@@ -158,7 +213,9 @@ def execute(words: Sequence[str]) -> int:
     while rest and rest[0] in (below := _below(parser)):
         parser = below[rest.pop(0)]
     # Options may stand between the words of a command, which argparse does not allow of commands that have more below.
-    arguments = vars(parser.parse_args(rest) if _below(parser) else parser.parse_intermixed_args(rest))
+    # Nor of one with a command of another program after `--`.
+    is_plain = "--" in rest or bool(_below(parser))
+    arguments = vars(parser.parse_args(rest) if is_plain else parser.parse_intermixed_args(rest))
     return arguments.pop("function")(**arguments) or 0
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from argparse import ArgumentParser
 
-from unified.cli.options import add_master, at_least, connect
-from unified.client.connection import MasterConnection
+from unified.cli.options import add_master, at_least
+from unified.client.connection import MasterConnection, connect_master
 from unified.protocol.client_master import Done, DrainNode, ListNodes, NodeList
 from unified.protocol.records import NodeState
 
@@ -29,7 +29,7 @@ def drain(node: str, master: str | None, reason: str, no_wait: bool, timeout: fl
     Workers that ran there start again on other nodes, without a charge to any limit; a job that does not fit on the
     others waits for room. No job begins there until `unified undrain`.
     """
-    with connect(master) as connection:
+    with connect_master(master) as connection:
         connection.ask(DrainNode(node=node, reason=reason), Done)
         if not no_wait:
             _await_empty(connection, node, timeout)
@@ -43,7 +43,7 @@ def undrain_arguments(parser: ArgumentParser) -> None:
 
 def undrain(node: str, master: str | None) -> None:
     """Put a node back into service."""
-    with connect(master) as connection:
+    with connect_master(master) as connection:
         print(connection.ask(DrainNode(node=node, is_over=True), Done).note)
 
 

@@ -13,36 +13,52 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from msgspec import structs
 
 from unified.api.builder.torchrun import check_hosts, common_key, table_parser
-from unified.cli.options import NAME_HELP, NO_CLUSTER_TO_LEAVE, chosen_name, outcome
+from unified.cli.options import (
+    DEBUGPY_HELP,
+    NAME_HELP,
+    NO_CLUSTER_TO_LEAVE,
+    add_ship,
+    at_least,
+    begin_cluster,
+    chosen_name,
+    outcome,
+)
 from unified.config.addresses import find_master
-from unified.config.settings import Intervals
+from unified.config.settings import PRELOAD, Intervals
 from unified.errors import UsageError
-from unified.job.driver import WORKING_DIR, Driver, asked_for, passed_on
+from unified.job.driver import DEBUGPY, WORKING_DIR, Driver, asked_for, passed_on
 from unified.job.names import check_job_name
+from unified.job.report_to import with_run
 from unified.job.spec import Blob, Communication, EntryPoint, JobSpec, Resources, RoleSpec
+
+if TYPE_CHECKING:
+    from unified.job.config import JobConfig
 
 _USED = {
     *("nnodes", "nproc_per_node", "max_restarts", "role", "module", "run_path", "standalone"),
     *("training_script", "training_script_args"),
 }
 _NOT_OPTIONS = {
-    *(f"UNIFIED_{field.upper()}" for field in Intervals.__struct_fields__),
+    *(f"UNIFIED_{field.upper()}" for field in Intervals._fields),
     *("UNIFIED_MASTER", "UNIFIED_HOME", "UNIFIED_RUN_DIR", "UNIFIED_PROGRESS", "UNIFIED_CLUSTER_ID"),
-    *("UNIFIED_KEY_FILE", "UNIFIED_INSECURE"),
+    *("UNIFIED_KEY_FILE", "UNIFIED_INSECURE", DEBUGPY, PRELOAD),
 }
 _NO_CONFIG = Blob(codec="msgpack", data=b"\x80")
 _ROLE = "ELASTIC"
-_OWN = ("master", "name", "detach", "no_wait", "env", "prefix")
+OWN = ("master", "name", "detach", "no_wait", "env", "debugpy", "prefix", "ship", "exclude")
 _ENV_HELP = "A variable of the workers, several times if need be; without a value, this shell's."
-_MASTER_HELP = "The master's address; else $UNIFIED_MASTER; else a cluster of its own on this host, for the job's life."
+_MASTER_HELP = (
+    "The master's address; else $UNIFIED_MASTER; else that of `unified up`. local, or none of these: a cluster of its "
+    "own on this host, which ends with the job."
+)
 _PREFIX_HELP = (
-    "Put [ROLE-RANK] before each line that a worker prints; auto: on a terminal. To files goes what was printed, and "
-    "nothing else."
+    "Put [ROLE-RANK] before each line that a worker prints; auto: on a terminal, and of several workers elsewhere, too."
 )
 
 
@@ -50,26 +66,60 @@ def run(argv: Sequence[str]) -> int:
     """Run it; the exit code."""
     parser = run_parser(os.environ)
     arguments = parser.parse_args(list(argv))
-    own = {name: vars(arguments).pop(name) for name in _OWN}
+    own = {name: vars(arguments).pop(name) for name in OWN}
+    if own["debugpy"]:
+        os.environ[DEBUGPY] = str(own["debugpy"])
     master = find_master(own["master"])
     if own["detach"] and master is None:
         raise UsageError(NO_CLUSTER_TO_LEAVE)
     check_hosts(arguments, parser.prog, has_master=master is not None)
     key = common_key(arguments)
     name = chosen_name(own["name"], arguments.training_script, os.environ, key=key)
-    driver = _driver(arguments, own["env"], is_on_cluster=master is not None)
-    waits = not own["no_wait"]
-    spec = quick_spec(arguments, parser, name, driver, os.environ)
-    if spec is None:
-        spec, may_wait = full_spec(arguments, parser, name, driver, master)
-        waits = waits and may_wait
+    spec, waits, ship, exclude = described(arguments, parser, own, name, master=master)
+    if master is None:
+        from unified.client.preload import guess
+
+        begin_cluster(guess(spec))
     from unified.client.submission import run_job, submit_job
     from unified.client.terminal import own_stdin
 
-    if own["detach"]:
-        return outcome(submit_job(spec, master=master, wait=waits, joins=bool(key)))
-    spec = structs.replace(spec, stdin=own_stdin())
-    return run_job(spec, master=master, wait=waits, joins=bool(key), prefix=own["prefix"])
+    with ExitStack() as stack:
+        archive = None
+        if ship:
+            from unified.client.code.archive import pack
+
+            archive = stack.enter_context(pack(ship, exclude, spec.working_dir))
+        options: Any = {"wait": waits, "joins": bool(key), "archive": archive, "master": master or own["master"]}
+        if own["detach"]:
+            return outcome(submit_job(spec, **options))
+        spec = structs.replace(spec, stdin=own_stdin())
+        return run_job(spec, prefix=own["prefix"], **options)
+
+
+class Described(NamedTuple):
+    """A job, and how to submit it."""
+
+    spec: JobSpec
+    waits: bool
+    ship: Any
+    exclude: list[str]
+
+
+def described(
+    arguments: Namespace, parser: ArgumentParser, own: Mapping[str, Any], name: str, *, master: str | None
+) -> Described:
+    """Return the job of a command line.
+
+    Args:
+        own: the options of ours in it, which `arguments` has not.
+    """
+    driver = _driver(arguments, own["env"], is_on_cluster=master is not None)
+    spec = quick_spec(arguments, parser, name, driver, os.environ)
+    if spec is not None:
+        return Described(spec, not own["no_wait"], own["ship"], own["exclude"])
+    spec, config = full_spec(arguments, parser, name, driver, master)
+    waits, ship = not own["no_wait"] and config.wait, own["ship"] or config.ship
+    return Described(spec, waits, ship, [*own["exclude"], *config.exclude])
 
 
 def _driver(arguments: Namespace, asked: Sequence[str], *, is_on_cluster: bool) -> Driver:
@@ -89,9 +139,9 @@ def _driver(arguments: Namespace, asked: Sequence[str], *, is_on_cluster: bool) 
     )
 
 
-def run_parser(env: Mapping[str, str]) -> ArgumentParser:
+def run_parser(env: Mapping[str, str], prog: str = "unified run") -> ArgumentParser:
     """torchrun's options and our own."""
-    parser = table_parser("torchrun", env, "unified run")
+    parser = table_parser("torchrun", env, prog)
     parser.description = "Run a script as torchrun would, on a cluster."
     own = parser.add_argument_group("where and how to run it")
     own.add_argument("--master", metavar="tcp://HOST:PORT", help=_MASTER_HELP)
@@ -103,6 +153,8 @@ def run_parser(env: Mapping[str, str]) -> ArgumentParser:
         action="store_true",
         help="An error at once if the job does not fit now, as always without a master.",
     )
+    add_ship(own)
+    own.add_argument("--debugpy", type=at_least(1), metavar="PORT", help=DEBUGPY_HELP)
     own.add_argument("--prefix", choices=("auto", "always", "never"), default="auto", help=_PREFIX_HELP)
     return parser
 
@@ -128,7 +180,8 @@ def quick_spec(
         name=check_job_name(name),
         roles=[_role(entry, num_nodes * per_node, per_node, parsed.max_restarts, driver.env)],
         node_num=num_nodes,
-        device_per_node=per_node * num_nodes,
+        device_per_node=per_node,
+        may_share_nodes=True,
         failover_exec=2,
         user_config=_NO_CONFIG,
         working_dir=driver.working_dir,
@@ -145,7 +198,7 @@ def _role(entry: EntryPoint, total: int, per_node: int, max_restarts: int, env: 
         total=total,
         per_group=per_node,
         resources=Resources(accelerator=1.0),
-        envs=dict(env),
+        envs=with_run(env),
         config=_NO_CONFIG,
         max_restart=max_restarts,
         role_max_restart=max_restarts,
@@ -175,8 +228,8 @@ def full_spec(
     name: str,
     driver: Driver,
     master: str | None = None,
-) -> tuple[JobSpec, bool]:
-    """The job as the models make it, options from the environment included, and whether it may wait for its place."""
+) -> tuple[JobSpec, JobConfig]:
+    """The job as the models make it, and its options, those from the environment included."""
     from unified.api.builder.builder import DLJobBuilder
     from unified.api.builder.launcher import describe
     from unified.client.submission import cluster_nodes
@@ -189,4 +242,4 @@ def full_spec(
     config = submit_options(builder.build(), {"job_name": name}, os.environ)
     if "failover_exec_strategy" not in config.model_fields_set:
         config = config.model_copy(update={"failover_exec_strategy": 2})  # --max-restarts is the one limit
-    return to_spec(config, driver), config.wait
+    return to_spec(config, driver), config

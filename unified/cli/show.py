@@ -12,36 +12,25 @@ from typing import TypeVar
 
 import msgspec
 
-from unified.cli.options import add_job, add_json, add_master, at_least, connect
-from unified.client.connection import MasterConnection
+from unified.cli.options import add_job, add_json, add_master, at_least
+from unified.client.connection import MasterConnection, connect_master
 from unified.client.report import (
     cut,
-    duration_text,
-    end_lines,
     event_text,
     first_line,
+    node_state,
     number_text,
     short_name,
+    stage_text,
+    state_lines,
     state_text,
     summarise,
-    unread_lines,
+    time_text,
 )
+from unified.config.logging import escaped
 from unified.errors import RefusedError, UsageError
 from unified.job.names import WorkerRef, parse_worker
-from unified.protocol.client_master import (
-    BudgetUse,
-    Explain,
-    GetJob,
-    JobLine,
-    JobList,
-    JobStatus,
-    ListJobs,
-    ListNodes,
-    NodeList,
-    NodeStatus,
-    Story,
-    WorkerStatus,
-)
+from unified.protocol import client_master
 from unified.protocol.records import NodeState, Stage, WorkerState
 
 REASON_WIDTH = 160
@@ -74,7 +63,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], width: int | 
     wraps. Without one, all columns are there, for programs that count them, and only a last column, the reason, that is
     beyond 160 characters is cut.
     """
-    texts = [[str(cell) for cell in row] for row in rows]
+    texts = [[escaped(str(cell)) for cell in row] for row in rows]
     if width is None:
         texts = [[*row[:-1], cut(row[-1], REASON_WIDTH)] for row in texts]
     told = [
@@ -119,8 +108,8 @@ def status_arguments(parser: ArgumentParser) -> None:
 
 def status(job: str, master: str | None, watch: bool, json: bool) -> int:
     """Show a job. With --watch the exit code is the job's."""
-    with connect(master) as connection:
-        found = connection.ask(GetJob(job=job), JobStatus)
+    with connect_master(master) as connection:
+        found = connection.ask(client_master.GetJob(job=job), client_master.JobStatus)
         if watch and found.stage != Stage.STOPPED:
             found = _watch(connection, found.job_id)
     if json:
@@ -130,7 +119,7 @@ def status(job: str, master: str | None, watch: bool, json: bool) -> int:
     return (found.exit_code or 0) if watch else 0
 
 
-def _watch(connection: MasterConnection, job_id: str) -> JobStatus:
+def _watch(connection: MasterConnection, job_id: str) -> client_master.JobStatus:
     from unified.client.display import open_display
     from unified.client.foreground import Watch
 
@@ -138,17 +127,12 @@ def _watch(connection: MasterConnection, job_id: str) -> JobStatus:
         return Watch(connection, job_id, display, with_logs=False, stops_job=False).run()
 
 
-def status_lines(status: JobStatus, now: float, width: int | None = None) -> list[str]:
+def status_lines(status: client_master.JobStatus, now: float, width: int | None = None) -> list[str]:
     """All of it as text. `now` is the wall clock; the table of workers is cut to `width`."""
-    if status.stage == Stage.STOPPED:
-        lines = end_lines(status)
-    else:
-        since = duration_text(now - status.submitted_at) if status.submitted_at else "-"
-        lines = [f"job {status.job_id} is {status.stage}, for {since}"]
-        if status.reason:
-            lines.append(f"  {first_line(status.reason)}")
-        lines += unread_lines(status)
+    lines = state_lines(status, now)
     lines.append(f"  submitted {moment(status.submitted_at)} by {status.submitted_by or '-'}")
+    if spent := time_text(status, now):
+        lines.append(f"  time {spent}")
     if status.budgets:
         lines.append(f"  used up of its limits: {', '.join(_budget_text(use) for use in status.budgets[:MAX_BUDGETS])}")
     lines += ["", *(f"  {role.text}" for role in summarise(status))]
@@ -157,14 +141,14 @@ def status_lines(status: JobStatus, now: float, width: int | None = None) -> lis
     return lines
 
 
-def _budget_text(use: BudgetUse) -> str:
+def _budget_text(use: client_master.BudgetUse) -> str:
     """``max_restart 2 of 10 (trainer_2-1_1-0)``."""
     return f"{use.limit} {use.used} of {use.allowed}" + (f" ({use.subject})" if use.subject else "")
 
 
-def _worker_lines(status: JobStatus, width: int | None) -> list[str]:
-    workers = status.workers
-    odd_first = sorted(workers, key=lambda worker: (worker.state == WorkerState.RUNNING, worker.role, worker.rank))
+def _worker_lines(status: client_master.JobStatus, width: int | None) -> list[str]:
+    workers, usual = status.workers, (WorkerState.RUNNING, WorkerState.SERVING)
+    odd_first = sorted(workers, key=lambda worker: (worker.state in usual, worker.role, worker.rank))
     shown = odd_first[:MAX_ROWS] if len(workers) > MAX_ROWS else workers
     lines = table(
         WORKER_HEADER, [_worker_row(status, worker) for worker in shown], None if width is None else width - 2
@@ -174,7 +158,7 @@ def _worker_lines(status: JobStatus, width: int | None) -> list[str]:
     return lines
 
 
-def _worker_row(status: JobStatus, worker: WorkerStatus) -> list[object]:
+def _worker_row(status: client_master.JobStatus, worker: client_master.WorkerStatus) -> list[object]:
     return [
         short_name(worker),
         worker.incarnation,
@@ -188,7 +172,7 @@ def _worker_row(status: JobStatus, worker: WorkerStatus) -> list[object]:
     ]
 
 
-def _progress(worker: WorkerStatus) -> str:
+def _progress(worker: client_master.WorkerStatus) -> str:
     if worker.progress is None:
         return "-"
     step, total = worker.progress.step, worker.progress.total
@@ -197,26 +181,33 @@ def _progress(worker: WorkerStatus) -> str:
     return " ".join(parts) or "-"
 
 
-def jobs_arguments(parser: ArgumentParser) -> None:
+def nodes_arguments(parser: ArgumentParser) -> None:
     add_master(parser)
     add_json(parser)
 
 
-nodes_arguments = jobs_arguments
+def jobs_arguments(parser: ArgumentParser) -> None:
+    nodes_arguments(parser)
+    parser.add_argument("--limit", type=at_least(1), default=0, metavar="N", help="Only the newest N.")
+    parser.add_argument("--stage", action="append", type=str.upper, choices=list(Stage), help="Only in this stage.")
+    parser.add_argument("--text", default="", help="Only those with this in their id or their submitter.")
 
 
-def jobs(master: str | None, json: bool) -> None:
+def jobs(master: str | None, json: bool, limit: int, stage: list[str] | None, text: str) -> None:
     """List jobs, newest first."""
-    with connect(master) as connection:
-        found = connection.ask(ListJobs(), JobList).jobs
+    request = client_master.ListJobs(limit=limit, stages=[Stage(each) for each in stage or ()], text=text)
+    with connect_master(master) as connection:
+        found = connection.ask(request, client_master.JobList).jobs
     found = sorted(found, key=lambda job: job.submitted_at, reverse=True)
     _print_list(found, json, "no jobs", JOB_HEADER, _job_row)
 
 
 def nodes(master: str | None, json: bool) -> None:
     """List nodes: what each has, and what of it no job holds."""
-    with connect(master) as connection:
-        found = sorted(connection.ask(ListNodes(), NodeList).nodes, key=lambda node: node.node)
+    with connect_master(master) as connection:
+        found = sorted(
+            connection.ask(client_master.ListNodes(), client_master.NodeList).nodes, key=lambda node: node.node
+        )
     nothing = "no nodes: start `unified-agent --master tcp://HOST:PORT` on a host"
     _print_list(found, json, nothing, NODE_HEADER, _node_row)
 
@@ -232,10 +223,10 @@ def _print_list(
         print("\n".join(table(header, [row(each) for each in found], terminal_width())))
 
 
-def _job_row(job: JobLine) -> list[object]:
+def _job_row(job: client_master.JobLine) -> list[object]:
     return [
         job.job_id,
-        job.stage,
+        stage_text(job),
         "-" if job.exit_code is None else job.exit_code,
         job.num_workers,
         moment(job.submitted_at),
@@ -244,14 +235,14 @@ def _job_row(job: JobLine) -> list[object]:
     ]
 
 
-def _node_row(node: NodeStatus) -> list[object]:
+def _node_row(node: client_master.NodeStatus) -> list[object]:
     has, free = node.resources, node.free
     kinds = ", ".join(sorted(Counter(device.kind for device in has.devices)))
     extras = [f"{name}={amount(value)}" for name, value in sorted(has.user_defined.items())]
     extras += [f"{name}={value}" for name, value in sorted(node.labels.items())]
     return [
         node.node,
-        _node_state(node),
+        node_state(node),
         node.address,
         node.num_workers,
         f"{amount(free.cpu)}/{amount(has.cpu)}",
@@ -262,12 +253,6 @@ def _node_row(node: NodeStatus) -> list[object]:
         node.check or "-",
         first_line(node.reason if node.state != NodeState.ALIVE else node.drained or ""),
     ]
-
-
-def _node_state(node: NodeStatus) -> str:
-    if node.drained is None or node.state != NodeState.ALIVE:
-        return node.state
-    return "DRAINING" if node.num_workers or node.num_leaving else "DRAINED"
 
 
 def _gb(megabytes: float) -> str:
@@ -292,7 +277,7 @@ def explain(subject: str, worker: str, master: str | None, limit: int, json: boo
     job, _, named = subject.partition("/")
     if named and worker:
         raise UsageError(f"two workers are named, {named!r} and {worker!r}: write JOB/WORKER or JOB WORKER.")
-    with connect(master) as connection:
+    with connect_master(master) as connection:
         story = _tell(connection, job, named or worker, limit)
     if json:
         print_json(story.events)
@@ -302,9 +287,9 @@ def explain(subject: str, worker: str, master: str | None, limit: int, json: boo
         print("\n".join(event_text(event) for event in story.events))
 
 
-def _tell(connection: MasterConnection, job: str, worker: str, limit: int) -> Story:
+def _tell(connection: MasterConnection, job: str, worker: str, limit: int) -> client_master.Story:
     try:
-        return connection.ask(Explain(job=job, worker=worker, limit=limit), Story)
+        return connection.ask(client_master.Explain(job=job, worker=worker, limit=limit), client_master.Story)
     except RefusedError as refusal:
         if worker or refusal.code != "not-found":
             raise
@@ -315,14 +300,18 @@ def _tell(connection: MasterConnection, job: str, worker: str, limit: int) -> St
         home = _job_with(connection, wanted)
         if home is None:
             raise
-        return connection.ask(Explain(job=home, worker=job, limit=limit), Story)
+        return connection.ask(client_master.Explain(job=home, worker=job, limit=limit), client_master.Story)
 
 
 def _job_with(connection: MasterConnection, wanted: WorkerRef) -> str | None:
     """The newest job that has such a worker."""
-    newest = sorted(connection.ask(ListJobs(), JobList).jobs, key=lambda job: job.submitted_at, reverse=True)
+    newest = sorted(
+        connection.ask(client_master.ListJobs(), client_master.JobList).jobs,
+        key=lambda job: job.submitted_at,
+        reverse=True,
+    )
     for line in newest[:SEARCHED_JOBS]:
-        status = connection.ask(GetJob(job=line.job_id), JobStatus)
+        status = connection.ask(client_master.GetJob(job=line.job_id), client_master.JobStatus)
         if any((worker.role, worker.rank) == wanted for worker in status.workers):
             return line.job_id
     return None

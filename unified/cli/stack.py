@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from unified.cli.options import add_job, add_json, add_master, at_least, connect
+from unified.cli.options import add_job, add_json, add_master, at_least
+from unified.client.connection import connect_master
 from unified.client.terminal import printable
-from unified.core.hangs.stacks import group
+from unified.core.hangs.stacks import by_role, group
 from unified.core.hangs.verdict import judge, ranks_text
-from unified.job.names import parse_worker
 from unified.protocol.client_master import GetStacks, JobStacks
-from unified.protocol.stacks import StackReport, WorkerStacks
+from unified.protocol.stacks import StackReport
 
 SLACK_S = 5.0
 COLUMN = 60
@@ -49,7 +49,7 @@ def stack(
     job: str, master: str | None, role: str, rank: int | None, with_runtime: bool, wait: float, json: bool
 ) -> None:
     """Show where each worker of a job stands: the stacks of its threads, equal ones once, and who waits for whom."""
-    with connect(master) as connection:
+    with connect_master(master) as connection:
         request = GetStacks(job=job, role=role, rank=rank, wait_s=wait)
         found = connection.ask(request, JobStacks, timeout_s=wait + SLACK_S)
     if json:
@@ -58,17 +58,6 @@ def stack(
     for name, report in by_role(found.report).items():
         print("\n".join(printable(line) for line in head_lines(name, report)))
         _print_cards(cards(report, with_runtime=with_runtime))
-
-
-def by_role(report: StackReport) -> dict[str, StackReport]:
-    """Return the report of each role."""
-    roles: dict[str, list[WorkerStacks]] = {}
-    for worker in report.workers:
-        roles.setdefault(parse_worker(worker.worker).role, []).append(worker)
-    return {
-        name: msgspec.structs.replace(report, workers=sorted(workers, key=lambda worker: worker.rank))
-        for name, workers in sorted(roles.items())
-    }
 
 
 def head_lines(role: str, report: StackReport) -> list[str]:

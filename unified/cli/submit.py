@@ -7,13 +7,27 @@ import os
 import sys
 import traceback
 from argparse import ArgumentParser
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from unified.cli.options import NAME_HELP, NO_CLUSTER_TO_LEAVE, add_master, chosen_name, outcome
+from unified.cli.options import (
+    DEBUGPY_HELP,
+    NAME_HELP,
+    NO_CLUSTER_TO_LEAVE,
+    add_master,
+    add_ship,
+    at_least,
+    begin_cluster,
+    chosen_name,
+    outcome,
+)
+from unified.client.preload import guess_of
 from unified.config.addresses import find_master
 from unified.errors import UnifiedError, UsageError, nearest
+from unified.job import by_value
+from unified.job.driver import DEBUGPY
 
 DEFAULT_NAMES = ("job", "build")
 MODULE = "unified_job_file"
@@ -32,18 +46,38 @@ def submit_arguments(parser: ArgumentParser) -> None:
         "--no-wait", action="store_true", help="An error at once if it does not fit now, as always without a master."
     )
     parser.add_argument("--detach", action="store_true", help="Return when it was accepted, and print its id.")
+    add_ship(parser)
+    parser.add_argument("--debugpy", type=at_least(1), metavar="PORT", help=DEBUGPY_HELP)
 
 
-def submit(file: str, master: str | None, name: str | None, no_wait: bool, detach: bool) -> int:
+def submit(
+    file: str,
+    master: str | None,
+    name: str | None,
+    no_wait: bool,
+    detach: bool,
+    ship: bool,
+    exclude: list[str],
+    debugpy: int | None,
+) -> int:
     """Submit the job of a file, and show it until it has ended. The exit code is the job's."""
     if detach and find_master(master) is None:
         raise UsageError(NO_CLUSTER_TO_LEAVE)
-    job = load_job(file)
-    options: dict[str, object] = {"master": master} if master else {}
-    if no_wait:
-        options["wait"] = False
-    called = chosen_name(name, str(_parts(file)[0]), os.environ)
-    return outcome(job.submit(called, blocking=not detach, **options))
+    if debugpy:
+        os.environ[DEBUGPY] = str(debugpy)
+    with ExitStack() as stack:
+        if find_master(master) is None and (path := _parts(file)[0]).is_file():
+            stack.callback(begin_cluster(guess_of(path.read_text(errors="replace"))))  # the import may take seconds
+        job = load_job(file)
+        options: dict[str, object] = {"master": master} if master else {}
+        if no_wait:
+            options["wait"] = False
+        if ship:
+            options["ship"] = True
+        if exclude:
+            options["exclude"] = exclude
+        called = chosen_name(name, str(_parts(file)[0]), os.environ)
+        return outcome(job.submit(called, blocking=not detach, **options))
 
 
 def load_job(text: str) -> Any:
@@ -75,6 +109,7 @@ def _load(path: Path) -> ModuleType:
         raise UsageError(f"{path} is not a Python file: its name must end with .py.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[MODULE] = module
+    by_value.programs.add(MODULE)
     sys.path.insert(0, str(path.resolve().parent))  # as `python FILE.py` has it
     loader = spec.loader
     _run_user_code(lambda: loader.exec_module(module), path)

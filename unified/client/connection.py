@@ -9,6 +9,7 @@ timed out never arrives late.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import select
 import threading
@@ -20,9 +21,12 @@ from typing import Any, Self, TypeVar
 
 import zmq
 
+from unified import process
 from unified.config import settings
-from unified.config.addresses import parse_address, split_address
+from unified.config.addresses import MASTER_VARIABLE, find_master, parse_address, split_address
+from unified.config.clusters import living_clusters
 from unified.errors import (
+    ClusterError,
     KeyRefusedError,
     MasterUnreachableError,
     ProtocolError,
@@ -33,17 +37,18 @@ from unified.errors import (
 )
 from unified.protocol.client_master import (
     ClientRequest,
-    GetJob,
     MasterAnswer,
+    ReadLog,
     Refused,
     RestartWorkers,
     SubmitJob,
+    WatchCluster,
     client_to_master,
     master_to_client,
 )
-from unified.protocol.framing import MAX_MESSAGE, Codec
+from unified.protocol.framing import MAX_MESSAGE, UNWRITABLE, Codec, unsendable
 from unified.security.curve import secure_client
-from unified.security.handshakes import EVENTS, Handshakes
+from unified.security.handshakes import EVENTS, Handshakes, KeyChoice
 from unified.security.keys import KEY_VARIABLE, ClusterKey, find_key
 from unified.threads import start_thread
 
@@ -55,7 +60,9 @@ A = TypeVar("A")
 class Dealer:
     """A DEALER that connects again by itself, until the master refuses it. Belongs to one thread."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, key: ClusterKey | None) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], address: str, key: ClusterKey | None, listener: str = ""
+    ) -> None:
         self.socket = context.socket(zmq.DEALER)
         self.socket.linger = 0
         self.socket.immediate = True  # nothing is queued for a master that is not there
@@ -64,7 +71,7 @@ class Dealer:
         self.socket.reconnect_ivl_max = 1000
         self.socket.heartbeat_ivl = 2000  # notices a cut that TCP would not
         self.socket.heartbeat_timeout = 6000
-        secure_client(self.socket, key)
+        secure_client(self.socket, key, listener)
         self.monitor = self.socket.get_monitor_socket(EVENTS)
         self._handshakes = Handshakes(address, key)
         self.socket.connect(address)
@@ -83,16 +90,23 @@ class Dealer:
         return self._handshakes.num_broken
 
     @property
+    def num_failed(self) -> int:
+        """Number of handshakes that failed in any way, since the last that succeeded."""
+        return self._handshakes.num_failed
+
+    @property
     def refusal(self) -> KeyRefusedError | None:
         """Reason why no message will ever pass; libzmq does not always try again then."""
         reason = self._handshakes.refusal
         return None if reason is None else KeyRefusedError(reason)
 
-    def watch(self) -> None:
-        """Read what the monitor has."""
+    def watch(self) -> bool:
+        """Read what the monitor has; return whether a handshake succeeded."""
+        is_well = False
         with contextlib.suppress(zmq.Again):
             while True:
-                self._handshakes.read(self.monitor)
+                is_well |= self._handshakes.read(self.monitor)
+        return is_well
 
 
 class PendingReply:
@@ -111,7 +125,9 @@ class PendingReply:
         self._after = after
         self._asked_at = time.monotonic()
         self.timeout_s = timeout_s
-        self.resend_after_s = RESEND_S + (message.wait_s if isinstance(message, GetJob) else 0.0)
+        self.resend_after_s = RESEND_S + (message.wait_s if isinstance(message, WatchCluster) else 0.0)
+        if isinstance(message, ReadLog) and message.take:
+            self.resend_after_s = float("inf")  # asked for again, it would be another profile
         self.deadline = self._asked_at + timeout_s
         self.resend_at = float("inf")
         self.is_sent = False
@@ -153,9 +169,11 @@ class PendingReply:
 class MasterConnection:
     """A client's connection to one master. Any thread may use it; `close` it, or use it as a context manager.
 
+    It has a thread and sockets (10 descriptors) from its first request until it is closed, or told to `rest`.
+
     Args:
         address: ``tcp://HOST:PORT`` of the master.
-        key: of its cluster (`unified.security.keys.find_key`); None for one that has none.
+        key: of its cluster (`unified.security.keys.find_key`, which is asked again for a successor); None: it has none.
         timeout_s: how long a request waits for its answer when it names no time of its own.
         answers: what the master may answer to what is asked here.
 
@@ -174,6 +192,7 @@ class MasterConnection:
         self.address = parse_address(address)
         self.key = key
         self.timeout_s = timeout_s
+        self.owner = 0  # pid of the process that the cluster ends with, if it is one of this host's own
         self._answers = answers
         self._lock = threading.Lock()
         self._next_id = 1
@@ -182,14 +201,23 @@ class MasterConnection:
         self._is_closed = False
         self._ended_by: UnifiedError | None = None
         self._thread: threading.Thread | None = None
+        self._rests = False
         self._num_broken = 0
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._choice = KeyChoice(key, functools.partial(find_key, self.address))
+        self._wake = -1  # of the thread
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def check(self) -> None:
+        """Raise `ClusterError` if the master will not come back: the process that kept the cluster has ended."""
+        if self.owner and not process.is_alive(self.owner):
+            raise ClusterError(
+                f"the cluster at {self.address} has ended with its jobs; `unified logs JOB` shows their output."
+            )
 
     @property
     def is_open(self) -> bool:
@@ -205,11 +233,12 @@ class MasterConnection:
         """Send one request and wait for its answer.
 
         Args:
-            timeout_s: seconds to wait; None means the connection's own. What a `GetJob` waits on purpose is added.
+            timeout_s: seconds to wait; None means the connection's own. What a `WatchCluster` or a `ReadLog`
+                waits on purpose is added.
 
         Raises:
             RefusedError: the master said no; the error carries its code and reason.
-            UsageError: the request is larger than the master takes (64 MiB).
+            UsageError: the request is larger than the master takes (64 MiB), or has a value that cannot be sent.
             KeyRefusedError: this side and the master have not the same cluster key.
             MasterUnreachableError: nobody answered in time.
             VersionMismatchError: the master is of another release.
@@ -247,7 +276,7 @@ class MasterConnection:
                 called in that thread each time that the request is sent. None: the same each time.
         """
         seconds = self.timeout_s if timeout_s is None else timeout_s
-        if isinstance(message, GetJob):
+        if isinstance(message, WatchCluster | ReadLog):
             seconds += message.wait_s
         with self._lock:
             reply = PendingReply(self._next_id, message, seconds, when_done, after)
@@ -256,8 +285,11 @@ class MasterConnection:
             if error is None:
                 self._outbox.append(reply)
                 self._waiting[reply.request_id] = reply
+                self._rests = False
                 if self._thread is None:
-                    self._thread = start_thread("unified-connection", self._serve)
+                    settings.check_descriptors()
+                    self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                    self._thread = start_thread("unified-connection", self._serve, self._wake)
                 os.eventfd_write(self._wake, 1)
         if error is not None:
             reply.resolve(None, error)
@@ -268,6 +300,13 @@ class MasterConnection:
         with self._lock:
             self._waiting.pop(reply.request_id, None)
 
+    def rest(self) -> None:
+        """Give back the thread and its sockets once no request waits; the next request takes new ones."""
+        with self._lock:
+            self._rests = True
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
     def close(self) -> None:
         """Close the socket. Requests still waiting fail; a second call does nothing."""
         with self._lock:
@@ -275,32 +314,42 @@ class MasterConnection:
                 return
             self._is_closed = True
             thread = self._thread
-        os.eventfd_write(self._wake, 1)
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
         if thread is not None:
             thread.join()
-        os.close(self._wake)
 
-    def _serve(self) -> None:
+    def _is_over(self) -> bool:
+        """Return True if the thread is to end: closed, or told to rest while no request waits."""
+        with self._lock:
+            if self._rests and not self._waiting:
+                self._thread, self._wake = None, -1  # a request that comes now begins anew
+            return self._is_closed or self._thread is not threading.current_thread()
+
+    def _serve(self, wake: int) -> None:
         """The thread that owns the socket."""
         error: UnifiedError = self._closed()
         try:
             with zmq.Context() as context:
                 is_known = False
-                while not self._is_closed:
+                while not self._is_over():
                     unknown = None if is_known else self._unknown_name()
                     if unknown is None:
                         is_known = True  # from now on ZeroMQ asks for it, again and again
-                        with Dealer(context, self.address, self.key) as dealer:
-                            self._talk(dealer)
+                        with Dealer(context, self.address, self.key, self._choice.pick()) as dealer:
+                            self._talk(dealer, wake)
                     else:
                         self._fail_all(unknown)
-                    self._await_request()
+                    self._await_request(wake)
         except zmq.ZMQError as problem:  # such as no descriptors left
             error = MasterUnreachableError(f"the socket to the master at {self.address} cannot be used: {problem}.")
         finally:
             with self._lock:
-                self._ended_by = error
-            self._fail_all(error)
+                if is_last := self._thread is threading.current_thread():
+                    self._ended_by, self._wake = error, -1
+                os.close(wake)
+            if is_last:
+                self._fail_all(error)
 
     def _unknown_name(self) -> MasterUnreachableError | None:
         """Return an error if this host cannot tell which host the address names."""
@@ -315,35 +364,39 @@ class MasterConnection:
             )
         return None
 
-    def _talk(self, dealer: Dealer) -> None:
-        """Until the connection is closed, or the master refuses this socket."""
+    def _talk(self, dealer: Dealer, wake: int) -> None:
+        """Until the thread is to end, or the master refuses this socket, or other keys are to be tried."""
         poller = zmq.Poller()
-        poller.register(self._wake, zmq.POLLIN)
+        poller.register(wake, zmq.POLLIN)
         poller.register(dealer.monitor, zmq.POLLIN)
-        while not self._is_closed:
-            self._turn(dealer, poller)
+        while not self._is_over():
+            self._turn(dealer, poller, wake)
+            if dealer.num_failed and self._choice.failed():
+                return
             if dealer.refusal is not None:
                 self._fail_all(dealer.refusal)
                 return
 
-    def _await_request(self) -> None:
+    def _await_request(self, wake: int) -> None:
         """The next one is tried on a new socket: somebody may have set the key right."""
-        while not (self._outbox or self._is_closed):
-            select.select([self._wake], [], [])
-            os.eventfd_read(self._wake)
+        while not (self._outbox or self._waiting or self._is_over()):
+            select.select([wake], [], [])
+            os.eventfd_read(wake)
 
-    def _turn(self, dealer: Dealer, poller: zmq.Poller) -> None:
+    def _turn(self, dealer: Dealer, poller: zmq.Poller, wake: int) -> None:
         socket = dealer.socket
         poller.register(socket, zmq.POLLIN | zmq.POLLOUT if self._outbox else zmq.POLLIN)
         ready = dict(poller.poll(self._poll_timeout_ms()))
-        if self._wake in ready:
-            os.eventfd_read(self._wake)
+        if wake in ready:
+            os.eventfd_read(wake)
         if dealer.monitor in ready:
-            dealer.watch()
+            if dealer.watch():
+                self._choice.succeeded()
             self._num_broken = dealer.num_broken
         if ready.get(socket, 0) & zmq.POLLIN:
             self._receive(socket)
         self._look_at_clock(time.monotonic())
+        self._choice.read_file()  # for the bus endpoint of a driver, which new workers call with the new key
         if self._outbox:
             self._flush(socket)
 
@@ -359,7 +412,13 @@ class MasterConnection:
         while self._outbox:
             reply = self._outbox[0]
             if reply.request_id in self._waiting:
-                frames = client_to_master.encode(reply.message_now(), reply.request_id)
+                try:
+                    frames = client_to_master.encode(reply.message_now(), reply.request_id)
+                except UNWRITABLE as error:
+                    self.abandon(reply)
+                    reply.resolve(None, unsendable(reply.message, error))
+                    self._outbox.popleft()
+                    continue
                 if (nbytes := sum(map(len, frames))) > MAX_MESSAGE:
                     self.abandon(reply)
                     reply.resolve(None, _too_large(reply.message, nbytes))
@@ -447,7 +506,28 @@ class MasterConnection:
 
 def connect_to(address: str) -> MasterConnection:
     """A connection to the master at this address, with the key and the time limit of this process's environment."""
-    return MasterConnection(address, key=find_key(address), timeout_s=settings.intervals().connect_s)
+    connection = MasterConnection(address, key=find_key(address), timeout_s=settings.intervals().connect_s)
+    connection.owner = next((found.pid for found in living_clusters() if found.address == address), 0)
+    return connection
+
+
+def connect_master(master: str | None) -> MasterConnection:
+    """A connection to the master that was named, or to that of ``UNIFIED_MASTER`` or of ``unified up``, or else to that
+    of the one driver of this user that has a cluster of its own on this host."""
+    address = find_master(master)
+    if address is None:
+        own = [] if os.environ.get(MASTER_VARIABLE) == "" else living_clusters()
+        drivers = [found for found in own if found.idle_s is None]
+        if len(drivers) > 1:
+            each = "".join(f"\n  --master {found.address}  (its driver has pid {found.pid})" for found in drivers)
+            raise UsageError(f"which master? {len(drivers)} jobs run in clusters of their own here, so name one:{each}")
+        if drivers:
+            return connect_to(drivers[0].address)
+        raise UsageError(
+            f"which master? None runs here that is yours: `unified up` starts one. Elsewhere, give its address with "
+            f"--master tcp://HOST:PORT (in Python: master=), or once with `export {MASTER_VARIABLE}=tcp://HOST:PORT`."
+        )
+    return connect_to(address)
 
 
 def _may_be_sent_again(message: ClientRequest) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -22,15 +23,18 @@ class Daemon:
 
     Args:
         log_file: its stdout and stderr are appended there.
+        is_told: it waits for what `tell` writes to its stdin.
     """
 
-    def __init__(self, module: str, arguments: Sequence[str], log_file: Path, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, module: str, arguments: Sequence[str], log_file: Path, env: Mapping[str, str], *, is_told: bool = False
+    ) -> None:
         self.log_file = log_file
         with log_file.open("ab") as log:
             # -P: a user's own select.py in the working directory is not for us
             self._process = subprocess.Popen(
                 [settings.python(), "-P", "-m", module, *arguments],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if is_told else subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=dict(env),
@@ -50,6 +54,13 @@ class Daemon:
             return False
         return True
 
+    def tell(self, line: bytes) -> None:
+        """Write what it waits for, if it waits, and end its stdin."""
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which is seen by other means
+            if self._process.stdin is not None and not self._process.stdin.closed:
+                with self._process.stdin as stdin:
+                    stdin.write(line)
+
     def signal(self, number: int) -> None:
         """Send a signal, unless it has ended."""
         if not self.is_ended:
@@ -57,15 +68,10 @@ class Daemon:
 
     def last_words(self) -> str:
         """Return how it ended, for a sentence that begins with its name, and the last lines of its log."""
-        try:
-            with self.log_file.open("rb") as log:
-                log.seek(max(0, self.log_file.stat().st_size - 4096))
-                lines = log.read().decode(errors="replace").splitlines()[-LAST_LINES:]
-        except OSError:
-            lines = []
+        lines = last_lines(self.log_file)
         code = self._process.returncode or 0
         how = f"was {describe_end(code)}" if code < 0 else describe_end(code)
-        said = " ends with:" + "".join(f"\n    {line}" for line in lines) if lines else " is empty."
+        said = f" ends with:{lines}" if lines else " is empty."
         return f"{how}; its log {self.log_file}{said}"
 
     @staticmethod
@@ -97,6 +103,18 @@ class Daemon:
                 daemon.signal(signal.SIGKILL)
         for daemon in daemons:
             daemon.wait(10.0)
+            daemon.tell(b"")
+
+
+def last_lines(log_file: Path) -> str:
+    """Return the last lines of a log, each on a line of its own behind four blanks; empty if there is none."""
+    try:
+        with log_file.open("rb") as log:
+            log.seek(max(0, log_file.stat().st_size - 4096))
+            lines = log.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+    except OSError:
+        lines = []
+    return "".join(f"\n    {line}" for line in lines)
 
 
 class Marked(NamedTuple):

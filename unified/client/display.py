@@ -14,10 +14,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Self, TextIO
 
+from unified.client.folding import LineFolder, is_wanted
 from unified.client.logs import LineView, Output
 from unified.client.output import OutputWriter, Prefix, WorkerOutput
-from unified.client.report import RoleSummary, first_line, restarts_text, summarise
+from unified.client.report import RoleSummary, headline_text, restarts_text, summarise
 from unified.client.terminal import lasting, printable, undecodable_replaced
+from unified.config.logging import escaped
 from unified.errors import UsageError
 from unified.protocol.client_master import JobStatus
 from unified.protocol.records import Stage
@@ -113,7 +115,7 @@ class QuietDisplay(Display):
 
     def note(self, text: str) -> None:
         self._writer.break_line()
-        self._err.write(f"{printable(text) if self._err.isatty() else text}\n")
+        self._err.write(f"{escaped(text)}\n")
         self._err.flush()
 
     def close(self) -> None:
@@ -140,7 +142,9 @@ class PlainDisplay(QuietDisplay):
             shown = self._shown.get(summary.name)
             is_news = shown is None or (shown.round, shown.num_restarts) != (summary.round, summary.num_restarts)
             is_last = status.stage is Stage.STOPPED and shown is not None and shown.progress != summary.progress
-            if summary != shown and (is_news or is_last or now - self._shown_at >= PLAIN_EVERY_S):
+            if (shown is None or summary.text != shown.text) and (
+                is_news or is_last or now - self._shown_at >= PLAIN_EVERY_S
+            ):
                 self._shown[summary.name] = summary
                 self.note(f"{status.job_id}  {summary.text}")
         if now - self._shown_at >= PLAIN_EVERY_S:
@@ -157,6 +161,8 @@ class LiveDisplay(Display):
         self.wants_all = not (out.isatty() and err.isatty())
         self._file = None if out.isatty() else OutputWriter({"out": lasting(out)}, prefix=prefix)
         self._lines = LineView(has_prefix=prefix != "never")
+        if prefix != "never" and is_wanted():
+            self._lines.folder = LineFolder()
         self._status: JobStatus | None = None
         self._begun: list[str] = []
         """Lines that were not ended, as they were drawn."""
@@ -184,6 +190,7 @@ class LiveDisplay(Display):
         self.refresh()
 
     def refresh(self) -> None:
+        self._print(self._lines.due())
         if time.monotonic() - self._drawn_at >= LIVE_EVERY_S and self._lines.partials() != self._begun:
             self._draw()
 
@@ -208,19 +215,14 @@ class LiveDisplay(Display):
         self._live.update(Group(*table, *rows), refresh=True)
 
     def note(self, text: str) -> None:
-        self._console.print(printable(text), markup=False)
+        self._print(self._lines.due(is_end=True))
+        self._console.print(escaped(text), markup=False)
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
         self._print(self._lines.flush())
         self._live.stop()
-
-
-def headline_text(status: JobStatus) -> str:
-    """``nanogpt-1  INIT  waits: role trainer needs …``."""
-    reason = first_line(status.reason)
-    return f"{status.job_id}  {status.stage}" + (f"  {reason}" if reason else "")
 
 
 def role_table(status: JobStatus, bar_width: int = BAR_WIDTH) -> Table:

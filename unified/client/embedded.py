@@ -8,7 +8,6 @@ cluster with it, and one that ends in order stops agents before the master and l
 from __future__ import annotations
 
 import atexit
-import fcntl
 import os
 import shutil
 import signal
@@ -19,21 +18,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
-from unified.client.connection import MasterConnection
+import msgspec
+
 from unified.client.daemons import Daemon, kill_marked, marked_processes
-from unified.config import settings
+from unified.client.preload import Preload
+from unified.config import clusters, settings
+from unified.config.clusters import ClusterRecord
 from unified.core.backoff import Backoff
 from unified.errors import ClusterError, MasterUnreachableError
 from unified.protocol.client_master import ListNodes, NodeList
 from unified.protocol.records import NodeState
-from unified.security.keys import find_key
+from unified.security.keys import KEY_VARIABLE, find_key, write_key
 from unified.threads import start_thread
 
 CLUSTER_VARIABLE = "UNIFIED_CLUSTER_ID"
 """In the environment of every process of an embedded cluster, workers included."""
 KEPT_HOMES = 10
-LOCK_NAME = "owner.lock"
-"""In the run folder; locked while its cluster lives, in whichever pid namespace."""
 READY_S = 30.0
 POLL_S = 0.01
 MASTER_STOP_S = 3.0
@@ -54,11 +54,15 @@ class EmbeddedCluster:
         env: more environment for the daemons, and so for the workers.
         max_agent_restarts: how often an agent that died is started again, each.
         max_master_restarts: how often the master is started again, at its address and with its state.
+        idle_s: a number is for a cluster that stays: any process of this user finds it, and it has its own key. The
+            number is recorded, and ends nothing here.
 
     Attributes:
         address: ``tcp://127.0.0.1:PORT`` of the master.
         cluster_id: the value of ``UNIFIED_CLUSTER_ID`` in all its processes.
         problem: why the cluster is of no use any more, or None.
+        preload: what the zygotes import before they fork; it counts at `begin`.
+        environ: what the daemons and workers inherit.
         leftovers: after `stop`: processes that had to be killed and sockets that nobody removed.
     """
 
@@ -72,25 +76,30 @@ class EmbeddedCluster:
         env: Mapping[str, str] | None = None,
         max_agent_restarts: int = 5,
         max_master_restarts: int = 0,
+        idle_s: float | None = None,
     ) -> None:
         self.cluster_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{os.urandom(3).hex()}"
         self.home = settings.home() / "embedded" / self.cluster_id if home is None else home
-        self.node_names = [f"node-{index + 1}" for index in range(nodes)]
+        self.set_nodes(nodes)
         self.devices_per_node = devices_per_node
         self.cpus_per_node = cpus_per_node
+        self.preload: Preload = ""
+        self.environ = dict(os.environ)
         self.problem: str | None = None
         self.leftovers: list[str] = []
         self._is_own_home = home is None
         self._owner = os.getpid()
         self._env = dict(env or {})
         self._max_agent_restarts = max_agent_restarts
-        self._max_master_restarts = max_master_restarts
+        self.max_master_restarts = max_master_restarts
+        self._idle_s = idle_s
         self.address = ""
         self._address_file = self.home / "master.address"
         self._run_dir = settings.run_root() / f"e{os.getpid()}-{self.cluster_id[-6:]}"
         self._master: Daemon | None = None
         self._agents: list[Daemon] = []
         self._stopping = threading.Event()
+        self._is_sized = threading.Event()
         self._spawned = threading.Event()
         self._ended = threading.Event()
         self._stop_timeout_s = 0.0
@@ -104,6 +113,10 @@ class EmbeddedCluster:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    def set_nodes(self, nodes: int) -> None:
+        """Set how many agents there are, before `start`."""
+        self.node_names = [f"node-{index + 1}" for index in range(nodes)]
+
     @property
     def master_pid(self) -> int:
         return self._master.pid if self._master is not None else 0
@@ -113,20 +126,30 @@ class EmbeddedCluster:
         """Pids by node; that of an agent changes when it is started again."""
         return [agent.pid for agent in self._agents]
 
-    def start(self, timeout_s: float = READY_S) -> Self:
-        """Start everything and wait until every agent is registered.
-
-        Raises:
-            ClusterError: a daemon ended or was not ready in time; the message has its last words.
-        """
+    def begin(self) -> Self:
+        """Start the master and the first node's zygote, before the attributes above are known. Raises as `start`."""
+        settings.check_descriptors()
         try:
             self._prepare()
         except OSError as error:
             raise ClusterError(f"the embedded cluster cannot be prepared: {error}") from None
         self._thread = start_thread("unified-embedded", self._supervise)
         atexit.register(self.stop)
+        return self
+
+    def start(self, timeout_s: float = READY_S) -> Self:
+        """Start everything and wait until every agent is registered.
+
+        Raises:
+            UsageError: this process may open too few files.
+            ClusterError: a daemon ended or was not ready in time; the message has its last words.
+        """
+        if self._thread is None:
+            self.begin()
+        self._is_sized.set()
         try:
             self._wait_until_ready(time.monotonic() + timeout_s, timeout_s)
+            clusters.write_record(self._run_dir, self._record())
         except BaseException:
             self.stop(timeout_s=1.0)
             raise
@@ -164,14 +187,36 @@ class EmbeddedCluster:
     def _prepare(self) -> None:
         if self._is_own_home:
             _prune(self.home.parent, KEPT_HOMES - 1)
-        self.home.mkdir(parents=True, exist_ok=True)
+        settings.make_folder(self.home)
         settings.make_private(self._run_dir.parent)
-        _sweep_run_dirs(self._run_dir.parent)
+        clusters.sweep(self._run_dir.parent)
         settings.make_private(self._run_dir)
-        self._lock_file = _lock(self._run_dir / LOCK_NAME)
+        self._lock_file = clusters.lock(self._run_dir / clusters.LOCK_NAME)
+        if self._key_file is not None:
+            from unified.security.curve import new_key  # with ZeroMQ, which the daemons' start need not wait for
+
+            write_key(self._key_file, new_key())
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
 
+    @property
+    def _key_file(self) -> Path | None:
+        return None if self._idle_s is None else self._run_dir / clusters.KEY_NAME
+
+    def _record(self) -> ClusterRecord:
+        return ClusterRecord(
+            address=self.address,
+            home=str(self.home),
+            pid=self._owner,
+            space=clusters.space(),
+            nodes=len(self.node_names),
+            devices=self.devices_per_node,
+            idle_s=self._idle_s,
+            key_file=str(self._key_file or ""),
+        )
+
     def _wait_until_ready(self, deadline: float, timeout_s: float) -> None:
+        from unified.client.connection import MasterConnection  # the daemons have begun by now
+
         while not self._spawned.wait(POLL_S):
             self._check_time(deadline, timeout_s, "the master did not write its address")
         key = find_key(self.address, self._environment())
@@ -203,11 +248,8 @@ class EmbeddedCluster:
     def _supervise(self) -> None:
         """The thread that owns the daemons."""
         try:
-            self._start_first_master()
-            if self.address:
-                for name in self.node_names:
-                    self._agents.append(self._start_agent(name))
-                self._spawned.set()
+            self._start_first()
+            if self._spawned.is_set():
                 self._watch()
         except OSError as error:
             self.problem = f"the embedded cluster cannot be started: {str(error).rstrip('.')}."
@@ -218,38 +260,51 @@ class EmbeddedCluster:
             finally:
                 self._ended.set()
 
-    def _start_first_master(self) -> None:
+    def _start_first(self) -> None:
         self._address_file.unlink(missing_ok=True)
+        self._agents.append(self._start_early(self.node_names[0]))  # its zygote is what all else will wait for
         self._master = self._start_master("tcp://127.0.0.1:0")
-        while not self._stopping.is_set():
-            if self._address_file.exists() and (text := self._address_file.read_text()).endswith("\n"):
-                self.address = text.strip()
-                return
-            if self._master.wait(POLL_S):
+        while not self._stopping.wait(POLL_S) and not self._spawned.is_set():
+            if self._is_sized.is_set():
+                self._agents += map(self._start_early, self.node_names[len(self._agents) :])
+                if self._address_file.exists() and (text := self._address_file.read_text()).endswith("\n"):
+                    self.address = text.strip()
+                    for agent, name in zip(self._agents, self.node_names, strict=True):
+                        agent.tell(msgspec.json.encode(self._agent_flags(name)) + b"\n")
+                    self._spawned.set()
+            if self._master.is_ended and self.problem is None:
                 self.problem = f"the embedded master {self._master.last_words()}"
-                return
 
     def _start_master(self, bind: str) -> Daemon:
         arguments = ["--bind", bind, "--state-dir", str(self.home / "master")]
         arguments += ["--address-file", str(self._address_file), "--die-with-parent", str(self._owner)]
         return Daemon("unified_master", arguments, self.home / "master.log", self._environment())
 
+    def _start_early(self, name: str) -> Daemon:
+        arguments = ["--early", str(self._owner), name]
+        return Daemon("unified_agent", arguments, self.home / f"{name}.log", self._environment(), is_told=True)
+
     def _start_agent(self, name: str) -> Daemon:
+        return Daemon("unified_agent", self._agent_flags(name), self.home / f"{name}.log", self._environment())
+
+    def _agent_flags(self, name: str) -> list[str]:
         arguments = ["--master", self.address, "--node-id", name]
         arguments += ["--state-dir", str(self.home / name), "--die-with-parent", str(self._owner)]
         if self.devices_per_node is not None:
             arguments += ["--devices", str(self.devices_per_node)]
         if self.cpus_per_node is not None:
             arguments += ["--cpus", str(self.cpus_per_node)]
-        return Daemon("unified_agent", arguments, self.home / f"{name}.log", self._environment())
+        return arguments
 
     def _environment(self) -> dict[str, str]:
         own = {
+            **({} if self._key_file is None else {KEY_VARIABLE: str(self._key_file)}),
             CLUSTER_VARIABLE: self.cluster_id,
             "UNIFIED_HOME": str(self.home),
             "UNIFIED_RUN_DIR": str(self._run_dir),
+            settings.PRELOAD: self.preload,
         }
-        return {**os.environ, **self._env, **own}
+        return {**self.environ, **self._env, **own}
 
     def _watch(self) -> None:
         """Until `stop`: start again what died, within limits."""
@@ -260,7 +315,7 @@ class EmbeddedCluster:
             if self._stopping.is_set():
                 return
             if self._master is not None and self._master.is_ended and self.problem is None:
-                if num_master_restarts >= self._max_master_restarts:
+                if num_master_restarts >= self.max_master_restarts:
                     self.problem = f"the embedded master {_times(num_master_restarts)}{self._master.last_words()}"
                 elif not self._stopping.wait(MASTER_BACKOFF.delay_s(num_master_restarts)):
                     num_master_restarts += 1
@@ -279,6 +334,7 @@ class EmbeddedCluster:
                 return
 
     def _tear_down(self) -> None:
+        (self._run_dir / clusters.RECORD_NAME).unlink(missing_ok=True)  # nobody is to find what ends
         Daemon.end_all(self._agents, self._stop_timeout_s)
         if self._master is not None:
             Daemon.end_all([self._master], min(MASTER_STOP_S, max(self._stop_timeout_s, 0.5)))
@@ -296,17 +352,6 @@ def _times(num_restarts: int) -> str:
     return f"ended {num_restarts + 1} times {limit}; the last time it " if num_restarts else ""
 
 
-def _lock(path: Path) -> int | None:
-    """A descriptor that holds the lock on a file, or None where somebody else does."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
 def _sockets(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.rglob("*")) if stat.S_ISSOCK(path.lstat().st_mode)]
 
@@ -319,12 +364,3 @@ def _prune(folder: Path, keep: int) -> None:
     for home in homes[: max(0, len(homes) - keep)]:
         if not marked_processes(f"{CLUSTER_VARIABLE}={home.name}"):
             shutil.rmtree(home, ignore_errors=True)
-
-
-def _sweep_run_dirs(folder: Path) -> None:
-    """Remove run folders of embedded clusters whose driver was killed."""
-    for lock_file in folder.glob(f"e*-*/{LOCK_NAME}"):
-        descriptor = _lock(lock_file)
-        if descriptor is not None:
-            shutil.rmtree(lock_file.parent, ignore_errors=True)
-            os.close(descriptor)

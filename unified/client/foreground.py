@@ -6,6 +6,7 @@ which one consumer empties, so that a display is touched by one thread alone. Ct
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -19,12 +20,14 @@ from unified.client.connection import MasterConnection
 from unified.client.display import Display, open_display
 from unified.client.handle import MASTER_GRACE_S, JobHandle
 from unified.client.logs import RENEW_S, LogReader, Mode, Output
-from unified.client.output import Prefix
+from unified.client.mirror import JobWatch
+from unified.client.output import Prefix, TracebackFilter
 from unified.client.report import STOPPED_BY_USER, end_lines, event_text
 from unified.client.terminal import exit_code, handled, lasting, printable, signal_name
 from unified.errors import MasterUnreachableError, UnifiedError
+from unified.job.driver import STORY_FOLDER
 from unified.job.spec import JobSpec, OutputFiles
-from unified.protocol.client_master import Explain, GetJob, JobStatus, StopJob, Story
+from unified.protocol.client_master import Explain, JobStatus, StopJob, Story, SuspendJob
 from unified.protocol.records import Stage
 from unified.threads import start_thread
 
@@ -42,12 +45,17 @@ DRAINED_S = 5.0
 REFRESH_S = 0.2
 FORCE_S = 2.0
 MAX_FOLLOWED = 16
+ALLOCATION = "SLURM_JOB_ID"
+"""Variable of what runs within an allocation of SLURM. There SIGTERM says that the allocation ends, not the job."""
+EXIT_SUSPENDED = os.EX_TEMPFAIL
 
 
 def run_in_foreground(handle: JobHandle, prefix: Prefix, spec: JobSpec) -> int:
     """Show a job until it has ended, close its handle, and return its exit code."""
     cluster = handle.cluster
     watch: Watch | None = None
+    if prefix == "auto" and sum(role.total for role in spec.roles) > 1:
+        prefix = "always"
     try:
         with open_display(prefix=prefix) as display:
             display.note(_where(handle))
@@ -55,18 +63,19 @@ def run_in_foreground(handle: JobHandle, prefix: Prefix, spec: JobSpec) -> int:
             for found in files.values():
                 if found.is_written:
                     display.note(f"{handle.job_id}  files of what ranks print: {found.log_dir}/{found.run_id}")
-            watch = Watch(
-                handle.connection,
-                handle.job_id,
-                display,
-                files=files,
-                check=cluster.check if cluster is not None else lambda: None,
-            )
+            check = (cluster or handle.connection).check
+            suspends = cluster is None and ALLOCATION in os.environ
+            watch = Watch(handle.connection, handle.job_id, display, files=files, check=check, suspends_job=suspends)
             status = watch.run()
             command = f"unified explain {handle.job_id} --master {handle.connection.address}"
-            story = _keep_story(handle, cluster.home) if cluster is not None else command
+            home = os.environ.get(STORY_FOLDER) if cluster is None else cluster.home
+            story = _keep_story(handle, Path(home)) if home else command
         err = lasting(sys.stderr)
-        lines = end_lines(status, story=story)
+        is_shown = status.end is not None and watch.tracebacks.has_shown(status.end.failure.traceback)
+        lines = end_lines(status, story=story, is_traceback_shown=is_shown)
+        if status.stage != Stage.STOPPED:
+            hint = "" if STORY_FOLDER in os.environ else f"; it goes on with: unified resume {status.job_id}"
+            lines = [f"{status.job_id}  {status.reason}{hint}"]
         err.write("".join(f"{printable(line) if err.isatty() else line}\n" for line in lines))
         err.flush()
     except SystemExit:  # the second Ctrl-C or SIGTERM: there is no time for grace
@@ -83,10 +92,10 @@ def run_in_foreground(handle: JobHandle, prefix: Prefix, spec: JobSpec) -> int:
 def _where(handle: JobHandle) -> str:
     if handle.cluster is not None:
         nodes, devices = len(handle.cluster.node_names), handle.cluster.devices_per_node
+        offered = "its own devices" if devices is None else f"{devices} device{'s' if devices != 1 else ''}"
         return (
-            f"{handle.job_id}  embedded cluster at {handle.connection.address}: {nodes} "
-            f"node{'s' if nodes != 1 else ''} of {devices} device{'s' if devices != 1 else ''}; logs: "
-            f"{handle.cluster.home}"
+            f"{handle.job_id}  embedded cluster at {handle.connection.address} (`unified up` keeps one): {nodes} "
+            f"node{'s' if nodes != 1 else ''} of {offered}; logs: {handle.cluster.home}"
         )
     return f"{handle.job_id}  submitted to {handle.connection.address}; from elsewhere: unified status {handle.job_id}"
 
@@ -142,15 +151,26 @@ class OutputEnded(NamedTuple):
 News = StatusChanged | OutputRead | MasterSilent | MasterAnswers | FollowFailed | Interrupted | OutputEnded
 
 
-class Follower:
-    """Follows one job until it is STOPPED or `request_stop` is called."""
+def is_over(status: JobStatus, *, suspends_job: bool) -> bool:
+    """Return True if nothing of the job is left to follow: it has ended, or is suspended and that is as good."""
+    is_suspended = status.suspended is not None and not status.num_leaving
+    return status.stage == Stage.STOPPED or (suspends_job and is_suspended)
 
-    def __init__(self, connection: MasterConnection, job: str, reader: LogReader | None) -> None:
+
+class Follower:
+    """Follows one job until it is over or `request_stop` is called."""
+
+    def __init__(
+        self, connection: MasterConnection, job: str, reader: LogReader | None, *, suspends_job: bool = False
+    ) -> None:
+        self._suspends_job = suspends_job
         self.news: SimpleQueue[News] = SimpleQueue()
         self._connection = connection
         self._job = job
         self._reader = reader
         self._stop = threading.Event()
+        self._wake = threading.Event()
+        """Set when the reader of logs need not wait for a stream to be due: the job has ended, or nobody listens."""
         self._status: JobStatus | None = None
         self._unshown = threading.BoundedSemaphore(MAX_UNSHOWN)
         self._threads: list[threading.Thread] = []
@@ -167,26 +187,26 @@ class Follower:
     def request_stop(self) -> None:
         """Nobody listens any more. The threads end with their present request, or when the connection is closed."""
         self._stop.set()
+        self._wake.set()
 
     def join(self) -> None:
         """Wait for both threads, after `request_stop` and the closing of the connection."""
-        self._stop.set()
+        self.request_stop()
         for thread in self._threads:
             thread.join()
 
     def _follow_status(self) -> None:
-        version = -1
+        watch = JobWatch(self._connection, self._job)
+        seen, has_more = -1, True
         silent_since: float | None = None
         while not self._stop.is_set():
             asked_at = time.monotonic()
-            reply = self._connection.send(
-                GetJob(job=self._job, after_version=version, wait_s=POLL_S if version >= 0 else 0.0)
-            )
+            reply = self._connection.send(watch.request(0.0 if has_more else POLL_S))
             if silent_since is None and not reply.is_answered(SILENT_S):
                 silent_since = asked_at
                 self.news.put(MasterSilent(silent_since))
             try:
-                status = self._connection.take(reply, JobStatus)
+                has_more = not watch.take(reply)
             except MasterUnreachableError as error:
                 silent_since = asked_at if silent_since is None else silent_since
                 self.news.put(MasterSilent(silent_since, error))
@@ -198,11 +218,15 @@ class Follower:
             if silent_since is not None:
                 silent_since = None
                 self.news.put(MasterAnswers())
-            if status.version > version:
-                version = status.version
+            if has_more:
+                continue
+            status = watch.status
+            if watch.version > seen:
+                seen = watch.version
                 self._status = status
                 self.news.put(StatusChanged(status))
-            if status.stage == Stage.STOPPED:
+            if is_over(status, suspends_job=self._suspends_job):
+                self._wake.set()
                 return
             self._stop.wait(STATUS_PAUSE_S)
 
@@ -213,15 +237,15 @@ class Follower:
                 status = self._status
                 if status is not None:
                     reader.update(status)
-                is_over = status is not None and status.stage == Stage.STOPPED
-                for outputs in reader.drain() if is_over else reader.pull():
+                is_last = status is not None and is_over(status, suspends_job=self._suspends_job)
+                for outputs in reader.drain() if is_last else reader.pull():
                     self._put(reader, outputs)
-                if is_over:
+                if is_last:
                     break
             except UnifiedError as error:
                 self.news.put(FollowFailed(error))
                 break
-            self._stop.wait(max(reader.pause_s(), MIN_PAUSE_S))
+            self._wake.wait(max(reader.pause_s(), MIN_PAUSE_S))
         self.news.put(OutputEnded())
 
     def _put(self, reader: LogReader, outputs: list[Output]) -> None:
@@ -241,6 +265,8 @@ class Watch:
     Args:
         files: by role, what of its output goes to files and is not shown.
         check: raises `ClusterError` if waiting is of no use any more (an embedded master has died).
+        stops_job: Ctrl-C and SIGTERM stop the job.
+        suspends_job: SIGTERM suspends the job, and a job that is suspended, by whomever, is not waited for.
     """
 
     def __init__(
@@ -253,7 +279,9 @@ class Watch:
         files: Mapping[str, OutputFiles] | None = None,
         check: Callable[[], None] = lambda: None,
         stops_job: bool = True,
+        suspends_job: bool = False,
     ) -> None:
+        self._suspends_job = suspends_job
         self._connection = connection
         self._job_id = job_id
         self._display = display
@@ -266,10 +294,11 @@ class Watch:
             max_workers = None if self._keep else MAX_FOLLOWED
             mode: Mode = "keep" if self._keep else "live"
             self._reader = LogReader(connection, job_id, mode=mode, max_workers=max_workers, files=files)
-        self._follower = Follower(connection, job_id, self._reader)
+        self._follower = Follower(connection, job_id, self._reader, suspends_job=suspends_job)
         self._ended: JobStatus | None = None
         self._ended_at = 0.0
         self._is_drained = self._reader is None
+        self.tracebacks = TracebackFilter()
         self._stopped_by = 0
         """The signal that had the job stopped."""
         self._is_master_silent = False
@@ -296,13 +325,18 @@ class Watch:
                         self._take(news)
                     self._display.refresh()
                     if self._ended and (self._is_drained or self._is_drained_too_long()):
+                        self._display.update(self._ended)  # behind the last output
                         return self._ended
         finally:
             self._follower.request_stop()
 
     @property
     def exit_code(self) -> int:
-        """Exit code of a process that watched until the end: the job's, or 143 if it was SIGTERM that stopped it."""
+        """Exit code of a process that watched until the end: the job's, 143 if SIGTERM has stopped it, 75 if the
+        job is suspended.
+        """
+        if self._ended is not None and self._ended.stage != Stage.STOPPED:
+            return EXIT_SUSPENDED
         code = 1 if self._ended is None or self._ended.exit_code is None else self._ended.exit_code
         return exit_code(self._stopped_by) if self._stopped_by and code == STOPPED_BY_USER else code
 
@@ -318,7 +352,7 @@ class Watch:
             case StatusChanged(status):
                 self._show_status(status)
             case OutputRead(outputs):
-                self._display.output(outputs)
+                self._display.output(list(self.tracebacks.feed(outputs)))
                 self._follower.shown()
             case MasterSilent(since, error):
                 self._check()
@@ -335,7 +369,9 @@ class Watch:
                 self._is_drained = True
 
     def _show_status(self, status: JobStatus) -> None:
-        self._display.update(status)
+        has_ended = is_over(status, suspends_job=self._suspends_job)
+        if not has_ended:
+            self._display.update(status)
         left_out = self._reader.left_out if self._reader is not None else 0
         if left_out and left_out != self._left_out:
             self._display.note(
@@ -343,7 +379,7 @@ class Watch:
                 f"unified logs {status.job_id} --role ROLE --rank RANK"
             )
         self._left_out = left_out
-        if status.stage == Stage.STOPPED:
+        if has_ended:
             self._ended, self._ended_at = status, time.monotonic()
 
     def _bear_silence(self, since: float, error: MasterUnreachableError | None) -> None:
@@ -366,6 +402,13 @@ class Watch:
             raise SystemExit(exit_code(number))
         name = signal_name(number)
         reason, is_interrupt = f"{name} in its driver", self._stopped_by == signal.SIGINT
+        if self._suspends_job and number == signal.SIGTERM:
+            if not is_second:
+                self._display.note(f"{self._job_id}  is suspended: {reason}")
+            allocation = f"allocation {os.environ.get(ALLOCATION, '')} of SLURM ends"
+            suspend = SuspendJob(job=self._job_id, reason=f"{allocation}: {reason}")
+            self._connection.send(suspend, timeout_s=MASTER_GRACE_S)
+            return
         request = StopJob(job=self._job_id, force=is_second, reason=reason, interrupt=is_interrupt)
         if is_second:
             self._display.note(f"{self._job_id}  ended at once")

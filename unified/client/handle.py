@@ -1,4 +1,4 @@
-"""A submitted job, in the hands of whoever submitted it."""
+"""A submitted job, in the hands of whoever submitted it or is connected to its master."""
 
 from __future__ import annotations
 
@@ -9,8 +9,20 @@ from typing import TYPE_CHECKING, Any, Self
 
 from unified.client.connection import MasterConnection
 from unified.client.logs import LogFilter, LogReader
-from unified.errors import MasterUnreachableError, RefusedError
-from unified.protocol.client_master import Done, GetJob, JobStatus, RestartWorkers, StopJob, WorkerStatus
+from unified.client.mirror import JobWatch
+from unified.client.report import headline_text, state_html, summarise
+from unified.errors import MasterUnreachableError, RefusedError, UnifiedError
+from unified.job.driver import submitter
+from unified.protocol.client_master import (
+    Done,
+    GetJob,
+    JobStatus,
+    RestartWorkers,
+    ResumeJob,
+    StopJob,
+    SuspendJob,
+    WorkerStatus,
+)
 from unified.protocol.records import Stage, WorkerState
 
 if TYPE_CHECKING:
@@ -19,6 +31,7 @@ if TYPE_CHECKING:
     from unified.client.outside import OutsideCaller, OutsideGroup
 
 POLL_S = 5.0
+GLANCE_S = 1.0
 MASTER_GRACE_S = 300.0
 """Seconds for which a wait bears a master that is away; the job does not need it meanwhile."""
 
@@ -39,11 +52,10 @@ def restart_workers(
     deadline = None if timeout is None else time.monotonic() + timeout
     left = connection.ask(RestartWorkers(job=job_id, workers=list(workers)), Done).lives
     asked(left)
-    version = -1
+    watch = JobWatch(connection, job_id)
     while left:
         wait_s = POLL_S if deadline is None else max(0.0, min(POLL_S, deadline - time.monotonic()))
-        status = connection.ask(GetJob(job=job_id, after_version=version, wait_s=wait_s), JobStatus)
-        version = status.version
+        status = watch.next_status(wait_s)
         ready = {worker.name for worker in status.workers if _is_up(worker, left)}
         left = {name: incarnation for name, incarnation in left.items() if name not in ready}
         if left and status.stage in (Stage.STOPPING, Stage.STOPPED):
@@ -60,7 +72,8 @@ def _is_up(worker: WorkerStatus, wanted: dict[str, int]) -> bool:
 
 
 class JobHandle:
-    """A job that was submitted and was not waited for. Close it, or use it as a context manager.
+    """A job, as `submit(…, blocking=False)` or `unified.connect().job(…)` returns it. Close it, or use it as a context
+    manager.
 
     An embedded cluster belongs to the handle of its job: closing the handle, or the end of this process, ends the
     cluster and with it the job. A job on a master of its own goes on.
@@ -74,10 +87,18 @@ class JobHandle:
         self.connection = connection
         self.cluster = cluster
         self._outside: OutsideCaller | None = None
+        self._ended: JobStatus | None = None
         self._making = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"JobHandle({self.job_id!r}, master={self.connection.address!r})"
+        status = self._glance()
+        if status is None:
+            return f"JobHandle({self.job_id!r}, master={self.connection.address!r})"
+        return f"<JobHandle {'; '.join([headline_text(status), *(role.text for role in summarise(status))])}>"
+
+    def _repr_html_(self) -> str | None:
+        status = self._glance()
+        return None if status is None else state_html(status, time.time())
 
     def __enter__(self) -> Self:
         return self
@@ -86,11 +107,13 @@ class JobHandle:
         self.close()
 
     def status(self) -> JobStatus:
-        """The job as the master sees it now."""
-        return self.connection.ask(GetJob(job=self.job_id), JobStatus)
+        """The job as the master sees it now; of a job whose end `wait` has seen, its last status."""
+        return self._ended or self.connection.ask(GetJob(job=self.job_id), JobStatus)
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until the job has ended, and return its exit code: 0, 1 for a failure, 130 for a stop by a user.
+
+        The handle then gives its threads and descriptors back and keeps the last status; `logs` opens others for now.
 
         Args:
             timeout: seconds; None waits as long as the job runs.
@@ -99,9 +122,16 @@ class JobHandle:
             TimeoutError: it still runs after `timeout`.
             MasterUnreachableError: the master was away for 5 minutes, or this handle was closed meanwhile.
             ClusterError: the embedded cluster broke down.
+            KeyboardInterrupt: on Ctrl-C, or an interrupt of a notebook's kernel; the job goes on.
         """
-        status = self._await_end(timeout)
-        return 1 if status.exit_code is None else status.exit_code
+        if self._ended is None:
+            try:
+                self._ended = self._await_end(timeout)
+            except KeyboardInterrupt:
+                until = " until this process ends" if self.cluster is not None else ""
+                raise KeyboardInterrupt(f"job {self.job_id} goes on{until}: wait() again, or stop() it") from None
+        self._rest()
+        return 1 if self._ended.exit_code is None else self._ended.exit_code
 
     def logs(self, follow: bool = False, role: str | None = None, rank: int | None = None) -> Iterator[str]:
         """Lines that the workers printed, each as ``[trainer-0] line``.
@@ -111,11 +141,15 @@ class JobHandle:
             role, rank: only those workers.
         """
         reader = LogReader(self.connection, self.job_id, LogFilter(role, rank), mode="live" if follow else "once")
-        if follow:
-            yield from reader.follow(self.status)
-        else:
-            reader.update(self.status())
-            yield from reader.rest()
+        try:
+            if follow:
+                yield from reader.follow(self.status)
+            else:
+                reader.update(self.status())
+                yield from reader.rest()
+        finally:
+            if self._ended is not None:
+                self._rest()
 
     def call(self, worker: str, method: str, /, *args: Any, **kwargs: Any) -> RpcFuture[Any]:
         """Call an `@rpc` method of one worker of the job and return at once: for monitoring and control.
@@ -156,10 +190,32 @@ class JobHandle:
         Raises:
             RefusedError: the master does not know it. (Stopping a job that has ended does nothing.)
         """
-        self.connection.request(StopJob(job=self.job_id, force=force, reason="asked by its driver"))
+        self.connection.request(StopJob(job=self.job_id, force=force, reason=f"asked by {submitter()}"))
+
+    def suspend(self, reason: str = "") -> None:
+        """Ask the master to suspend the job, and return at once.
+
+        Its workers are stopped with their grace, and the job waits, without a charge, until it is resumed: then it
+        begins anew with its checkpoints and snapshots. To suspend it twice changes nothing.
+
+        Args:
+            reason: shown by ``unified status`` and ``unified explain``; empty: who asked for it.
+
+        Raises:
+            RefusedError: the job ends or has ended (code ``ended``), or the master does not know it.
+        """
+        self.connection.request(SuspendJob(job=self.job_id, reason=reason or f"asked by {submitter()}"))
+
+    def resume(self) -> None:
+        """Put the suspended job back into the queue, and return at once. Of one that is not suspended nothing changes.
+
+        Raises:
+            RefusedError: as for `suspend`.
+        """
+        self.connection.request(ResumeJob(job=self.job_id))
 
     def restart(self, *workers: str, timeout: float | None = None) -> None:
-        """Restart the job, or only some of its workers, and return when the new lives are READY.
+        """Restart the job, or only some of its workers, and return when the new incarnations are READY.
 
         No limit of restarts is charged. A rank of an elastic role restarts with its role.
 
@@ -184,6 +240,20 @@ class JobHandle:
             if self.cluster is not None:
                 self.cluster.stop()
 
+    def _rest(self) -> None:
+        with self._making:
+            outside, self._outside = self._outside, None
+        if outside is not None:
+            outside.close()
+        self.connection.rest()
+
+    def _glance(self) -> JobStatus | None:
+        """The status, if the master has it at once."""
+        try:
+            return self._ended or self.connection.ask(GetJob(job=self.job_id), JobStatus, timeout_s=GLANCE_S)
+        except UnifiedError:
+            return None
+
     def _outside_caller(self) -> OutsideCaller:
         from unified.client.outside import OutsideCaller  # the bus is needed by none but those who call
 
@@ -192,24 +262,29 @@ class JobHandle:
                 self._outside = OutsideCaller(self.connection, self.job_id)
             return self._outside
 
+    def _last_status(self, status: JobStatus) -> JobStatus:
+        """Return the status of a job that has ended, with its workers if they are still known."""
+        try:
+            return self.connection.ask(GetJob(job=self.job_id), JobStatus)
+        except RefusedError:
+            return status
+
     def _await_end(self, timeout: float | None) -> JobStatus:
         deadline = None if timeout is None else time.monotonic() + timeout
-        version = -1
+        watch = JobWatch(self.connection, self.job_id, has_workers=False)
         answered_at = time.monotonic()
         while True:
             left = POLL_S if deadline is None else deadline - time.monotonic()
-            request = GetJob(job=self.job_id, after_version=version, wait_s=max(0.0, min(POLL_S, left)))
             try:
-                status = self.connection.ask(request, JobStatus)
+                status = watch.next_status(max(0.0, min(POLL_S, left)))
             except MasterUnreachableError:
-                if self.cluster is not None:
-                    self.cluster.check()
+                (self.cluster or self.connection).check()
                 if not self.connection.is_open or time.monotonic() - answered_at > MASTER_GRACE_S:
                     raise
             else:
-                answered_at, version = time.monotonic(), status.version
+                answered_at = time.monotonic()
                 if status.stage == Stage.STOPPED:
-                    return status
+                    return self._last_status(status)
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(
                     f"job {self.job_id} still runs after {timeout:g} s: look at `unified status {self.job_id}`."

@@ -10,11 +10,16 @@ waits for it.
 from __future__ import annotations
 
 import codecs
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
+from msgspec import structs
+
 from unified.client.connection import MasterConnection, PendingReply
+from unified.client.folding import FOLD_S, LineFolder
 from unified.client.report import short_name, size_text
 from unified.errors import ClusterError, ProtocolError, RefusedError
 from unified.job.spec import OutputFiles
@@ -40,16 +45,35 @@ QUIET_S = 1.0
 """A line that was begun and does not go on for so long is shown as it stands."""
 RENEW_S = 5.0
 """Seconds after which a reader that keeps logs, and cannot go on, says again that it is still there."""
+SEARCH_WITHIN_S = 5.0
+_SEARCH = """
+import re, sys
+search = re.compile(sys.argv[1].encode()).search
+sys.stdout.buffer.writelines(line for line in sys.stdin.buffer if search(line.rstrip(b"\\r\\n")))
+"""
 
 Stream = Literal["out", "err"]
 Mode = Literal["once", "live", "keep"]
 
 
+class LineFilter(NamedTuple):
+    """Selects lines on the host that has them."""
+
+    grep: str = ""
+    """Regular expression; empty: every line."""
+    since: float = 0.0
+    """Seconds since 1970; 0: from the first line on."""
+    until: float = 0.0
+
+
+ALL_LINES = LineFilter()
+
+
 class OutputSource(NamedTuple):
-    """One output stream of one life of one worker."""
+    """One output stream of one incarnation of one worker."""
 
     prefix: str
-    """Names the worker in front of a line: ``[trainer-0] ``, ``[trainer-0#1] `` for its second life."""
+    """Names the worker in front of a line: ``[trainer-0] ``, ``[trainer-0#1] `` for its second incarnation."""
     stream: Stream
     is_prefixed: bool = False
     """The prefix was asked for, whatever it is written to."""
@@ -74,10 +98,18 @@ class StreamCursor:
     Args:
         mode: as of `LogReader`; ``live`` pauses between reads as well.
         offset: where to begin; negative means that many bytes before the end.
+        lines: the lines that are read. Of these none is skipped, in any mode.
     """
 
     def __init__(
-        self, worker: str, incarnation: int, source: OutputSource, *, mode: Mode = "once", offset: int = 0
+        self,
+        worker: str,
+        incarnation: int,
+        source: OutputSource,
+        *,
+        mode: Mode = "once",
+        offset: int = 0,
+        lines: LineFilter = ALL_LINES,
     ) -> None:
         self.worker = worker
         self.incarnation = incarnation
@@ -88,6 +120,9 @@ class StreamCursor:
         self.due_at = 0.0
         self.idle_s = IDLE_PAUSE_S
         """The longest pause of a stream that says nothing."""
+        self.lines = lines
+        self.has_moved = False
+        """The last answer was about a further part of the stream, whether or not there was a line in it."""
         self._is_live = mode == "live"
         self._keep = mode == "keep"
         self._offset = offset
@@ -98,6 +133,7 @@ class StreamCursor:
         self._text_at = 0.0
         self._present: int | None = None
         # Bytes that are no UTF-8 come out as they came in where they are written to a file.
+        self._noted = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape" if self._keep else "replace")
 
     def request(self, job: str, max_bytes: int = 0) -> ReadLog:
@@ -108,8 +144,9 @@ class StreamCursor:
             incarnation=self.incarnation,
             stream=self.source.stream,
             offset=self._offset,
-            max_bytes=max_bytes or (KEEP_CHUNK_BYTES if self._keep else CHUNK_BYTES),
+            max_bytes=max_bytes or (KEEP_CHUNK_BYTES if self._keep or self.lines.grep else CHUNK_BYTES),
             keep=self._keep,
+            **self.lines._asdict(),
         )
 
     def take(self, chunk: LogChunk, now: float) -> list[Output]:
@@ -117,10 +154,14 @@ class StreamCursor:
         found: list[Output] = []
         if self._offset < 0:
             self._drop_to_newline = chunk.offset > 0
-        elif self._offset < chunk.offset:  # rotated away
+        elif self._offset < chunk.offset and not (self.lines.since or self.lines.until):  # rotated away
             self._decoder.reset()
             found.append(self._skipped(chunk.offset - self._offset, chunk.path))
+        if chunk.note and chunk.note != self._noted:
+            found.append(Output(self.source, note=chunk.note))
+        self._noted = chunk.note
         text = self._from_newline(self._decoder.decode(chunk.data))
+        self.has_moved = chunk.next_offset > self._offset
         self._offset = chunk.next_offset
         self.is_final = chunk.is_final and self._offset >= chunk.size
         if self.is_final:
@@ -132,20 +173,20 @@ class StreamCursor:
             self._is_line_begun = self._is_line_begun and not is_quiet
             found.append(Output(self.source, text, is_quiet=is_quiet, is_end=self.is_final))
         behind = chunk.size - chunk.next_offset
-        if self._is_live and behind > BEHIND_BYTES:
+        if self._is_live and behind > BEHIND_BYTES and not any(self.lines):
             target = chunk.size - CHUNK_BYTES
             found.append(self._skipped(target - self._offset, chunk.path))
             self._offset = target
             self._drop_to_newline = True
             self._decoder.reset()
         self._present = chunk.size if self._present is None else self._present
-        self.is_caught_up = self._offset >= self._present
-        self._pace(bool(chunk.data), now)
+        self.is_caught_up = self._offset >= self._present or not (self.has_moved or chunk.is_busy)
+        self._pace(self.has_moved, now)
         return found
 
     def nothing(self, now: float) -> None:
         """The log cannot be read now (no such file yet, or its node is away)."""
-        self.is_caught_up = True
+        self.is_caught_up, self.has_moved = True, False
         self._pace(False, now)
 
     def _pace(self, has_data: bool, now: float) -> None:
@@ -164,32 +205,46 @@ class StreamCursor:
 
 
 class LineView:
-    """Whole lines of many streams, each with its prefix, if not without."""
+    """Whole lines of many streams, each with its prefix, if not without.
+
+    Attributes:
+        folder: makes one line of equal ones of several workers; `due` has those that have waited for others.
+    """
 
     def __init__(self, *, has_prefix: bool = True) -> None:
+        self.folder: LineFolder | None = None
         self._has_prefix = has_prefix
         self._partials: dict[OutputSource, str] = {}
 
     def feed(self, outputs: Iterable[Output]) -> list[str]:
         """Return the lines that are whole now; one that a gap or an end cut off is a line too."""
-        return [line for output in outputs for line in self._feed(output)]
+        lines = (line for output in outputs for line in self._feed(output))
+        if self.folder is None:
+            return [prefix + line for prefix, line in lines]
+        for prefix, line in lines:
+            self.folder.add(prefix, line)
+        return self.due()
+
+    def due(self, *, is_end: bool = False) -> list[str]:
+        """Return the lines that wait for equal ones no longer, or all that have waited until now."""
+        return [] if self.folder is None else self.folder.take(is_end=is_end)
 
     def flush(self) -> list[str]:
-        """The lines that were begun and not ended."""
+        """All that wait, and the lines that were begun and not ended."""
         partials, self._partials = self._partials, {}
-        return [self._line(source, text) for source, text in partials.items()]
+        return self.due(is_end=True) + [self._line(source, text) for source, text in partials.items()]
 
     def partials(self) -> list[str]:
         """Return the same, as they stand now; they go on."""
         return [self._line(source, text) for source, text in self._partials.items()]
 
-    def _feed(self, output: Output) -> Iterator[str]:
+    def _feed(self, output: Output) -> Iterator[tuple[str, str]]:
         source = output.source
         begun = self._partials.pop(source, "")
         if output.note:
             if begun:
-                yield self._line(source, begun)
-            yield f"{source.prefix}… {output.note}"
+                yield self._prefix(source), seen(begun)
+            yield source.prefix, f"… {output.note}"
             begun = ""
         *whole, rest = (begun + output.text).split("\n")
         if rest and (output.is_end or len(rest) > MAX_LINE_CHARS):
@@ -197,10 +252,13 @@ class LineView:
         elif rest:
             self._partials[source] = not_drawn_over(rest)
         for line in whole:
-            yield self._line(source, line)
+            yield self._prefix(source), seen(line)
 
     def _line(self, source: OutputSource, line: str) -> str:
-        return (source.prefix if self._has_prefix else "") + seen(line)
+        return self._prefix(source) + seen(line)
+
+    def _prefix(self, source: OutputSource) -> str:
+        return source.prefix if self._has_prefix else ""
 
 
 def not_drawn_over(line: str) -> str:
@@ -219,6 +277,7 @@ class LogFilter(NamedTuple):
     role: str | None = None
     rank: int | None = None
     streams: tuple[Stream, ...] = ("out", "err")
+    lines: LineFilter = ALL_LINES
 
     def takes(self, worker: WorkerStatus) -> bool:
         """Return True if the worker has a log, for it has lived, and is selected."""
@@ -266,7 +325,7 @@ class LogReader:
         self.left_out = 0
 
     def update(self, status: JobStatus) -> None:
-        """Take notice of lives that are new, and of the job's end."""
+        """Take notice of incarnations that are new, and of the job's end."""
         left_out = 0
         for worker in sorted(status.workers, key=lambda worker: worker.rank):  # the first ranks of each role win
             if not self._wanted.takes(worker):
@@ -298,6 +357,11 @@ class LogReader:
         """Lines that are whole now, of one `pull`."""
         for outputs in self.pull():
             yield from self._view.feed(outputs)
+        yield from self._view.due()
+
+    def fold(self) -> None:
+        """Make one line of equal ones of several workers, from now on."""
+        self._view.folder = LineFolder()
 
     def renew(self) -> None:
         """Have logs kept although nothing can be read now, because nobody takes what was read."""
@@ -312,22 +376,26 @@ class LogReader:
 
     def drain(self) -> Iterator[list[Output]]:
         """Read what is left after the job's end, for at most `DRAIN_S` without anything new."""
-        timeout_s = KEEP_DRAIN_S if self._mode == "keep" else DRAIN_S
+        timeout_s = KEEP_DRAIN_S if self._mode == "keep" or self._wanted.lines.grep else DRAIN_S
         deadline = time.monotonic() + timeout_s
         while self._cursors and time.monotonic() < deadline:
             has_news = False
+            cursors = list(self._cursors)
             for outputs in self.pull():
                 has_news = True
                 yield outputs
-            if has_news:  # whoever takes it may have taken long
+            if has_news or any(cursor.has_moved for cursor in cursors):  # whoever takes it may have taken long
                 deadline = time.monotonic() + timeout_s
             elif self._cursors:
+                if self._view.folder is not None:
+                    yield []  # so that what waits is shown
                 time.sleep(LIVE_PAUSE_S)
 
     def read_present(self) -> Iterator[str]:
         """Lines that were printed so far, once."""
         while not all(cursor.is_caught_up for cursor in self._cursors):
             yield from self.pull_lines()
+            time.sleep(self.pause_s())
 
     def follow(self, status: Callable[[], JobStatus]) -> Iterator[str]:
         """Lines as they are printed, until the job has ended and all was read; `status` is asked between two reads."""
@@ -337,7 +405,7 @@ class LogReader:
             if now.stage == Stage.STOPPED:
                 break
             yield from self.pull_lines()
-            time.sleep(max(self.pause_s(), LIVE_PAUSE_S))
+            time.sleep(min(max(self.pause_s(), LIVE_PAUSE_S), FOLD_S))
         yield from self.rest()
 
     def rest(self) -> Iterator[str]:
@@ -355,7 +423,7 @@ class LogReader:
             return
         for cursor in self._cursors:
             if cursor.worker == worker.name:
-                cursor.due_at = 0.0  # what earlier lives said last comes before what the new one says
+                cursor.due_at = 0.0  # what earlier incarnations said last comes before what the new one says
         for incarnation in range(first, worker.incarnation + 1):
             name = short_name(worker) + (f"#{incarnation}" if incarnation else "")
             for stream in self._wanted.streams:
@@ -366,7 +434,14 @@ class LogReader:
                 if files is not None and files.is_teed(stream, worker.local_rank):  # as torchrun writes it
                     source = OutputSource(f"[{files.label}{worker.local_rank}]:", stream, is_prefixed=True)
                 self._cursors.append(
-                    StreamCursor(worker.name, incarnation, source, mode=self._mode, offset=self._offset)
+                    StreamCursor(
+                        worker.name,
+                        incarnation,
+                        source,
+                        mode=self._mode,
+                        offset=self._offset,
+                        lines=self._wanted.lines,
+                    )
                 )
         for cursor in self._cursors:
             cursor.idle_s = max(IDLE_PAUSE_S, len(self._cursors) / MAX_IDLE_READS_S)
@@ -377,12 +452,27 @@ class LogReader:
             answer = reply.result()
         except RefusedError as refusal:
             cursor.nothing(time.monotonic())
-            cursor.is_final = self._is_over
-            is_lost = self._is_over and refusal.code == "unavailable"
+            is_unsearched = bool(cursor.lines.grep) and (refusal.code != "unavailable" or self._mode == "once")
+            cursor.is_final = self._is_over or is_unsearched
+            is_lost = is_unsearched or (self._is_over and refusal.code == "unavailable")
             return [Output(cursor.source, note=f"the rest is missing: {refusal}", is_end=True)] if is_lost else []
         except (ClusterError, ProtocolError):  # silent or being replaced: the status tells the user, not the log
             cursor.nothing(time.monotonic())
             return []
         if not isinstance(answer, LogChunk):
             raise ProtocolError(f"the master answered ReadLog with {type(answer).__name__}.")
+        if answer.note and answer.data and cursor.lines.grep:  # nobody has searched it
+            answer = _searched(answer, cursor.lines.grep)
         return cursor.take(answer, time.monotonic())
+
+
+def _searched(chunk: LogChunk, pattern: str) -> LogChunk:
+    """Return a chunk with the lines that match alone. A process of its own looks for them, as it can be ended."""
+    command = [sys.executable, "-I", "-S", "-c", _SEARCH, pattern]
+    try:
+        done = subprocess.run(command, input=chunk.data, capture_output=True, check=True, timeout=SEARCH_WITHIN_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        is_slow = isinstance(error, subprocess.TimeoutExpired)
+        why = "the pattern takes too long for it: search for a simpler one" if is_slow else f"not searched: {error}"
+        return structs.replace(chunk, data=b"", note=f"{chunk.note}; {why}")
+    return structs.replace(chunk, data=done.stdout)

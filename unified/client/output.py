@@ -1,15 +1,18 @@
 """Output of workers, written to the driver's own stdout and stderr.
 
 A file or a pipe gets what was written, byte for byte, line by line; on a terminal each line has its worker in front.
+`TracebackFilter` leaves out the tracebacks that were shown before.
 A line that was begun and does not go on is shown as it stands. Should another worker print then, it is broken off
 there, and written again from its beginning when it goes on: so each whole line stands together somewhere.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -22,7 +25,13 @@ from unified.protocol.client_master import JobStatus
 Prefix = Literal["auto", "always", "never"]
 LONGEST = 65536
 """Characters of a line after which it is not waited for any longer."""
+MAX_TRACEBACKS = 200
+"""Tracebacks that are known again."""
 _ERASE_LINE = "\r\x1b[K"
+_BEGUN = r"^Traceback \(most recent call last\):\n(?:[ \t].*\n)*"
+_CHAINED = r"(?:\n(?:The above exception|During handling of).*\n\n)?"
+_TRACEBACK = re.compile(rf"{_BEGUN}[^ \t\n].*\n{_CHAINED}", re.MULTILINE)
+_OPEN_TRACEBACK = re.compile(rf"{_BEGUN}.*\Z", re.MULTILINE)
 
 
 @dataclass
@@ -186,6 +195,47 @@ class WorkerOutput:
         self._out.close()
         self._err.close()
         self.break_line()
+
+
+class TracebackFilter:
+    """Shows each traceback in the stderr of workers once: of another worker or incarnation its last line will do."""
+
+    def __init__(self) -> None:
+        self._shown_by: dict[str, OutputSource] = {}
+        self._open: dict[OutputSource, str] = {}
+        """Beginnings of tracebacks, by source."""
+
+    def feed(self, outputs: Iterable[Output]) -> Iterator[Output]:
+        """Yield the outputs to be shown. A traceback that has begun waits for its end."""
+        for output in outputs:
+            source = output.source
+            if source.stream != "err":
+                yield output
+                continue
+            begun = self._open.pop(source, "")
+            if begun and output.note:
+                yield Output(source, begun)
+                begun = ""
+            text = _TRACEBACK.sub(functools.partial(self._once, source), begun + output.text)
+            is_over = output.is_end or output.is_quiet or len(text) > LONGEST
+            if not is_over and (found := _OPEN_TRACEBACK.search(text)):
+                self._open[source] = found[0]
+                text = text[: found.start()]
+            yield output._replace(text=text)
+
+    def has_shown(self, traceback: str) -> bool:
+        """Return True if all parts of a traceback were shown."""
+        parts = _TRACEBACK.findall(traceback)
+        return bool(parts) and all(part in self._shown_by for part in parts)
+
+    def _once(self, source: OutputSource, found: re.Match[str]) -> str:
+        text = found[0]
+        if text not in self._shown_by and len(self._shown_by) < MAX_TRACEBACKS:
+            self._shown_by[text] = source
+        if (first := self._shown_by.get(text, source)) == source:
+            return text
+        *_, line, end = text.split("\n")
+        return "" if not line else f"{line} (the same traceback as {first.prefix.strip('[]: ')}, above)\n{end}"
 
 
 def is_same_place(one: TextIO, other: TextIO) -> bool:

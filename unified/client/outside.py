@@ -238,7 +238,7 @@ class OutsideCaller:
             return bus
 
     def _refresh(self) -> None:
-        """While calls are open, hear of the deaths and new lives of those who were called."""
+        """While calls are open, hear of the deaths and new incarnations of those who were called."""
         if not self._open:
             return
         try:

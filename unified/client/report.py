@@ -2,33 +2,65 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
+from collections.abc import Mapping
+from html import escape
+from operator import attrgetter
 from typing import NamedTuple
 
-from unified.protocol.client_master import EndReport, JobStatus, RoleStatus, WorkerStatus
-from unified.protocol.records import EventRecord, Evidence, Progress, Stage, WorkerState
+from unified.client.terminal import printable
+from unified.config.logging import escaped
+from unified.protocol.client_master import EndReport, JobLine, JobStatus, NodeStatus, RoleStatus, WorkerStatus
+from unified.protocol.records import EventRecord, Evidence, NodeState, Phase, Progress, Stage, WorkerState
 
 UNSTARTED = "UNSTARTED"
+RESTARTING = "RESTARTING"
+SUSPENDED = "SUSPENDED"
+DRAINING = "DRAINING"
 TRACEBACK_LINES = 20
 LINE_WIDTH = 200
 STOPPED_BY_USER = 130
 MAX_CALLERS = 3
+TIME_BAR = 20
+_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
+
+
+class StepSpread(NamedTuple):
+    """Steps that the ranks of a role have reached."""
+
+    slowest: int
+    median: int
+    fastest: int
 
 
 class RoleSummary(NamedTuple):
-    """State and progress of a role, at a glance."""
+    """State and progress of a role, at a glance: of terminals, of notebooks and of the page."""
 
     name: str
-    states: str
-    """``2 RUNNING`` or ``1 RUNNING, 1 STARTING``."""
+    counts: dict[str, int]
+    """Number of workers in each state, in the order of a worker's life."""
     round: int
     """0 for a role that is not elastic, or before its first round."""
     num_restarts: int
     step: int | None
+    """Step of the first rank that reported anything, as `total` and `values` are."""
     total: int | None
-    metrics: str
-    """``loss 2.31  lr 0.0003``."""
+    values: Mapping[str, float | int | str]
+    """Metrics that it reported last."""
+    spread: StepSpread | None = None
+    """Steps of all ranks; None: none was reported."""
+
+    @property
+    def states(self) -> str:
+        """``2 RUNNING`` or ``1 RUNNING, 1 STARTING``."""
+        return ", ".join(f"{count} {state}" for state, count in self.counts.items())
+
+    @property
+    def metrics(self) -> str:
+        """``loss 2.31  lr 0.0003``."""
+        return "  ".join(escaped(f"{name} {number_text(value)}") for name, value in self.values.items())
 
     @property
     def step_text(self) -> str:
@@ -57,34 +89,60 @@ class RoleSummary(NamedTuple):
 
 def summarise(status: JobStatus) -> list[RoleSummary]:
     """One summary a role, in the order of the job's description."""
-    return [_summarise_role(status, role) for role in status.roles]
+    of_role: dict[str, list[WorkerStatus]] = {role.name: [] for role in status.roles}
+    for worker in status.workers:
+        of_role.setdefault(worker.role, []).append(worker)
+    return [_summarise_role(status, role, of_role[role.name]) for role in status.roles]
 
 
-def _summarise_role(status: JobStatus, role: RoleStatus) -> RoleSummary:
-    workers = [worker for worker in status.workers if worker.role == role.name]
-    reported = (w.progress for w in sorted(workers, key=lambda w: w.rank) if w.progress is not None)
+def _summarise_role(status: JobStatus, role: RoleStatus, workers: list[WorkerStatus]) -> RoleSummary:
+    reported = (w.progress for w in sorted(workers, key=attrgetter("rank")) if w.progress is not None)
     progress = next((each for each in reported if each.step is not None or each.metrics), Progress())
+    steps = sorted(w.progress.step for w in workers if w.progress is not None and w.progress.step is not None)
+    found: Counter[str] = Counter(map(attrgetter("state"), workers))
+    if _is_over(status):
+        found[UNSTARTED] = found.pop(WorkerState.PENDING, 0)
+    counts = {str(state): found[state] for state in (UNSTARTED, *WorkerState) if found[state]}
     return RoleSummary(
         name=role.name,
-        states=_states_text(status, workers) or f"{role.total} {WorkerState.PENDING}",
+        counts=counts or {str(WorkerState.PENDING): role.total},
         round=role.round,
         num_restarts=role.num_restarts,
         step=progress.step,
         total=progress.total,
-        metrics="  ".join(f"{name} {number_text(value)}" for name, value in progress.metrics.items()),
+        values=progress.metrics,
+        spread=StepSpread(steps[0], steps[len(steps) // 2], steps[-1]) if steps else None,
     )
+
+
+def stage_text(job: JobStatus | JobLine) -> str:
+    """The job's stage; ``RESTARTING`` where it is INIT once more, ``SUSPENDED`` until it is resumed."""
+    if job.suspended is not None and job.stage is Stage.INIT:
+        return SUSPENDED
+    is_again = job.num_restarts or (isinstance(job, JobStatus) and any(role.num_restarts for role in job.roles))
+    return RESTARTING if job.stage is Stage.INIT and is_again else job.stage.value
+
+
+def node_state(node: NodeStatus) -> str:
+    """The node's state; ``DRAINING`` and then ``DRAINED`` where it is out of service."""
+    if node.drained is None or node.state is not NodeState.ALIVE:
+        return node.state.value
+    return DRAINING if node.num_workers or node.num_leaving else "DRAINED"
+
+
+def headline_text(status: JobStatus) -> str:
+    """``nanogpt-1  INIT  waits: role trainer needs …``."""
+    reason = first_line(status.reason)
+    return f"{status.job_id}  {stage_text(status)}" + (f"  {reason}" if reason else "")
 
 
 def state_text(status: JobStatus, worker: WorkerStatus) -> str:
     """The worker's state; ``UNSTARTED`` if its job ended before it began."""
-    is_over = status.stage in (Stage.STOPPING, Stage.STOPPED)
-    return UNSTARTED if is_over and worker.state is WorkerState.PENDING else worker.state.value
+    return UNSTARTED if _is_over(status) and worker.state is WorkerState.PENDING else worker.state.value
 
 
-def _states_text(status: JobStatus, workers: list[WorkerStatus]) -> str:
-    """Return the number of workers in each state, in the order of a worker's life."""
-    counts = Counter(state_text(status, worker) for worker in workers)
-    return ", ".join(f"{counts[state]} {state}" for state in (UNSTARTED, *WorkerState) if counts[state])
+def _is_over(status: JobStatus) -> bool:
+    return status.stage in (Stage.STOPPING, Stage.STOPPED)
 
 
 def short_name(worker: WorkerStatus) -> str:
@@ -115,8 +173,8 @@ def duration_text(seconds: float) -> str:
 
 
 def first_line(text: str) -> str:
-    """Return the first line of a text that may have none."""
-    return text.splitlines()[0] if text else ""
+    """Return the first line of a text that may have none, with what cannot be printed escaped."""
+    return escaped(text.splitlines()[0]) if text else ""
 
 
 def size_text(num_bytes: int) -> str:
@@ -127,12 +185,13 @@ def size_text(num_bytes: int) -> str:
     return f"{num_bytes} bytes"
 
 
-def end_lines(status: JobStatus, *, story: str = "") -> list[str]:
+def end_lines(status: JobStatus, *, story: str = "", is_traceback_shown: bool = False) -> list[str]:
     """Return the lines to print when a job has ended.
 
     Args:
         story: where the reasons of its decisions are: a command such as ``unified explain nanogpt-1`` (the default,
             for a job whose master goes on), or a file.
+        is_traceback_shown: the traceback of the failure was shown before, with the output of the workers.
     """
     took = f" after {duration_text(status.ended_at - status.submitted_at)}" if status.ended_at else ""
     restarts = f", with {restarts_text(status.num_restarts)}" if status.num_restarts else ""
@@ -143,12 +202,47 @@ def end_lines(status: JobStatus, *, story: str = "") -> list[str]:
         return [f"job {status.job_id} was stopped{took}: {status.reason.removeprefix('stopped: ')}", *unread]
     lines = [f"job {status.job_id} failed with exit code {status.exit_code}{took}{restarts}"]
     if status.end is not None:
-        lines += _failure_lines(status, status.end)
+        lines += _failure_lines(status, status.end, is_traceback_shown)
     else:
         lines.append(_row("reason", status.reason or "the master gave none"))
     lines += unread
     lines.append(_row("next", story or f"unified explain {status.job_id}"))
     return lines
+
+
+def time_text(status: JobStatus, now: float) -> str:
+    """Return ``[##############......] 71 % productive, 20 % starting, 9 % redone``, the bar for what was productive;
+    empty if no account was kept.
+    """
+    spent = {} if status.times is None else status.times.at(now)
+    if (total := sum(spent.values())) <= 0:
+        return ""
+    shares = {phase: seconds / total for phase, seconds in spent.items()}
+    useful = shares.pop(Phase.PRODUCTIVE.value, 0.0)
+    others = sorted(shares.items(), key=lambda each: -each[1])
+    told = [f"{useful:.0%} productive", *(f"{share:.0%} {phase}" for phase, share in others if share >= 0.005)]
+    length = round(useful * TIME_BAR)
+    return f"[{'#' * length}{'.' * (TIME_BAR - length)}] {', '.join(told).replace('%', ' %')}"
+
+
+def state_lines(status: JobStatus, now: float) -> list[str]:
+    """Return the lines that say how a job stands, or how it has ended. `now` is the wall clock."""
+    if status.stage == Stage.STOPPED:
+        return end_lines(status)
+    since = duration_text(now - status.submitted_at) if status.submitted_at else "-"
+    reason = [f"  {first_line(status.reason)}"] if status.reason else []
+    return [f"job {status.job_id} is {stage_text(status)}, for {since}", *reason, *unread_lines(status)]
+
+
+def state_html(status: JobStatus, now: float) -> str:
+    """Return the same for a notebook, with a row a role."""
+    head = escape(printable("\n".join(state_lines(status, now))))
+    rows = ""
+    for role in summarise(status):
+        bar = f'<progress value="{role.step or 0}" max="{role.total}"></progress>' if role.total else ""
+        texts = [role.name, role.states, role.step_text, role.metrics, restarts_text(role.num_restarts)]
+        rows += f"<tr>{''.join(f'<td>{escape(printable(text))}</td>' for text in texts)}<td>{bar}</td></tr>"
+    return f"<pre>{head}</pre><table>{rows}</table>"
 
 
 def unread_lines(status: JobStatus) -> list[str]:
@@ -164,7 +258,7 @@ def unread_lines(status: JobStatus) -> list[str]:
     return [_row("rpc", f"{calls} failed and nobody read the error: see the stderr of {named}{more}")]
 
 
-def _failure_lines(status: JobStatus, end: EndReport) -> list[str]:
+def _failure_lines(status: JobStatus, end: EndReport, is_traceback_shown: bool) -> list[str]:
     failure = end.failure
     life = f" (life {end.incarnation}; the first is 0)" if end.incarnation else ""
     lines = [
@@ -178,7 +272,9 @@ def _failure_lines(status: JobStatus, end: EndReport) -> list[str]:
         lines.append(_row("reason", reason))
     if failure.evidence is not None and failure.evidence.memory:
         lines.append(_row("memory", _memory_text(failure.evidence)))
-    if failure.traceback:
+    if is_traceback_shown:
+        lines.append(_row("trace", "above, in the output of the workers"))
+    elif failure.traceback:
         lines += ["", *_traceback_lines(failure.traceback), ""]
     if end.log_file:
         # one that was killed printed nothing to stderr, and perhaps something to stdout
@@ -188,10 +284,12 @@ def _failure_lines(status: JobStatus, end: EndReport) -> list[str]:
 
 
 def _memory_text(evidence: Evidence) -> str:
-    """``210, 800, 2100 MB in its last 15 s, 3900 MB at most``."""
+    """``3900 MB at most; sampled: 210, 800, 2100 MB, from 15.0 s to 5.0 s before its end``."""
     samples = ", ".join(f"{sample.mb:.0f}" for sample in evidence.memory)
-    peak = f", {evidence.peak_mb:.0f} MB at most" if evidence.peak_mb else ""
-    return f"{samples} MB in its last {evidence.memory[0].age_s:.0f} s{peak}"
+    peak = f"{evidence.peak_mb:.0f} MB at most; " if evidence.peak_mb else ""
+    first, last = duration_text(evidence.memory[0].age_s), duration_text(evidence.memory[-1].age_s)
+    when = f"from {first} to {last}" if len(evidence.memory) > 1 else first
+    return f"{peak}sampled: {samples} MB, {when} before its end"
 
 
 def _told_apart(end: EndReport, reason: str) -> tuple[str, str]:
@@ -204,7 +302,7 @@ def _told_apart(end: EndReport, reason: str) -> tuple[str, str]:
 
 
 def _traceback_lines(traceback: str) -> list[str]:
-    lines = [line for line in traceback.splitlines() if line.strip()]
+    lines = [escaped(_COLOUR.sub("", line)) for line in traceback.splitlines() if line.strip()]
     left_out = len(lines) - TRACEBACK_LINES
     shown = [f"    {cut(line)}" for line in lines[-TRACEBACK_LINES:]]
     return [f"    … {left_out} lines above, in the log", *shown] if left_out > 0 else shown
@@ -223,4 +321,4 @@ def event_text(event: EventRecord) -> str:
     """``07:49:42.120  worker-failed  trainer_2-0_2-0  killed by SIGKILL``."""
     moment = time.strftime("%H:%M:%S", time.localtime(event.at)) + f".{int(event.at % 1 * 1000):03}"
     who = event.worker or event.role or event.node or event.job
-    return f"{moment}  {event.event:<20}  {who:<24}  {event.reason}".rstrip()
+    return escaped(f"{moment}  {event.event:<20}  {who:<24}  {event.reason}".rstrip())

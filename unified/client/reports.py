@@ -1,44 +1,65 @@
 """Values that a worker reported, pulled from its agents through the master.
 
-Each life of a worker has a file of its own with a line for each report (`unified_agent.output`), which is read like a
-log. Reading goes backwards, from the newest line, so that the last hundred points of a long run cost one request.
+Each incarnation of a worker has a file of its own (`unified_agent.logs.series`), which is read like a log. Reading goes
+backwards, from the newest line, so that the last hundred points of a long run cost one request.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Iterator
-from typing import NamedTuple
+from functools import partial, reduce
+from itertools import groupby, pairwise
+from operator import attrgetter
+from typing import Literal, NamedTuple
 
-from msgspec import DecodeError
+from msgspec import DecodeError, structs
 from msgspec.json import Decoder
 
 from unified.client.connection import MasterConnection
 from unified.errors import RefusedError
 from unified.protocol.client_master import LogChunk, ReadLog
-from unified.protocol.records import WorkerReport
+from unified.protocol.records import CallSpan, WorkerReport
 
 BLOCK_BYTES = 256 * 1024
+Series = Literal["metrics", "trace"]
 _report: Decoder[WorkerReport] = Decoder(WorkerReport)
+_span: Decoder[CallSpan] = Decoder(CallSpan)
 
 
 class KeptReports(NamedTuple):
-    """Reports of one worker, the oldest first."""
+    """Series of one worker, the oldest point first."""
 
     reports: list[WorkerReport]
     missing: list[str]
-    """Reasons for which the reports of some lives could not be read."""
+    """Reasons for which the reports of some incarnations could not be read."""
+
+    @property
+    def num_thinned(self) -> int:
+        """Points between these that are kept no more."""
+        pairs = [(old, new) for old, new in pairwise(self.reports) if old.incarnation == new.incarnation]
+        return sum(max(0, new.number - old.number - 1) for old, new in pairs)
 
 
 def read_reports(
-    connection: MasterConnection, job: str, worker: str, newest: int, *, since: float = 0.0, limit: int = 1000
+    connection: MasterConnection,
+    job: str,
+    worker: str,
+    newest: int,
+    *,
+    since: float = 0.0,
+    limit: int = 1000,
+    within_s: float = math.inf,
 ) -> KeptReports:
-    """Return the newest reports of a worker over all its lives. Blocks for a few requests to the master.
+    """Return the newest reports of a worker over all its incarnations. Blocks for a few requests to the master.
 
     Args:
         newest: the worker's newest incarnation, as `WorkerStatus` has it; -1 for one that has not lived yet.
         since: leave out what was reported at this time (seconds since 1970) or before.
         limit: number of reports, at most; of more than these the newest are returned.
+        within_s: seconds after which no earlier incarnation is read: what was read by then is returned.
 
     Raises:
         RefusedError: the job or the worker is not known.
@@ -46,9 +67,15 @@ def read_reports(
     """
     reports: list[WorkerReport] = []
     missing: list[str] = []
+    ends_at = time.monotonic() + within_s
     for incarnation in range(newest, -1, -1):
+        if time.monotonic() > ends_at:
+            missing.append(f"incarnations before {incarnation + 1} were not read within {within_s:g} s")
+            break
         try:
-            for report in _backwards(connection, job, worker, incarnation):
+            backwards = _backwards(connection, job, worker, incarnation)
+            for _, parts in groupby(backwards, attrgetter("number", "step")):
+                report = reduce(lambda new, old: structs.replace(new, metrics={**old.metrics, **new.metrics}), parts)
                 if report.at <= since or len(reports) >= limit:
                     return KeptReports(reports[::-1], missing)
                 reports.append(report)
@@ -57,26 +84,43 @@ def read_reports(
                 raise
             missing.append(str(refusal))
             if refusal.code != "unavailable":
-                break  # the master remembers nothing of this life, nor of earlier ones
+                break  # the master remembers nothing of this incarnation, nor of earlier ones
     return KeptReports(reports[::-1], missing)
 
 
 def _backwards(connection: MasterConnection, job: str, worker: str, incarnation: int) -> Iterator[WorkerReport]:
-    """Yield the reports of one life, the newest first."""
-    for line in _lines_backwards(connection, job, worker, incarnation):
+    """Yield the points of one incarnation, the newest first; of one that was reported in parts the parts."""
+    for line in _lines_backwards(connection, job, worker, incarnation, "metrics"):
         with contextlib.suppress(DecodeError):  # an empty line, or the end of one whose first part was rotated away
             yield _report.decode(line)
 
 
-def _lines_backwards(connection: MasterConnection, job: str, worker: str, incarnation: int) -> Iterator[bytes]:
-    """Yield the lines of one life, the newest first."""
+def read_spans(connection: MasterConnection, job: str, worker: str, incarnation: int, *, limit: int) -> list[CallSpan]:
+    """Return the newest spans of the calls of one incarnation, oldest first; none where it has no ``UNIFIED_TRACE``.
+
+    Raises as `read_reports` does.
+    """
+    spans: list[CallSpan] = []
+    for line in _lines_backwards(connection, job, worker, incarnation, "trace"):
+        with contextlib.suppress(DecodeError):
+            spans.append(_span.decode(line))
+        if len(spans) >= limit:
+            break
+    return spans[::-1]
+
+
+def _lines_backwards(
+    connection: MasterConnection, job: str, worker: str, incarnation: int, stream: Series
+) -> Iterator[bytes]:
+    """Yield the lines of one incarnation, the newest first."""
 
     def read(offset: int, nbytes: int) -> tuple[int, bytes]:
         """Return what was asked for and its offset, which is larger than asked if a rotation removed the first part."""
-        chunk = _ask(connection, job, worker, incarnation, offset, nbytes)
+        ask = partial(_ask, connection, job, worker, incarnation, stream)
+        chunk = ask(offset, nbytes)
         start, data = chunk.offset, chunk.data
         while len(data) < nbytes and chunk.data and chunk.next_offset < chunk.size:  # a read ends where its file ends
-            chunk = _ask(connection, job, worker, incarnation, start + len(data), nbytes - len(data))
+            chunk = ask(start + len(data), nbytes - len(data))
             data += chunk.data
         return start, data
 
@@ -86,20 +130,19 @@ def _lines_backwards(connection: MasterConnection, job: str, worker: str, incarn
     while True:
         rest, *lines = (block + rest).split(b"\n")
         yield from reversed(lines)
-        if start == 0:
+        end = start
+        if end > 0:
+            start, block = read(max(0, end - BLOCK_BYTES), min(end, BLOCK_BYTES))
+        if start >= end:
             yield rest
             return
-        end = start
-        start, block = read(max(0, end - BLOCK_BYTES), min(end, BLOCK_BYTES))
-        if start >= end:
-            return  # `rest` is the end of a line whose beginning was rotated away
         block = block[: end - start]
 
 
 def _ask(
-    connection: MasterConnection, job: str, worker: str, incarnation: int, offset: int, max_bytes: int
+    connection: MasterConnection, job: str, worker: str, incarnation: int, stream: Series, offset: int, max_bytes: int
 ) -> LogChunk:
     request = ReadLog(
-        job=job, worker=worker, incarnation=incarnation, stream="metrics", offset=offset, max_bytes=max_bytes
+        job=job, worker=worker, incarnation=incarnation, stream=stream, offset=offset, max_bytes=max_bytes
     )
     return connection.ask(request, LogChunk)

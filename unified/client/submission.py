@@ -8,50 +8,76 @@ import sys
 import tempfile
 from typing import TYPE_CHECKING
 
+import msgspec
 from msgspec import structs
 
 from unified.client.connection import MasterConnection, connect_to
 from unified.client.handle import JobHandle
+from unified.client.preload import guess
 from unified.client.terminal import ending_at_once, is_watched
 from unified.config.addresses import find_master
 from unified.devices import has_accelerator
-from unified.job.spec import JobSpec, RoleSpec, with_nodes
+from unified.job.driver import WORKING_DIR
+from unified.job.spec import SLURM_GROUPS, JobSpec, RoleSpec, in_groups, with_nodes
 from unified.protocol.client_master import Accepted, ListNodes, NodeList, NodeStatus, SubmitJob
+from unified.protocol.framing import check_sendable
 
 if TYPE_CHECKING:
+    from unified.client.code.archive import CodeArchive
+    from unified.client.embedded import EmbeddedCluster
     from unified.client.output import Prefix
 
+begun: list[EmbeddedCluster] = []
+"""A cluster that a command has begun to start before it knew its job, for that job if it goes to none that runs."""
 
-def submit_job(spec: JobSpec, *, master: str | None = None, wait: bool = True, joins: bool = False) -> JobHandle:
+
+def submit_job(
+    spec: JobSpec,
+    *,
+    master: str | None = None,
+    wait: bool = True,
+    joins: bool = False,
+    archive: CodeArchive | None = None,
+) -> JobHandle:
     """Submit a job and return at once.
 
     Args:
-        master: ``tcp://HOST:PORT``; None means ``UNIFIED_MASTER``, and without that an embedded cluster of
-            `spec.node_num` agents with `spec.device_per_node` virtual devices each, which ends with the job. (For a
-            range of nodes it has as many as the lower end. A GPU job for one node, on a host that has accelerators,
-            gets the real ones.) Its workers share the host's CPUs, however many they ask for.
+        master: ``tcp://HOST:PORT``; None means ``UNIFIED_MASTER``, and without that the cluster of ``unified up``.
+            Where there is neither, or with ``local``, it is an embedded cluster of `spec.node_num` agents with
+            `spec.device_per_node` virtual devices each, which ends with the job. (For a range of nodes it has as many
+            as the lower end. A GPU job for one node, on a host that has accelerators, gets the real ones.) Its workers
+            share the host's CPUs, however many they ask for.
         wait: let a job that does not fit now wait for its place; False has it refused, and so has an embedded cluster,
             where no place can come free.
         joins: where a job of this name with the same workers runs already, be in front of that one instead.
+        archive: code that travels with the job.
 
     Raises:
+        UsageError: the job has a value that cannot be sent.
         RefusedError: the master did not take it, or refused this side's cluster key; the message says why.
         MasterUnreachableError: no master answers there.
         ClusterError: the embedded cluster could not be started.
         KeyFileError: the cluster key cannot be read, or others may read it.
     """
-    return _hand_over(_with_own_folders(spec), master, wait, joins)
+    return _hand_over(_with_own_folders(spec), master, wait, joins, archive)
 
 
 def run_job(
-    spec: JobSpec, *, master: str | None = None, wait: bool = True, joins: bool = False, prefix: Prefix = "always"
+    spec: JobSpec,
+    *,
+    master: str | None = None,
+    wait: bool = True,
+    joins: bool = False,
+    prefix: Prefix = "always",
+    archive: CodeArchive | None = None,
 ) -> int:
     """Submit a job as `submit_job` does, and show progress and output until it has ended.
 
     Ctrl-C or SIGTERM stops the job in order, a second one ends it, and this process, at once (`SystemExit`).
 
     Args:
-        prefix: whether each line of a worker has its name in front: ``always``, ``never``, or ``auto``, on a terminal.
+        prefix: whether each line of a worker has its name in front: ``always``, ``never``, or ``auto``: on a terminal,
+            and where there are several workers.
 
     Returns:
         The exit code: 0, 1 for a failure, 130 for a stop by the user, 143 for one by SIGTERM.
@@ -60,7 +86,7 @@ def run_job(
     if not is_watched():
         spec = structs.replace(spec, is_output_followed=True)
     with ending_at_once():  # where there is no job yet to be stopped in order, or none any more
-        handle = _hand_over(spec, master, wait, joins)
+        handle = _hand_over(spec, master, wait, joins, archive)
         from unified.client.foreground import run_in_foreground  # the master need not wait for its import
 
         return run_in_foreground(handle, prefix, spec)
@@ -93,45 +119,83 @@ def cluster_nodes(master: str) -> list[NodeStatus]:
         return connection.ask(ListNodes(), NodeList).nodes
 
 
-def _hand_over(spec: JobSpec, master: str | None, wait: bool, joins: bool) -> JobHandle:
+def _hand_over(spec: JobSpec, master: str | None, wait: bool, joins: bool, archive: CodeArchive | None) -> JobHandle:
+    if archive is not None:
+        spec = _with_code(spec, archive)
+    if groups := os.environ.get(SLURM_GROUPS):
+        spec = in_groups(spec, msgspec.json.decode(groups, type=dict[str, int]))
+    check_sendable(spec)
     address = find_master(master)
+    cluster = begun.pop() if begun else None
+    if cluster is not None and (address is not None or cluster.environ != dict(os.environ)):
+        cluster.stop(timeout_s=0.0)  # its daemons have another environment
+        cluster = None
     if address is None:
-        return _send_embedded(spec)
+        return _send_embedded(spec, cluster, archive)
     connection = connect_to(address)
     try:
-        return JobHandle(connection, _submit(connection, spec, wait, joins))
+        return JobHandle(connection, _submit(connection, spec, wait, joins, archive))
     except BaseException:
         connection.close()
         raise
 
 
-def _submit(connection: MasterConnection, spec: JobSpec, wait: bool, joins: bool) -> str:
+def _with_code(spec: JobSpec, archive: CodeArchive) -> JobSpec:
+    """Return the job with its code; paths that lead into it are told without links, which nodes cannot follow."""
+    from unified.client.code.archive import real_path
+
+    root, roles = archive.code.root, []
+    for role in spec.roles:
+        entry, envs = role.entry_point, dict(role.envs)
+        if entry.kind == "script":
+            entry = structs.replace(entry, target=real_path(entry.target, root))
+        if WORKING_DIR in envs:
+            envs[WORKING_DIR] = real_path(envs[WORKING_DIR], root)
+        roles.append(structs.replace(role, entry_point=entry, envs=envs))
+    return structs.replace(
+        spec,
+        code=archive.code,
+        roles=roles,
+        working_dir=spec.working_dir and real_path(spec.working_dir, root),
+        sys_path=[real_path(path, root) for path in spec.sys_path],
+    )
+
+
+def _submit(connection: MasterConnection, spec: JobSpec, wait: bool, joins: bool, archive: CodeArchive | None) -> str:
     """The id of the job, or of the one that it joins."""
+    if archive is not None:
+        from unified.client.code.transfer import upload
+
+        upload(connection, archive)
+    # A driver that SLURM has started again comes back to the job that it submitted before.
+    joins = joins or bool(os.environ.get("SLURM_RESTART_COUNT"))
     accepted = connection.ask(SubmitJob(spec=spec, wait=wait, joins=joins), Accepted)
     if accepted.submitted_by:
         print(f"{accepted.job_id}  was submitted by {accepted.submitted_by}; this command joins it", file=sys.stderr)
     return accepted.job_id
 
 
-def _send_embedded(spec: JobSpec) -> JobHandle:
-    from unified.client.embedded import EmbeddedCluster
+def _send_embedded(spec: JobSpec, cluster: EmbeddedCluster | None, archive: CodeArchive | None) -> JobHandle:
+    if cluster is None:
+        from unified.client.embedded import EmbeddedCluster
 
+        cluster = EmbeddedCluster()
+        cluster.preload = guess(spec)
     least = with_nodes(spec, 1)
     # One agent may have the host's real devices; several would each take all of them.
     is_real = spec.accelerator_type == "GPU" and least.node_num == 1 and has_accelerator()
     cpus = spec.master_cpu + sum(role.total * role.resources.cpu for role in least.roles)
-    cluster = EmbeddedCluster(
-        least.node_num,
-        None if is_real else spec.device_per_node,
-        cpus_per_node=max(cpus, len(os.sched_getaffinity(0))) if cpus else None,
-        max_master_restarts=spec.master_max_restart,
-    )
+    cluster.set_nodes(least.node_num)
+    cluster.devices_per_node = None if is_real else spec.device_per_node
+    cluster.cpus_per_node = max(cpus, len(os.sched_getaffinity(0))) if cpus else None
+    cluster.max_master_restarts = spec.master_max_restart
     if sys.stderr is not None and sys.stderr.isatty():
-        print(f"starting an embedded cluster; its logs: {cluster.home}", file=sys.stderr)
+        print("starting a cluster for this job (2 s); `unified up` keeps one", file=sys.stderr)
     cluster.start()
     connection = connect_to(cluster.address)
     try:
-        return JobHandle(connection, _submit(connection, spec, wait=False, joins=False), cluster=cluster)
+        job_id = _submit(connection, spec, wait=False, joins=False, archive=archive)
+        return JobHandle(connection, job_id, cluster=cluster)
     except BaseException:
         connection.close()
         cluster.stop(timeout_s=1.0)

@@ -26,7 +26,7 @@ _UNWANTED = re.compile(
     r"|\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: moves the cursor, clears the screen
     r"|\x1b[]PX^_].*?(?:\x07|\x1b\\|\Z)"  # OSC and its like: sets the title or the clipboard, up to its end mark
     r"|\x1b[ -/]*[0-~]"
-    r"|[\x00-\x08\x0a-\x1f\x7f-\x9f]",
+    r"|[\x00-\x08\x0a-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]",  # the last ones write backwards
     re.DOTALL,
 )
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -34,8 +34,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def printable(line: str) -> str:
-    """A line that does nothing to a terminal but colour it: control characters and escape sequences are dropped, all
-    but tabs and SGR.
+    """A line that does nothing to a terminal but colour it: control characters, escape sequences and marks that
+    change the direction of the text are dropped, all but tabs and SGR.
     """
     return line if line.isprintable() else _UNWANTED.sub(lambda found: found["colour"] or "", line)
 

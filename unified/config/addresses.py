@@ -9,6 +9,7 @@ from ipaddress import IPv6Address
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from unified.config.clusters import kept_cluster
 from unified.config.settings import DEFAULT_PORT
 from unified.errors import UsageError
 
@@ -17,6 +18,8 @@ LOCAL = "local"
 MAX_PORT = 65_535
 _NAME = re.compile(r"[A-Za-z0-9._-]+|\*")
 _PORT = re.compile(r"(:\d{1,5})?")
+own_masters: list[str] = []
+"""Addresses of the clusters that `unified.local_cluster` keeps in this process; the last one is used."""
 
 
 class HostPort(NamedTuple):
@@ -98,10 +101,24 @@ def parse_flag(flag: str, text: str) -> HostPort:
     return found
 
 
-def find_master(given: str | None) -> str | None:
-    """Return the master's address from `given`, else from ``UNIFIED_MASTER``, else None."""
+def named_master(given: str | None) -> str | None:
+    """Return the master's address from `given`, else from ``UNIFIED_MASTER``; None if neither names one."""
     text = given or os.environ.get(MASTER_VARIABLE)
-    return parse_address(text) if text else None
+    return parse_address(text) if text and text.strip().lower() != LOCAL else None
+
+
+def find_master(given: str | None) -> str | None:
+    """Return the master's address from `given`, else that of this process's own `local_cluster`, else from
+    ``UNIFIED_MASTER``, else that of ``unified up``, else None.
+
+    ``local`` means a cluster of one's own, and so does ``UNIFIED_MASTER`` if it is set and empty.
+    """
+    if not given and own_masters:
+        return own_masters[-1]
+    if given or MASTER_VARIABLE in os.environ:
+        return named_master(given)
+    kept = kept_cluster()
+    return None if kept is None else kept.address
 
 
 def _destination(text: str, schemes: Collection[str]) -> HostPort | None:

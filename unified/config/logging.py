@@ -1,4 +1,4 @@
-"""The log level of a process, and a log that repeats nothing.
+"""The log level of a process, lines that are what they seem, and a log that repeats nothing.
 
 The environment asks for the level: ``UNIFIED_LOG_LEVEL``, else ``DLROVER_LOG_LEVEL``, else ``RUST_LOG``.
 """
@@ -6,6 +6,7 @@ The environment asks for the level: ``UNIFIED_LOG_LEVEL``, else ``DLROVER_LOG_LE
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
@@ -74,6 +75,33 @@ def log_from(level: Level, name: str = "unified") -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     handler.addFilter(lambda record: _is_alone(handler, record))
     logger.addHandler(handler)
+
+
+def escaped(text: str) -> str:
+    """Return a text as one line that hides nothing: line ends, escape sequences and other characters that cannot be
+    printed, such as U+202E, become ``\\n``, ``\\x1b``, ``\\u202e``.
+    """
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+class _OneLine(logging.Formatter):
+    """Formatter of daemons' logs, to which any worker or client may add words: no record forges another."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = escaped(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:
+        return "\n".join(map(escaped, super().formatException(ei).split("\n")))
+
+
+def log_to_stderr(name: str, level: int) -> None:
+    """Begin the log of a daemon of this name."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_OneLine(f"%(asctime)s {name} %(levelname)s %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
 
 
 class LogOnce:

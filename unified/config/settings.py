@@ -9,15 +9,18 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-
-import msgspec
+from typing import NamedTuple
 
 from unified.errors import UsageError
 
 DEFAULT_PORT = 7077
+PRELOAD = "UNIFIED_PRELOAD"
+"""Variable of a job's own cluster: what `unified.client.preload` guesses."""
+LEAST_DESCRIPTORS = 64
+"""Fewest open files with which an agent runs four workers; each further worker needs some more."""
 
 
-class Intervals(msgspec.Struct, frozen=True, kw_only=True):
+class Intervals(NamedTuple):  # no record of msgspec, whose import an early zygote would wait for
     """Intervals and time limits, in seconds. The master tells agents; tests use shorter ones."""
 
     heartbeat_s: float = 1.0
@@ -52,7 +55,7 @@ def intervals() -> Intervals:
         UsageError: a variable that is not a positive number.
     """
     given: dict[str, float] = {}
-    for field in Intervals.__struct_fields__:
+    for field in Intervals._fields:
         name = f"UNIFIED_{field.upper()}"
         if (text := os.environ.get(name)) is not None:
             try:
@@ -85,26 +88,69 @@ def home() -> Path:
 
 def run_root() -> Path:
     """Return the folder of sockets, short as a Unix socket path has at most 107 characters: ``$UNIFIED_RUN_DIR``,
-    else ``$XDG_RUNTIME_DIR/unified``, else ``/tmp/unified-UID``. `make_private` makes it, with mode 0700.
+    else ``$XDG_RUNTIME_DIR/unified`` where that is there, else ``/tmp/unified-UID``. `make_private` makes it, with mode
+    0700.
     """
     if given := os.environ.get("UNIFIED_RUN_DIR"):
         return Path(given)
-    if given := os.environ.get("XDG_RUNTIME_DIR"):
+    given = os.environ.get("XDG_RUNTIME_DIR", "")
+    if given and os.access(given, os.W_OK | os.X_OK):  # SLURM hands on the variable of a login node
         return Path(given) / "unified"
     return Path(tempfile.gettempdir()) / f"unified-{os.getuid()}"
 
 
 def make_private(directory: Path) -> Path:
-    """Make a directory that only this user may enter, or raise PermissionError if somebody else owns it."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = directory.stat()
-    if found.st_uid != os.getuid():
-        raise PermissionError(
-            f"{directory} belongs to uid {found.st_uid}, not to uid {os.getuid()}: set UNIFIED_RUN_DIR."
-        )
-    if found.st_mode & 0o077:
-        directory.chmod(0o700)
+    """Make a directory that only this user may enter.
+
+    Raises:
+        PermissionError: it is there and is somebody else's, or a symbolic link, which could lead anywhere.
+    """
+    make_folder(directory)
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except NotADirectoryError:
+        raise PermissionError(f"{directory} is a symbolic link, which is not followed: set UNIFIED_RUN_DIR.") from None
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid != os.getuid():
+            raise PermissionError(
+                f"{directory} belongs to uid {found.st_uid}, not to uid {os.getuid()}: set UNIFIED_RUN_DIR."
+            )
+        if found.st_mode & 0o077:
+            os.fchmod(descriptor, 0o700)
+    finally:
+        os.close(descriptor)
     return directory
+
+
+def make_folder(directory: Path) -> None:
+    """Make a directory, and those above it, with mode 0700, whatever the umask; one that is there stays as it is.
+
+    Raises:
+        UsageError: its name is not UTF-8, so that no message can name it.
+    """
+    try:
+        str(directory).encode()
+    except UnicodeEncodeError:
+        raise UsageError(
+            f"the folder {str(directory)!r} cannot be used: its name is not UTF-8. UNIFIED_HOME, UNIFIED_RUN_DIR, "
+            "--state-dir and --log-dir choose another."
+        ) from None
+    for folder in (*reversed(directory.parents), directory):
+        is_new = not folder.exists()
+        if is_new or folder == directory:
+            folder.mkdir(mode=0o700, exist_ok=True)
+        if is_new and folder.stat().st_mode & 0o700 != 0o700:  # the umask takes its user's own rights
+            folder.chmod(0o700)
+
+
+def check_descriptors() -> None:
+    """Raise UsageError where this process may open fewer descriptors than are needed: ZeroMQ aborts without."""
+    import resource  # by those who open sockets alone
+
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if 0 <= limit < LEAST_DESCRIPTORS:
+        raise UsageError(f"`ulimit -n` is {limit}, which is too few open files: {LEAST_DESCRIPTORS} is the least.")
 
 
 def unusable(what: str, directory: Path, error: OSError, flag: str) -> str:
@@ -135,3 +181,8 @@ def pid_space() -> str:
 def python() -> str:
     """Return the interpreter for our own child processes."""
     return sys.executable
+
+
+def command_line() -> list[str]:
+    """Return the words that run this installation's ``unified``, on any host that has it at the same path."""
+    return [python(), "-P", "-m", "unified"]

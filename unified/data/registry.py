@@ -23,24 +23,8 @@ from unified.data.worker_identity import (
     session_of,
 )
 from unified.errors import CoordinatorError, UsageError, listed, nearest
+from unified.protocol import coordinator
 from unified.protocol.client_master import Done
-from unified.protocol.coordinator import (
-    AdvanceEpoch,
-    CoordinatorRequest,
-    DatasetRegistration,
-    Datasets,
-    DatasetStatus,
-    DataShards,
-    GetDatasets,
-    GetDataShard,
-    GetRankFiles,
-    MarkDone,
-    RankFiles,
-    RegisterDataset,
-    SetDataWorker,
-    ShardAssignment,
-    ShardsDone,
-)
 from unified.values import ClosedOnExit
 
 _log = logging.getLogger("unified.data")
@@ -139,7 +123,7 @@ class DatasetRegistry(ClosedOnExit):
         asked = (where, format, shard_size, shuffle, seed or 0, said)
         if known is None or not is_registered_as(known, asked, total_samples):
             files = dataset_files(where, format, total_samples)
-            request = RegisterDataset(
+            request = coordinator.RegisterDataset(
                 dataset_id=dataset_id,
                 path=where,
                 format=format,
@@ -151,7 +135,7 @@ class DatasetRegistry(ClosedOnExit):
                 files=files,
                 space=self._identity.space,
             )
-            epoch = self._ask(request, DatasetRegistration).epoch
+            epoch = self._ask(request, coordinator.DatasetRegistration).epoch
         self._epochs.setdefault(dataset_id, epoch)
         self._join_world(dataset_id, known.workers if known is not None else [])
 
@@ -177,10 +161,10 @@ class DatasetRegistry(ClosedOnExit):
         if epoch is None:
             epoch = self.current_epoch(dataset_id)
         rank = -1 if worker.rank is None else worker.rank
-        request = GetRankFiles(
+        request = coordinator.GetRankFiles(
             dataset_id=dataset_id, epoch=epoch, rank=rank, world_size=self._world() or 0, **self._of(worker)
         )
-        answer = self._ask(request, RankFiles)
+        answer = self._ask(request, coordinator.RankFiles)
         self._epochs[dataset_id] = max(epoch, self._epochs.get(dataset_id, 0))
         if answer.idle and (dataset_id, len(answer.idle)) not in self._warned:
             self._warned.add((dataset_id, len(answer.idle)))
@@ -200,7 +184,7 @@ class DatasetRegistry(ClosedOnExit):
         epoch: int | None = None,
         *,
         limit: int | None = None,
-    ) -> list[ShardAssignment]:
+    ) -> list[coordinator.ShardAssignment]:
         """Return a worker's unfinished shards, in the order in which they are to be read.
 
         Args:
@@ -221,12 +205,14 @@ class DatasetRegistry(ClosedOnExit):
             epoch = self.current_epoch(dataset_id)
         return self.look_up(dataset_id, worker_rank, epoch, limit=limit or 0).shards
 
-    def look_up(self, dataset_id: str, worker_rank: int | str | None, epoch: int, *, limit: int) -> DataShards:
+    def look_up(
+        self, dataset_id: str, worker_rank: int | str | None, epoch: int, *, limit: int
+    ) -> coordinator.DataShards:
         """Look up what `get_assignment` returns, with the revision for which it holds; with `limit` 0 all."""
         worker = self._worker(worker_rank)
-        request = GetDataShard(dataset_id=dataset_id, epoch=epoch, limit=limit, **self._of(worker))
+        request = coordinator.GetDataShard(dataset_id=dataset_id, epoch=epoch, limit=limit, **self._of(worker))
         self._join_once(dataset_id, worker)
-        answer = self._ask(request, DataShards)
+        answer = self._ask(request, coordinator.DataShards)
         self._epochs[dataset_id] = max(epoch, self._epochs.get(dataset_id, 0))
         return answer
 
@@ -251,11 +237,13 @@ class DatasetRegistry(ClosedOnExit):
 
     def report_done(
         self, dataset_id: str, worker_rank: int | str | None, epoch: int, shard_ids: Sequence[int]
-    ) -> ShardsDone:
+    ) -> coordinator.ShardsDone:
         """Report shards as `mark_done` does; return also the revision that holds now."""
         worker = self._worker(worker_rank)
-        request = MarkDone(dataset_id=dataset_id, epoch=epoch, shard_ids=list(shard_ids), **self._of(worker))
-        return self._ask(request, ShardsDone)
+        request = coordinator.MarkDone(
+            dataset_id=dataset_id, epoch=epoch, shard_ids=list(shard_ids), **self._of(worker)
+        )
+        return self._ask(request, coordinator.ShardsDone)
 
     def restore_position(
         self,
@@ -321,7 +309,7 @@ class DatasetRegistry(ClosedOnExit):
             if dataset_id not in self._epochs:
                 self._epochs[dataset_id] = self.current_epoch(dataset_id)
             epoch = self._epochs[dataset_id] + 1
-        self._ask(AdvanceEpoch(dataset_id=dataset_id, epoch=epoch, space=self._identity.space), Done)
+        self._ask(coordinator.AdvanceEpoch(dataset_id=dataset_id, epoch=epoch, space=self._identity.space), Done)
         current = self._epochs[dataset_id] = self.current_epoch(dataset_id)
         return current
 
@@ -333,7 +321,7 @@ class DatasetRegistry(ClosedOnExit):
         """
         return self.status(dataset_id).epoch
 
-    def status(self, dataset_id: str) -> DatasetStatus:
+    def status(self, dataset_id: str) -> coordinator.DatasetStatus:
         """Return the values, workers and progress of a dataset.
 
         Raises:
@@ -347,7 +335,7 @@ class DatasetRegistry(ClosedOnExit):
             )
         return every[dataset_id]
 
-    def datasets(self) -> list[DatasetStatus]:
+    def datasets(self) -> list[coordinator.DatasetStatus]:
         """Return all datasets, each with its values, its workers and its progress."""
         return self._all().datasets
 
@@ -444,21 +432,21 @@ class DatasetRegistry(ClosedOnExit):
             self._set_member(dataset_id, worker, True)
 
     def _set_member(self, dataset_id: str, worker: _QueriedWorker, is_member: bool) -> None:
-        request = SetDataWorker(
+        request = coordinator.SetDataWorker(
             dataset_id=dataset_id, is_member=is_member, is_awaited=not worker.is_mine, **self._of(worker)
         )
         self._ask(request, Done)
         self._joined.add((dataset_id, worker.name))
 
-    def _all(self) -> Datasets:
-        return self._ask(GetDatasets(space=self._identity.space), Datasets)
+    def _all(self) -> coordinator.Datasets:
+        return self._ask(coordinator.GetDatasets(space=self._identity.space), coordinator.Datasets)
 
-    def _ask(self, request: CoordinatorRequest, expected: type[A]) -> A:
+    def _ask(self, request: coordinator.CoordinatorRequest, expected: type[A]) -> A:
         return self._coordinator.ask(request, expected)
 
 
 def is_registered_as(
-    known: DatasetStatus, asked: tuple[str, str, int, bool, int, dict[str, str]], total_samples: int | None
+    known: coordinator.DatasetStatus, asked: tuple[str, str, int, bool, int, dict[str, str]], total_samples: int | None
 ) -> bool:
     """Return whether a known dataset has these values: path, format, shard size, shuffle, seed, metadata."""
     there = (known.path, known.format, known.shard_size, known.shuffle, known.seed, known.metadata)

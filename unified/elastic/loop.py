@@ -14,9 +14,9 @@ import msgspec
 
 from unified.elastic.core.agreement import Holding, StepAgreement, agree
 from unified.elastic.state import ElasticState, RoundEnded
-from unified.round_meeting import RoundMeeting, RoundMember
+from unified.rounds.meeting import RoundMeeting, RoundMember
+from unified.rounds.rendezvous_store import connect
 from unified.worker.context import Worker
-from unified.worker.rendezvous_store import connect
 from unified.worker.rounds import Rounds
 
 if TYPE_CHECKING:

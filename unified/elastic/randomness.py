@@ -38,9 +38,9 @@ def restore(state: dict[str, Any]) -> None:
 def adopt(state: dict[str, Any], step: int) -> None:
     """Go on from the state of another rank.
 
-    Ranks that were seeded alike draw alike, so it is also what the life before this one would have. Ranks with seeds of
-    their own shall differ, and nobody knows what that life had drawn: the generators then begin at a number made of
-    this process's seed and the step.
+    Ranks that were seeded alike draw alike, so it is also what the incarnation before this one would have. Ranks with
+    seeds of their own must differ, and nobody knows what the earlier incarnation had drawn: the generators then begin
+    at a number made of this process's seed and the step.
     """
     import torch
 

@@ -18,11 +18,16 @@ from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
+RPC_MARK = "__unified_rpc__"
+"""Attribute of a function that `@rpc` has marked."""
+
 _origins: weakref.WeakKeyDictionary[Any, tuple[str, str, bytes]] = weakref.WeakKeyDictionary()
 """Arguments of `find_or_build` by which each class or function that was built here from its code travels on."""
 _built: dict[tuple[str, str], tuple[bytes, Any]] = {}
 """Last code built, and its result, by script and name: the same code is the same class."""
 _has_readers_elsewhere = True
+programs = {"__main__"}
+"""Modules that other processes do not import under these names; `unified submit` adds that of its file."""
 
 
 def all_run_this_script() -> None:
@@ -63,6 +68,43 @@ def cloud_pickler() -> Any:
     return CloudPickler
 
 
+def dump_code(value: Any) -> bytes:
+    """Return a cloudpickle of a function or class whose module workers cannot import, and of the `@rpc` functions
+    beside it: of the pair ``(value, functions)``. Any Exception: something that it refers to cannot be sent.
+    """
+    import cloudpickle
+
+    inner = value
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    module = sys.modules.get(getattr(inner, "__module__", None) or "")
+    if module is None or is_importable(module.__name__):
+        return bytes(cloudpickle.dumps((value, [])))
+    names = [each for each in vars(module).values() if isinstance(each, FunctionType) and hasattr(each, RPC_MARK)]
+    return _with_code((value, names), module)
+
+
+def _with_code(value: Any, module: Any) -> bytes:
+    """Return a cloudpickle that refers to nothing of this module by name."""
+    import cloudpickle
+
+    if module.__name__ == "__main__":  # cloudpickle does so by itself
+        return bytes(cloudpickle.dumps(value))
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        return bytes(cloudpickle.dumps(value))
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def is_importable(module: str) -> bool:
+    """Return True if another process can import a module of this name as this one could: its package is found, and it
+    is not the program that this process runs."""
+    package = module.partition(".")[0]
+    finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
+    return module != "__main__" and any(find is not None and find(package, None) is not None for find in finders)
+
+
 def names_main(data: bytes) -> bool:
     """Return True if a pickle may refer by name to something in the program that made it."""
     return b"__main__" in data
@@ -73,11 +115,11 @@ def reduced(value: Any, *, with_code: bool = True) -> Any:
 
     It is `with_code` for readers that may not have the script.
     """
-    if not isinstance(value, type | FunctionType) or value.__module__ != "__main__":
+    if not isinstance(value, type | FunctionType) or value.__module__ not in programs:
         return NotImplemented
     origin = _origins.get(value)
     if origin is None:
-        main = sys.modules["__main__"]
+        main = sys.modules.get(value.__module__)
         if _found(main, value.__qualname__) is not value:
             return NotImplemented
         path = _path_of(main)
@@ -118,10 +160,8 @@ def _modules_of(path: str) -> Iterator[Any]:
 
 
 def _code_of(value: Any, may_fail: bool) -> bytes:
-    import cloudpickle
-
     try:
-        code: bytes = cloudpickle.dumps(value)
+        code = _with_code(value, sys.modules[value.__module__])
     except Exception:  # it uses a lock of its script, say; those who have the script need no code
         if not may_fail:
             raise

@@ -13,8 +13,6 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import (
     AliasChoices,
     Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
     field_serializer,
     field_validator,
     model_validator,
@@ -28,9 +26,8 @@ from unified.job.names import MAX_NAME, check_job_name
 from unified.job.workloads import ResourceDesc, WorkloadDesc
 
 _ROLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
-MAX_ERRORS = 10
-"""Errors of one description that are told one by one; the rest of them are counted."""
 _SLACK = 1e-6  # sums of shares
+_REMEDY = "A role that needs no accelerator says so with .resource(cpu=1)."
 
 
 @dataclass
@@ -60,6 +57,9 @@ class DLConfig(Description):
     accelerator_type: AcceleratorType = AcceleratorType.GPU
     device_per_node: int = Field(default=8, ge=1)
     """At most this many devices of one node are used."""
+    may_share_nodes: bool = False
+    """True to let groups share a node where there is no room on others: then up to `node_number * device_per_node`
+    devices of one node are used."""
     dl_type: DLType = DLType.SFT
     stream_type: DLStreamType = DLStreamType.TASK_STREAM
     collocations: list[set[str]] = Field(default_factory=list)
@@ -84,17 +84,6 @@ class DLConfig(Description):
             return omegaconf.OmegaConf.to_object(value)
         return value
 
-    @field_validator("workloads", mode="wrap")
-    @classmethod
-    def _tell_few_errors(cls, value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return check(value)
-        except ValidationError as error:
-            if error.error_count() <= MAX_ERRORS:
-                raise
-            told = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
-            raise ValueError(_first_errors(told)) from None
-
     @field_validator("workloads")
     @classmethod
     def _there_are_roles_with_good_names(cls, value: dict[str, WorkloadDesc]) -> dict[str, WorkloadDesc]:
@@ -110,9 +99,11 @@ class DLConfig(Description):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.accelerator_type is AcceleratorType.CPU:
+            self.workloads = {role: workload.without_default_device() for role, workload in self.workloads.items()}
         self._apply_collocations()
         if problems := list(self._problems()):
-            raise ValueError(_first_errors(problems))
+            raise ValueError("\n".join(problems))
         return self
 
     @property
@@ -176,14 +167,14 @@ class DLConfig(Description):
             if group.resource.accelerator > self.device_per_node + _SLACK:
                 yield (
                     f"{_roles(group)} needs {group.resource.accelerator:g} accelerators on one node (per_group workers "
-                    f"of each), but device_per_node is {self.device_per_node}."
+                    f"of each), but device_per_node is {self.device_per_node}: raise it. {_REMEDY}"
                 )
             needed += group.resource.accelerator * group.num
         if needed > self.node_number * self.device_per_node + _SLACK:
             yield (
                 f"all roles together ({listed(self.workloads)}) need {needed:g} accelerators (total times "
                 f"accelerator of each), but there are node_num x device_per_node = {self.node_number} x "
-                f"{self.device_per_node} = {self.node_number * self.device_per_node}."
+                f"{self.device_per_node} = {self.node_number * self.device_per_node}: raise one of them. {_REMEDY}"
             )
 
 
@@ -195,7 +186,8 @@ class JobConfig(Description):
     job_name: str
     dl_config: DLConfig
     master: str | None = None
-    """Address of the master, ``tcp://HOST:PORT``; None: a cluster of its own on this host, for the job's life."""
+    """Address of the master, ``tcp://HOST:PORT``; None: that of ``unified up``, if there is one. Else, or with
+    ``local``: a cluster of its own on this host, which ends with the job."""
     wait: bool = True
     """False: an error at once, rather than a place in the queue, if the job does not fit now."""
     master_cpu: float = Field(default=2, ge=0)
@@ -248,8 +240,20 @@ class JobConfig(Description):
     """Interpreter of the workers; None: the agent's own."""
     start_method: Literal["fork", "spawn"] = "fork"
     """`fork` starts a worker in milliseconds from a process that has torch loaded; `spawn` from nothing."""
+    ship: bool | str | list[str] = False
+    """Code that travels with the job: True for the working directory, a path for another folder, a list for files and
+    folders in the working directory. It is on each node then, for reading alone, and the workers' directory; see
+    Operations."""
+    exclude: list[str] = Field(default_factory=list)
+    """Patterns of files that do not travel, such as ``*.ckpt`` or ``data``; beside what `.gitignore` says."""
+    requirements: str | list[str] = Field(default_factory=list)
+    """Packages that the job needs above those of the nodes: a list as for pip, or the path of a ``requirements.txt`` or
+    a ``uv.lock``. Each node installs them once, into a virtual environment of their own."""
     working_dir: str | None = None
     """Working directory of the workers, on all their nodes; None: `DLROVER_WORKING_DIR`, or else the driver's own."""
+    report_to: str | list[str] = ""
+    """Trackers that get what rank 0 of each role reports: ``tensorboard:DIR``, ``mlflow[:URI]``, ``wandb[:PROJECT]``,
+    ``trackio[:PROJECT]``, several with commas or as a list; see Observability."""
 
     def to_job_info(self) -> JobInfo:
         """Return the `JobInfo` of the job. Its `job_id` is its name: the master has not given it one yet."""
@@ -259,6 +263,12 @@ class JobConfig(Description):
             accelerator_type=self.dl_config.accelerator_type,
             user_config=self.dl_config.user_config,
         )
+
+    @field_validator("ship", mode="before")
+    @classmethod
+    def _words_are_answers(cls, value: Any) -> Any:
+        answers = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+        return answers.get(value.lower(), value) if isinstance(value, str) else value  # from the environment
 
     @field_validator("job_name")
     @classmethod
@@ -290,12 +300,6 @@ def _resolved(value: Any) -> Any:
     except OmegaConfBaseException as error:
         raise ValueError(f"the config cannot be resolved: {error}") from None
     return config
-
-
-def _first_errors(errors: list[str]) -> str:
-    """Return the first errors, a line each, and how many more there are."""
-    rest = [f"and {len(errors) - MAX_ERRORS} more errors."] if len(errors) > MAX_ERRORS else []
-    return "\n".join([*errors[:MAX_ERRORS], *rest])
 
 
 def _roles(group: WorkloadGroup) -> str:

@@ -6,16 +6,68 @@ import argparse
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
-from unified.errors import nearest
+from unified.errors import JobError, nearest
+from unified.job.driver import is_text
+
+if TYPE_CHECKING:
+    Checked = type
+else:
+
+    class Checked(type(BaseModel)):
+        """Metaclass of models whose constructor raises `JobError`. Models within models are built without it."""
+
+        def __call__(cls, *args: Any, **fields: Any) -> Any:
+            try:
+                return super().__call__(*args, **fields)
+            except ValidationError as error:
+                raise job_error(error) from None
+
+
+MAX_ERRORS = 10
+"""Errors of one description that are told one by one; the rest of them are counted."""
+_MAX_VALUE = 80
+_CALLS = {
+    "node_number": "node_num",
+    "accelerator_type": "device_type",
+    "user_config": "config",
+    "global_envs": "global_env",
+    "envs": "env",
+}
+"""Methods of a builder by the field that they set, where the names differ."""
 
 EnvValue = Annotated[str, Field(coerce_numbers_to_str=True)]
 """Value of an environment variable; numbers are taken as well: ``{"OMP_NUM_THREADS": 4}``."""
 
-Envs = Annotated[dict[str, EnvValue], BeforeValidator(lambda value: {} if value is None else value)]
+
+def _check_envs(envs: dict[str, str]) -> dict[str, str]:
+    for name, value in envs.items():
+        if not name or "=" in name or "\0" in name:
+            raise ValueError(f"{name!r} is no name of a variable: it is empty, or has '=' or NUL in it.")
+        if "\0" in value:
+            raise ValueError(f"the value of {name} has the character NUL: {value!r}.")
+        if not is_text(name + value):
+            raise ValueError(f"the variable {name!r} or its value {value!r} is not UTF-8.")
+    return envs
+
+
+Envs = Annotated[
+    dict[str, EnvValue],
+    BeforeValidator(lambda value: {} if value is None else value),
+    AfterValidator(_check_envs),
+]
 """Environment variables."""
 
 Seconds = Annotated[
@@ -44,8 +96,37 @@ PlainConfig = Annotated[dict[str, Any], BeforeValidator(plain_config)]
 """A config of a role; see `plain_config`."""
 
 
-class Description(BaseModel):
-    """Base of the models. A field may have several names (aliases); one of them may be given."""
+def job_error(error: ValidationError) -> JobError:
+    """Return what is wrong as sentences, a line each, with the role and the field; of many the first."""
+    told = [line for item in error.errors() for line in _told(item)]
+    rest = [f"and {len(told) - MAX_ERRORS} more errors."] if len(told) > MAX_ERRORS else []
+    return JobError("\n".join([*told[:MAX_ERRORS], *rest]))
+
+
+def _told(item: Any) -> list[str]:
+    names = [str(part) for part in item["loc"]]
+    where = ""
+    if len(names) > 1 and names[0] == "workloads":  # the third is the kind of role
+        where, names = f"role {names[1]!r}: ", names[3:]
+    names[:1] = [_CALLS.get(name, name) for name in names[:1]]
+    field = ".".join(names)
+    if item["type"] == "value_error":  # sentences of ours, of which those of no field have a line each
+        said = str(item["ctx"]["error"])
+        return [f"{where}{field}: {' '.join(said.split())}"] if field else [where + line for line in said.split("\n")]
+    if item["type"] == "union_tag_invalid":
+        return [f"{where}backend is {item['ctx']['tag']!r}: it must be one of {item['ctx']['expected_tags']}."]
+    if item["type"] == "missing":
+        return [f"{where}{field} is missing: it has to be given."]
+    if not field:
+        return [f"{where}{item['msg']}."]
+    value = repr(item["input"])
+    value = value if len(value) <= _MAX_VALUE else f"{value[:_MAX_VALUE]}…"
+    return [f"{where}{field} is {value}: {item['msg'].replace('Input should be', 'it must be')}."]
+
+
+class Description(BaseModel, metaclass=Checked):
+    """Base of the models. What is wrong is a `JobError`. A field may have several names (aliases), of which one may be
+    given."""
 
     model_config = ConfigDict(populate_by_name=True, extra="forbid", defer_build=True)
 
@@ -55,6 +136,20 @@ class Description(BaseModel):
     """Names that are taken as input, though no field has them."""
     hint: ClassVar[str] = ""
     """Hint that is added when an unknown name is met."""
+
+    @classmethod
+    def model_validate(cls, *args: Any, **options: Any) -> Self:
+        try:
+            return super().model_validate(*args, **options)
+        except ValidationError as error:
+            raise job_error(error) from None
+
+    @classmethod
+    def model_validate_json(cls, *args: Any, **options: Any) -> Self:
+        try:
+            return super().model_validate_json(*args, **options)
+        except ValidationError as error:
+            raise job_error(error) from None
 
     @model_validator(mode="before")
     @classmethod

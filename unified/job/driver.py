@@ -15,9 +15,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from unified.errors import UsageError
+from unified.job.report_to import REPORT_RUN
 
 WORKING_DIR = "DLROVER_WORKING_DIR"
-INHERITED = ("UNIFIED_COMPAT",)
+DEBUGPY = "UNIFIED_DEBUGPY"
+"""Port at which the first worker of a job waits for a client of debugpy."""
+STORY_FOLDER = "UNIFIED_STORY_FOLDER"
+"""Folder for what was decided about the job, where its cluster ends with the driver, as in an allocation of SLURM."""
+INHERITED = ("UNIFIED_COMPAT", DEBUGPY, REPORT_RUN)
 """Variables of this process that its job's workers have too, wherever they run; the job's own environment wins."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _HOST = frozenset(
@@ -42,7 +47,7 @@ _CLUSTER = frozenset(
     """.split()  # noqa: SIM905
 )
 _CLUSTER_PREFIXES = ("UNIFIED_", "DLROVER_UNIFIED_", "TORCHELASTIC_", "PET_")
-_OF_JOBS = ("UNIFIED_COMPAT", "UNIFIED_LOG_LEVEL", "UNIFIED_KEEP_FREED_MB", "UNIFIED_BUS_ROUTE")
+_OF_JOBS = ("UNIFIED_COMPAT", "UNIFIED_LOG_LEVEL", "UNIFIED_KEEP_FREED_MB", "UNIFIED_BUS_ROUTE", "UNIFIED_TRACE")
 _OF_JOBS_PREFIXES = ("UNIFIED_STORAGE_", "UNIFIED_CHECKPOINT_", "UNIFIED_DATASET_")
 _CREDENTIAL_WORDS = frozenset(
     """
@@ -72,7 +77,7 @@ class Driver(NamedTuple):
         return cls(
             working_dir=env.get(WORKING_DIR) or cwd,
             sys_path=list(dict.fromkeys(str(Path(path).absolute()) for path in paths)),
-            submitted_by=f"{_user()}@{os.uname().nodename}:{os.getpid()}",
+            submitted_by=submitter(),
             env={name: env[name] for name in INHERITED if env.get(name)},
         )
 
@@ -114,7 +119,7 @@ def is_credential(name: str, value: str) -> bool:
 
 
 def _is_for_workers(name: str, value: str) -> bool:
-    if not _NAME.match(name) or not _is_text(value):
+    if not _NAME.match(name) or not is_text(value):
         return False
     if name in _OF_JOBS or name.startswith(_OF_JOBS_PREFIXES):
         return True
@@ -123,13 +128,18 @@ def _is_for_workers(name: str, value: str) -> bool:
     return name == "PYTHONPATH" or not name.upper().endswith(("PATH", "VISIBLE_DEVICES"))
 
 
-def _is_text(value: str) -> bool:
+def is_text(value: str) -> bool:
     """Return True if the value can be encoded as UTF-8; no other can be sent."""
     try:
         value.encode()
     except UnicodeEncodeError:
         return False
     return True
+
+
+def submitter() -> str:
+    """Return this process as user@host:pid, for people."""
+    return f"{_user()}@{os.uname().nodename}:{os.getpid()}"
 
 
 def _user() -> str:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import keyword
 import shlex
+import sys
+from typing import Any
 
-from unified.errors import EntryPointError
+from unified.errors import EntryPointError, nearest
+from unified.job.by_value import is_importable
 from unified.job.enums import WorkloadEntrypointType
 from unified.job.spec import EntryPoint
 
@@ -36,8 +39,8 @@ def parse(entry_point: str) -> EntryPoint:
     """
     text = entry_point.strip()
     if _is_dotted(dotted := text.replace("::", ".")):
-        module, _, attribute = dotted.rpartition(".")
-        return EntryPoint(kind="attribute", target=module, attribute=attribute)
+        module, _, attribute = text.partition("::") if "::" in text else dotted.rpartition(".")
+        return EntryPoint(kind="attribute", target=module, attribute=attribute.replace("::", "."))
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -49,10 +52,56 @@ def parse(entry_point: str) -> EntryPoint:
     raise EntryPointError(f"entry point {text!r} is not valid{_why(words)}. {_FORMS}")
 
 
-def normalized(entry_point: str) -> str:
-    """Return the entry point, which `parse` can read, without outer blanks; ``module.attr`` for ``module::attr``."""
+def normalized(entry_point: Any) -> Any:
+    """Return an entry point, a text or an object, as a text that `parse` can read; without outer blanks, and
+    ``module.attr`` for ``module::attr``.
+
+    A function or class that workers cannot import by a name stays what it is: one of ``__main__``, of a notebook's
+    cell, of a file that was loaded by its path, or a closure. So does whatever else can be called.
+
+    EntryPointError: it is neither a text of a known form nor an object that can be called.
+    """
+    if not isinstance(entry_point, str):
+        return _name_or_itself(entry_point)
     parsed = parse(entry_point)
-    return f"{parsed.target}.{parsed.attribute}" if parsed.kind == "attribute" else entry_point.strip()
+    if parsed.kind != "attribute":
+        return entry_point.strip()
+    if parsed.target == "__main__":
+        return _of_main(parsed.attribute)
+    return f"{parsed.target}{'::' if '.' in parsed.attribute else '.'}{parsed.attribute}"
+
+
+def name_of(value: Any) -> tuple[str, str]:
+    """Return the module and the name of a function or class, for people; of another object its type's name."""
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return str(getattr(value, "__module__", None) or "__main__"), str(named.__qualname__)
+
+
+def _name_or_itself(value: Any) -> Any:
+    if not callable(value):
+        raise EntryPointError(
+            f"entry point {value!r} is of type {type(value).__name__}: give a function or a class. {_FORMS}"
+        )
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str) or not is_importable(module):
+        return value
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return normalized(f"{module}::{name}") if found is value else value
+
+
+def _of_main(name: str) -> Any:
+    """Return what a text such as ``__main__.run`` names: workers are other programs, so it is looked up here."""
+    found: Any = sys.modules["__main__"]
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise EntryPointError(
+                f"entry point '__main__.{name}': the program that describes this job has no {part!r}."
+                f"{nearest(part, dir(found))} Give the function or class itself, or the name of its module."
+            )
+        found = getattr(found, part)
+    return _name_or_itself(found)
 
 
 def _is_name(word: str) -> bool:

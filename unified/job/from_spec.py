@@ -34,6 +34,7 @@ def workload_of(role: RoleSpec) -> WorkloadDesc:
         "config": decode(role.config, f"config of role {role.name}") or {},
         "rank_based_gpu_selection": role.rank_based_gpu_selection,
         "is_driver": role.is_driver,
+        "is_service": role.is_service,
         "node_group_failover": NodeGroupFailoverDesc.model_construct(
             enabled=role.failover_label is not None,
             group_label_key=role.failover_label or "",
@@ -74,7 +75,7 @@ def _resource(role: RoleSpec) -> ResourceDesc:
 
 
 def _entry_point(entry: EntryPoint) -> str:
-    if entry.kind == "attribute":
+    if entry.kind in ("attribute", "value"):
         return f"{entry.target}.{entry.attribute}"
     flag = ["-m"] if entry.kind == "module" else []
     return shlex.join([*flag, entry.target, *entry.argv])

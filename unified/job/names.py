@@ -1,4 +1,4 @@
-"""Names of jobs and workers: building, checks and parsing."""
+"""Names of jobs and workers, and ranges of nodes, as users write them: building, checks and parsing."""
 
 from __future__ import annotations
 
@@ -39,3 +39,17 @@ def parse_worker(name: str) -> WorkerRef:
             f"{name!r} is not a worker's name: write 'role-rank' (trainer-0) or the full name from `unified status`."
         )
     return WorkerRef(found["role"], int(found["rank"]))
+
+
+def parse_nnodes(nnodes: int | str) -> tuple[int, int]:
+    """Read a number of nodes, ``4`` or ``"4"``, or a range of them, ``"2:8"``; lowest and highest.
+
+    ValueError: the text is neither, or below 1, or its range is upside down.
+    """
+    parts = str(nnodes).split(":")
+    if not 1 <= len(parts) <= 2 or not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(f"nnodes={nnodes!r} is neither a number of nodes nor a range such as '2:8'.")
+    low, high = int(parts[0]), int(parts[-1])
+    if not 1 <= low <= high:
+        raise ValueError(f"nnodes={nnodes!r}: at least one node is needed, and a range begins with its lower end.")
+    return low, high

@@ -6,14 +6,52 @@ import difflib
 import json
 import secrets
 from collections.abc import Mapping
-from typing import Any
+from datetime import timedelta
+from typing import Any, Literal, TypedDict
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from unified.errors import OptionError, nearest
 from unified.job.config import DLConfig, JobConfig
 from unified.job.description import field_of
+from unified.job.enums import FailoverExec, FailoverTrigger, MasterStateBackendType
 from unified.job.names import check_job_name
+
+
+class SubmitOptions(TypedDict, total=False):
+    """The keywords of `DLJob.submit`, for type checkers: the fields of `JobConfig`, where each is explained, under all
+    their names."""
+
+    job_name: str
+    master: str | None
+    wait: bool
+    master_cpu: float
+    master_mem: int
+    master_memory: int
+    master_create_timeout: float | timedelta
+    timeout: float | timedelta
+    node_max_restart: int
+    job_max_restart: int
+    master_max_restart: int
+    master_isolation_schedule_resource: str
+    worker_isolation_schedule_resource: str
+    failover_trigger_strategy: Literal[0, 1, 2] | FailoverTrigger
+    failover_exec_strategy: Literal[0, 1, 2] | FailoverExec
+    restart_window: float | timedelta | None
+    restart_backoff: float | timedelta
+    hang_timeout: float | timedelta | None
+    master_state_backend_type: MasterStateBackendType | str
+    master_state_backend_config: dict[str, Any]
+    stop_grace_s: float | timedelta
+    call_timeout_s: float | timedelta | None
+    python: str | None
+    start_method: Literal["fork", "spawn"]
+    ship: bool | str | list[str]
+    exclude: list[str]
+    requirements: str | list[str]
+    working_dir: str | None
+    report_to: str | list[str]
+
 
 _OLD, _NEW = "DLROVER_UNIFIED_", "UNIFIED_"
 _SURE = 0.9  # so alike that it is a slip of the pen, and not some other setting of this installation
@@ -40,7 +78,7 @@ def submit_options(job: DLConfig, keywords: Mapping[str, Any], env: Mapping[str,
     if isinstance(values["job_name"], str):
         check_job_name(values["job_name"])
     try:
-        return JobConfig(dl_config=job, **values)
+        return TypeAdapter(JobConfig).validate_python({"dl_config": job, **values})
     except ValidationError as error:
         raise OptionError("\n".join(_told(item, sources) for item in error.errors())) from None
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import msgspec
 
-from unified.errors import UsageError
-from unified.job.by_value import dumps
+from unified.errors import JobError, UsageError
+from unified.job.by_value import dump_code, dumps
 from unified.job.spec import Blob
 
 _SCALARS = (type(None), bool, int, float, str, bytes)
 
 
 def encode(value: object, what: str = "config") -> Blob:
-    """Return the bytes of a value, which is `what` in error messages; UsageError: it cannot be pickled."""
+    """Return the bytes of a value, which is `what` in error messages; JobError: it cannot be pickled."""
     if value is None:
         return Blob()
     if (packed := _pack(value)) is not None:
@@ -34,8 +34,19 @@ def encode(value: object, what: str = "config") -> Blob:
     try:
         return Blob(codec="pickle", data=dumps(value))
     except Exception as error:
-        raise UsageError(
+        raise JobError(
             f"the {what}, of type {type(value).__qualname__}, cannot be sent to workers: {error}."
+        ) from error
+
+
+def encode_code(value: object, what: str) -> Blob:
+    """Return the bytes of a function or class whose module workers cannot import; JobError: it cannot be pickled."""
+    try:
+        return Blob(codec="pickle", data=dump_code(value))
+    except Exception as error:
+        raise JobError(
+            f"the {what} cannot be sent to workers: {error}. Make such objects inside of it, or put it in a module "
+            "that workers can import."
         ) from error
 
 

@@ -9,10 +9,12 @@ An elastic role may name a range of nodes. Its `total` and its workers' names ar
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
+from unified.errors import UsageError, nearest
 from unified.values import Value
 
 if TYPE_CHECKING:
@@ -46,13 +48,15 @@ class Resources(Value, frozen=True, kw_only=True):
 class EntryPoint(Value, frozen=True, kw_only=True):
     """Code that a worker runs."""
 
-    kind: Literal["attribute", "script", "module"]
-    """`attribute`: a function or class. `script`: a file, or a folder or zip file with a `__main__.py`, as `__main__`.
-    `module`: as `python -m`."""
+    kind: Literal["attribute", "script", "module", "value"]
+    """`attribute`: a function or class that can be imported. `value`: one that cannot, with its code. `script`: a file,
+    or a folder or zip file with a `__main__.py`, as `__main__`. `module`: as `python -m`."""
     target: str
-    """Module path for `attribute` and `module`, file path for `script`."""
+    """Module path for `attribute`, `value` and `module`, file path for `script`."""
     attribute: str = ""
     argv: list[str] = []
+    code: Blob = Blob()
+    """Cloudpickle of the function or class (`value`)."""
 
 
 class Communication(Value, frozen=True, kw_only=True):
@@ -128,6 +132,8 @@ class RoleSpec(Value, frozen=True, kw_only=True):
     """Environment, already merged: the job's global one below the role's own."""
     config: Blob = Blob()
     is_driver: bool = True
+    is_service: bool = False
+    """True if the user says that it is a service; of a class with `@rpc` methods alone its workers find it out."""
     max_restart: int = 10
     role_max_restart: int | None = None
     """Restarts of the role as a whole, whichever worker failed. Given, it alone bounds what the role's own failures may
@@ -176,6 +182,20 @@ class DriverProcess(Value, frozen=True, kw_only=True):
     """Process id space of the driver, as `unified.config.settings.pid_space` names it there."""
 
 
+Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+"""SHA-256 in hexadecimal."""
+
+
+class ShippedCode(Value, frozen=True, kw_only=True):
+    """Code that travels with a job: an archive of a folder of its submitter, which the master keeps."""
+
+    digest: Digest
+    size: int
+    """Bytes of the archive."""
+    root: str
+    """Absolute path of the folder on the submitter's host."""
+
+
 class JobSpec(Value, frozen=True, kw_only=True):
     """A whole job, as submitted."""
 
@@ -184,7 +204,9 @@ class JobSpec(Value, frozen=True, kw_only=True):
     node_num: int = 1
     """Most nodes of the job's workers."""
     device_per_node: int = 8
-    """Most devices of one node that the job uses."""
+    """Devices of one node that the job uses, at most, unless its groups may share nodes."""
+    may_share_nodes: bool = False
+    """True to let groups share a node where there is no room on others."""
     accelerator_type: Literal["GPU", "CPU", "TPU"] = "GPU"
     dl_type: str = "SFT"
     stream_type: str = "TASK_STREAM"
@@ -216,10 +238,16 @@ class JobSpec(Value, frozen=True, kw_only=True):
     """Interpreter of the workers; None means the agent's own."""
     start_method: Literal["fork", "spawn"] = "fork"
     working_dir: str | None = None
+    code: ShippedCode | None = None
+    """Code that travels with the job; None: it is on each node, where the submitter has it."""
+    requirements: list[str] = []
+    """Packages that are installed on each node for the job, above those of its agent's interpreter; lines for pip."""
     sys_path: list[str] = []
     """Paths in front of the workers' `sys.path`, where they exist on the node."""
     submitted_by: str = ""
     """user@host:pid of the driver, for people."""
+    submission: str = ""
+    """Text that no other submission has, in this cluster or another; the master fills it in."""
     is_output_followed: bool = False
     """True if the driver writes all output of workers to a file or a pipe: no log is rotated before it has read it."""
     labels: dict[str, str] = {}
@@ -228,6 +256,15 @@ class JobSpec(Value, frozen=True, kw_only=True):
     """Notes of the submitter, which are kept with the job and shown with its status."""
     stdin: DriverProcess | None = None
     """Process whose stdin rank 0 of the first role reads if it is on that host; all other workers read nothing."""
+
+    @property
+    def device_cap(self) -> int:
+        """Most devices of one node that the job uses."""
+        return self.device_per_node * (self.node_num if self.may_share_nodes else 1)
+
+    def folder(self, job_id: str) -> str:
+        """Return a name for what outlives the cluster, in which ids of jobs begin at 1."""
+        return f"{job_id}-{self.submission}" if self.submission else job_id
 
     def role(self, name: str) -> RoleSpec:
         """Return the role of this name; KeyError if there is none."""
@@ -239,6 +276,14 @@ class JobSpec(Value, frozen=True, kw_only=True):
         raise KeyError(name)
 
 
+SLURM_GROUPS = "UNIFIED_SLURM_GROUPS"
+"""Variable that says, as JSON, in which component of a heterogeneous job of SLURM each role is, but for those in 0."""
+HET_RESOURCE = "slurm_het_group_"
+"""Beginning of the resource that nodes of one component of a heterogeneous job of SLURM have; its number follows."""
+ENDS_AT = "UNIFIED_ALLOCATION_ENDS_AT"
+"""Variable with the time at which the allocation of a worker's node ends, in seconds since 1970; empty: never."""
+LOOPBACK = "127.0.0.1"
+"""Address of the stores of a job whose ranks are all on one host."""
 FEW_ROLES = 16
 """Number of roles up to which to look at each is as quick as an index of them."""
 _indexes: dict[int, tuple[list[RoleSpec], dict[str, RoleSpec]]] = {}
@@ -254,6 +299,16 @@ def _by_name(roles: list[RoleSpec]) -> dict[str, RoleSpec]:
             _indexes.clear()
         known = _indexes[id(roles)] = (roles, {role.name: role for role in roles})
     return known[1]
+
+
+def places_store(spec: JobSpec) -> bool:
+    """Return True if the job says where its store host goes, or what it needs; else it goes with the first rank."""
+    return bool(spec.master_isolation_resource) or spec.master_cpu > 0 or spec.master_memory_mb > 0
+
+
+def is_on_one_host(spec: JobSpec) -> bool:
+    """Return True if the workers of the job and its store host are all on one host, at all times."""
+    return spec.node_num == 1 and not places_store(spec)
 
 
 def has_range(role: RoleSpec) -> bool:
@@ -273,3 +328,19 @@ def with_nodes(spec: JobSpec, num_nodes: int) -> JobSpec:
     only = roles[0] if len(roles) == 1 else None
     node_num = min(spec.node_num, only.num_groups) if only else spec.node_num
     return msgspec.structs.replace(spec, roles=roles, node_num=node_num)
+
+
+def in_groups(spec: JobSpec, groups: Mapping[str, int]) -> JobSpec:
+    """Return the job with each role on the nodes of its component of a heterogeneous job of SLURM, 0 if none is named.
+
+    UsageError: the job has no role of that name.
+    """
+    known = [role.name for role in spec.roles]
+    if unknown := sorted(groups.keys() - set(known)):
+        raise UsageError(f"the job has no role {unknown[0]!r} to be put into a group.{nearest(unknown[0], known)}")
+    roles = []
+    for role in spec.roles:
+        wanted = {**role.resources.user_defined, f"{HET_RESOURCE}{groups.get(role.name, 0)}": 1.0}
+        resources = msgspec.structs.replace(role.resources, user_defined=wanted)
+        roles.append(msgspec.structs.replace(role, resources=resources))
+    return msgspec.structs.replace(spec, roles=roles)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from unified.job import entrypoint, payload
+from typing import Any
+
+from unified.errors import UsageError
+from unified.job import entrypoint, payload, requirements
 from unified.job.config import JobConfig, device_share
 from unified.job.driver import WORKING_DIR, Driver
-from unified.job.spec import Communication, JobSpec, OutputFiles, Resources, RoleSpec
+from unified.job.report_to import REPORT_TO, with_run
+from unified.job.spec import Communication, EntryPoint, JobSpec, OutputFiles, Resources, RoleSpec
 from unified.job.workloads import ElasticWorkloadDesc, IndependentWorkloadDesc, ResourceDesc
 
 
@@ -14,15 +18,20 @@ def to_spec(config: JobConfig, driver: Driver | None = None) -> JobSpec:
 
     The workers' directory is, in this order: `DLROVER_WORKING_DIR` in the role's own environment (left there for the
     worker), `working_dir=`, the variable in the job's environment, in the driver's, the driver's directory.
-    UsageError: a config cannot be sent to workers.
+    JobError: a config or an entry point cannot be sent to workers. UsageError: what it requires cannot be read, or
+    what it reports to is no tracker.
     """
     driver = driver or Driver.here()
     job = config.dl_config
+    working_dir = config.working_dir or job.global_envs.get(WORKING_DIR) or driver.working_dir
+    if config.requirements and config.python is not None:
+        raise UsageError("python= and requirements= are two interpreters of one job: give one of them.")
     return JobSpec(
         name=config.job_name,
         roles=[_role(name, config, driver) for name in job.workloads],
         node_num=job.node_number,
         device_per_node=job.device_per_node,
+        may_share_nodes=job.may_share_nodes,
         accelerator_type=job.accelerator_type.value,
         dl_type=job.dl_type.value,
         stream_type=job.stream_type.value,
@@ -42,7 +51,8 @@ def to_spec(config: JobConfig, driver: Driver | None = None) -> JobSpec:
         call_timeout_s=config.call_timeout_s,
         python=config.python,
         start_method=config.start_method,
-        working_dir=config.working_dir or job.global_envs.get(WORKING_DIR) or driver.working_dir,
+        working_dir=working_dir,
+        requirements=requirements.read(config.requirements, working_dir),
         sys_path=driver.sys_path,
         submitted_by=driver.submitted_by,
     )
@@ -52,6 +62,8 @@ def _role(name: str, config: JobConfig, driver: Driver) -> RoleSpec:
     job = config.dl_config
     workload = job.workloads[name]
     shared = {key: value for key, value in job.global_envs.items() if not (config.working_dir and key == WORKING_DIR)}
+    named = config.report_to if isinstance(config.report_to, str) else ",".join(config.report_to)
+    trackers = {REPORT_TO: named} if named else {}
     failover = workload.node_group_failover
     grouped = sum(other.group == workload.group for other in job.workloads.values()) if workload.group else 1
     elastic = workload if isinstance(workload, ElasticWorkloadDesc) else None
@@ -59,14 +71,15 @@ def _role(name: str, config: JobConfig, driver: Driver) -> RoleSpec:
     return RoleSpec(
         name=name,
         kind=workload.backend,
-        entry_point=entrypoint.parse(workload.entry_point),
+        entry_point=_entry_point(name, workload.entry_point),
         total=workload.total,
         per_group=workload.per_group,
         collocation=workload.group,
         resources=_resources(workload.resource, grouped),
-        envs={**driver.env, **shared, **workload.envs},
+        envs=with_run({**driver.env, **trackers, **shared, **workload.envs}),
         config=payload.encode(workload.config, f"config of role {name}"),
         is_driver=workload.is_driver,
+        is_service=workload.is_service,
         max_restart=workload.max_restart,
         role_max_restart=elastic.role_max_restart if elastic else None,
         per_node_max_failure=workload.per_node_max_failure,
@@ -82,6 +95,14 @@ def _role(name: str, config: JobConfig, driver: Driver) -> RoleSpec:
         failover_timeout_s=failover.timeout,
         sub_stage=workload.sub_stage,
     )
+
+
+def _entry_point(role: str, given: Any) -> EntryPoint:
+    if isinstance(given, str):
+        return entrypoint.parse(given)
+    module, name = entrypoint.name_of(given)
+    code = payload.encode_code(given, f"entry point {name!r} of role {role}")
+    return EntryPoint(kind="value", target=module, attribute=name, code=code)
 
 
 def _resources(resource: ResourceDesc, num_roles: int) -> Resources:

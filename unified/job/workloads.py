@@ -11,6 +11,7 @@ from pydantic import (
     Field,
     Tag,
     ValidationInfo,
+    field_serializer,
     field_validator,
     model_validator,
 )
@@ -18,6 +19,7 @@ from pydantic import (
 from unified.job import entrypoint
 from unified.job.description import Description, Envs, PlainConfig, Seconds
 from unified.job.enums import WorkloadEntrypointType
+from unified.job.names import parse_nnodes
 
 RAY_KEEPS_DEVICES = "RAY_EXPERIMENTAL_NOSET_"
 """Beginnings of variables of upstream's jobs whose workers see every device of their node."""
@@ -53,7 +55,11 @@ class ResourceDesc(Description):
 
     def or_one_accelerator(self) -> ResourceDesc:
         """Return the same, or if it is empty one accelerator with the memory and disk asked for."""
-        return ResourceDesc(accelerator=1, memory=self.memory, disk=self.disk) if self.is_empty() else self
+        if not self.is_empty():
+            return self
+        given = ResourceDesc(accelerator=1, memory=self.memory, disk=self.disk)
+        given.model_fields_set.discard("accelerator")  # nobody has asked for it
+        return given
 
     def __add__(self, other: ResourceDesc) -> ResourceDesc:
         names = {**self.user_defined, **other.user_defined}
@@ -123,7 +129,8 @@ class BaseWorkloadDesc(Description):
     resource: ResourceDesc = Field(
         default_factory=ResourceDesc, validate_default=True, validation_alias=AliasChoices("resource", "res")
     )
-    """Resources of each worker; asking for nothing, or for memory and disk alone, means one accelerator."""
+    """Resources of each worker; asking for nothing, or for memory and disk alone, means one accelerator, but none in a
+    job of CPUs."""
     envs: Envs = Field(default_factory=dict, validation_alias=AliasChoices("envs", "env", "environment"))
     """Environment of the role's workers, above the job's own."""
     per_node_max_failure: int = Field(default=3, ge=0)
@@ -134,15 +141,20 @@ class BaseWorkloadDesc(Description):
     """Roles with the same word share groups, so their workers land on one node together. Set by collocations."""
     per_group: int = Field(default=1, ge=1)
     """Workers of the role in one group, that is on one node."""
-    entry_point: str = Field(validation_alias=AliasChoices("entry_point", "entrypoint"))
-    """`module.attr`, `module::attr`, `file.py arguments`, `./path arguments`, `-m module arguments`; or a pair,
-    `(module, attr)`."""
+    entry_point: Any = Field(validation_alias=AliasChoices("entry_point", "entrypoint"))
+    """Text: `module.attr`, `module::attr`, `file.py arguments`, `./path arguments`, `-m module arguments`; or a pair,
+    `(module, attr)`. Or a function or class: it becomes its name where workers can import it, and else goes to them by
+    its code."""
     config: PlainConfig = Field(default_factory=dict)
     """Settings of the role alone: its workers read them as `current_worker().actor_info.spec.config`."""
     rank_based_gpu_selection: bool = False
     """True to let every worker see all devices of its group and take the one of its local rank."""
     is_driver: bool = True
-    """True to let the job wait for this role. False suits roles that serve rpc until the drivers are done."""
+    """True to let the job wait for this role. False suits roles that run until the drivers are done."""
+    is_service: bool = False
+    """True for a service: it answers calls until the job's other roles are done, or until the job is stopped if there
+    are no others, and restarts without them. A class with `@rpc` methods and without `run()` is one in any case, unless
+    its role is elastic."""
     node_group_failover: NodeGroupFailoverDesc = Field(default_factory=NodeGroupFailoverDesc)
     """Groups of nodes that are lost together; not enabled by default."""
     hang_timeout: Seconds | None = Field(default=None, ge=0)
@@ -167,16 +179,15 @@ class BaseWorkloadDesc(Description):
     def _none_is_not_enabled(cls, value: Any) -> Any:
         return NodeGroupFailoverDesc() if value is None else value
 
-    @field_validator("entry_point", mode="before")
+    @field_validator("entry_point", mode="plain")
     @classmethod
-    def _pair_is_an_entry_point(cls, value: Any) -> Any:
+    def _entry_point_has_a_form(cls, value: Any) -> Any:
         is_pair = isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(part, str) for part in value)
-        return ".".join(value) if is_pair else value
+        return entrypoint.normalized("::".join(value) if is_pair else value)
 
-    @field_validator("entry_point")
-    @classmethod
-    def _entry_point_has_a_form(cls, value: str) -> str:
-        return entrypoint.normalized(value)
+    @field_serializer("entry_point")
+    def _entry_point_as_text(self, value: Any) -> str:
+        return value if isinstance(value, str) else "::".join(entrypoint.name_of(value))
 
     @field_validator("resource")
     @classmethod
@@ -196,9 +207,17 @@ class BaseWorkloadDesc(Description):
             )
         return self
 
+    def without_default_device(self) -> Self:
+        """Return the same without the accelerator that stands for a resource that was not named."""
+        if self.resource.model_fields_set & {"accelerator"} or not self.resource.accelerator:
+            return self
+        return self.model_copy(update={"resource": self.resource.model_copy(update={"accelerator": 0.0})})
+
     @property
     def entry_point_type(self) -> WorkloadEntrypointType | None:
         """Form of the entry point."""
+        if not isinstance(self.entry_point, str):
+            return WorkloadEntrypointType.MODULE_FUNC
         return entrypoint.get_entrypoint_type(self.entry_point)
 
 
@@ -280,7 +299,7 @@ class CustomWorkloadDesc(IndependentWorkloadDesc):
     backend: Literal["custom"] = "custom"
     module_name: str
     class_name: str
-    entry_point: str = Field(default="", validation_alias=AliasChoices("entry_point", "entrypoint"))
+    entry_point: Any = Field(default="", validation_alias=AliasChoices("entry_point", "entrypoint"))
 
     @model_validator(mode="before")
     @classmethod
@@ -289,20 +308,6 @@ class CustomWorkloadDesc(IndependentWorkloadDesc):
             rest = {key: value for key, value in data.items() if key not in ("entry_point", "entrypoint")}
             return {**rest, "entry_point": f"{data['module_name']}.{data['class_name']}"}
         return data
-
-
-def parse_nnodes(nnodes: int | str) -> tuple[int, int]:
-    """Read a number of nodes, ``4`` or ``"4"``, or a range of them, ``"2:8"``; lowest and highest.
-
-    ValueError: the text is neither, or below 1, or its range is upside down.
-    """
-    parts = str(nnodes).split(":")
-    if not 1 <= len(parts) <= 2 or not all(part.strip().isdecimal() for part in parts):
-        raise ValueError(f"nnodes={nnodes!r} is neither a number of nodes nor a range such as '2:8'.")
-    low, high = int(parts[0]), int(parts[-1])
-    if not 1 <= low <= high:
-        raise ValueError(f"nnodes={nnodes!r}: at least one node is needed, and a range begins with its lower end.")
-    return low, high
 
 
 def _at_least_one(name: str, value: Any) -> int:

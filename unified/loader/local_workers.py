@@ -65,7 +65,7 @@ class LocalWorkers:
         if not isinstance(error, BrokenProcessPool):
             return ""
         helper, self._helpers[worker] = self._helpers[worker], None
-        pid = helper.close() if helper is not None else None
+        pid = helper.close(is_lost=True) if helper is not None else None
         if pid is None:
             return f"helper {worker} of {self._owner} could not be started: see what it printed above."
         return f"helper {worker} of {self._owner} (pid {pid}) ended unexpectedly: was it killed, or out of memory?"
@@ -107,17 +107,22 @@ class _Process:
         future.add_done_callback(self._asked.discard)
         return future
 
-    def close(self) -> int | None:
-        """End the process, and wait for that; return its pid if it ever had one."""
+    def close(self, *, is_lost: bool = False) -> int | None:
+        """End the process, and wait for that; return its pid if it ever had one.
+
+        Args:
+            is_lost: it has ended by itself. Then its executor fails what was asked, and a future that is cancelled
+                under its hands would end the executor's thread before that has closed its pipes.
+        """
         asked = list(self._asked)
-        for future in asked:
+        for future in [] if is_lost else asked:
             future.cancel()
         late = wait(asked, END_WITHIN_S).not_done
         pid = self._pid.result() if self._pid.done() and self._pid.exception() is None else None
         if late and pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        self._executor.shutdown(wait=True, cancel_futures=not is_lost)
         return pid
 
 

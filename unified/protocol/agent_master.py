@@ -14,9 +14,11 @@ from unified.protocol.records import (
     DirectoryEntry,
     Failure,
     Inbox,
+    LogStream,
     NameClaims,
     NodeCheckReport,
     NodeResources,
+    ProfileKind,
     Progress,
     WorkerState,
 )
@@ -44,10 +46,14 @@ class RegisterAgent(AgentMessage, tag="register-agent", frozen=True, kw_only=Tru
     resources: NodeResources
     labels: dict[str, str] = {}
     log_dir: str = ""
+    log_archive: str = ""
+    """Address to which whole logs go as well: a folder or ``s3://``, with a folder for each job; empty: nowhere."""
     release: str = ""
     cut_off: str = ""
     """Reason why this agent ended all its workers, where it did since it was last registered: its lease ran out."""
     snapshots: SnapshotHost | None = None
+    metrics: str = ""
+    """``host:port`` of its metrics for Prometheus; empty: it has none."""
 
 
 class AgentHeartbeat(AgentMessage, tag="heartbeat", frozen=True, kw_only=True):
@@ -118,6 +124,27 @@ class LogRead(AgentMessage, tag="log-read", frozen=True, kw_only=True):
     """Bytes ever written."""
     path: str = ""
     error: str = ""
+    is_missing: bool = False
+    """True if there is no such file."""
+    is_busy: bool = False
+    """Same as `LogChunk.is_busy`."""
+
+
+class OutputTail(Value, frozen=True, kw_only=True):
+    """Newest bytes of one stream of a worker."""
+
+    job_id: str
+    worker: str
+    worker_incarnation: int
+    stream: Literal["out", "err"]
+    offset: int
+    data: bytes
+
+
+class OutputTails(AgentMessage, tag="output-tails", frozen=True, kw_only=True):
+    """Newest output of workers, for readers who come when this node is gone. Some of it may be left out."""
+
+    tails: list[OutputTail]
 
 
 class StacksRead(AgentMessage, tag="stacks-read", frozen=True, kw_only=True):
@@ -157,7 +184,7 @@ class HeartbeatSeen(MasterOrder, tag="heartbeat-seen", frozen=True, kw_only=True
 
 
 class MasterStopping(MasterOrder, tag="master-stopping", frozen=True, kw_only=True):
-    """Last word of a master that stops in order. Its next life gives nobody up before this time is over."""
+    """Last word of a master that stops in order. Its next incarnation gives nobody up before this time is over."""
 
     away_s: float
     """Time for which the agent may keep its workers, reach a master or not."""
@@ -261,13 +288,17 @@ class ReadAgentLog(MasterOrder, tag="read-agent-log", frozen=True, kw_only=True)
     job_id: str
     worker: str
     worker_incarnation: int
-    stream: Literal["out", "err", "both", "metrics"]
-    """`metrics`: what it reported, a JSON object a line; empty where it has reported nothing."""
+    stream: LogStream
     offset: int
     """Offset of the first byte; negative: that many bytes before the end."""
     max_bytes: int
     keep: bool = False
     """Same as `ReadLog.keep`."""
+    grep: str = ""
+    since: float = 0.0
+    until: float = 0.0
+    take: ProfileKind | None = None
+    wait_s: float = 0.0
 
 
 class ReadStacks(MasterOrder, tag="read-stacks", frozen=True, kw_only=True):
@@ -281,7 +312,15 @@ class ReadStacks(MasterOrder, tag="read-stacks", frozen=True, kw_only=True):
 
 
 AgentToMaster = (
-    RegisterAgent | AgentHeartbeat | AgentPulse | AgentDied | ObservedWorkers | LogRead | StacksRead | AgentLeaving
+    RegisterAgent
+    | AgentHeartbeat
+    | AgentPulse
+    | AgentDied
+    | ObservedWorkers
+    | LogRead
+    | OutputTails
+    | StacksRead
+    | AgentLeaving
 )
 MasterToAgent = (
     AgentRegistered

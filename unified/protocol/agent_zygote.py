@@ -16,8 +16,6 @@ class Fork(Value, tag_field="type", tag="fork", frozen=True, kw_only=True):
     """Replace the child by a new interpreter at once (``start_method="spawn"``)."""
     env: dict[str, str] = {}
     """Environment variables of the new interpreter, above the zygote's own environment."""
-    marker: str = ""
-    """``NAME=value`` that the worker puts into its environment: by it the zygote knows what the worker left behind."""
 
 
 class ZygoteWord(Value, tag_field="type", frozen=True, kw_only=True):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from unified.job.spec import JobSpec
+from unified.job.spec import Digest, JobSpec
+from unified.protocol.columns import Columns
 from unified.protocol.framing import Codec
 from unified.protocol.records import (
     DirectoryEntry,
     EventRecord,
     Failure,
+    LogStream,
     NodeResources,
     NodeState,
+    ProfileKind,
     Progress,
     Stage,
+    TimeSpent,
     WorkerState,
 )
 from unified.protocol.stacks import StackReport
@@ -43,21 +45,40 @@ class SubmitJob(ClientRequest, tag="submit-job", frozen=True, kw_only=True):
 class ListJobs(ClientRequest, tag="list-jobs", frozen=True, kw_only=True):
     labels: dict[str, str] = {}
     """Labels that a job has to have, with these values, to be listed."""
+    stages: list[Stage] = []
+    """Stages of which a job has to have one; empty: any."""
+    text: str = ""
+    """Text that its id or its submitter has to contain."""
+    before: str = ""
+    """Id of the job that the page before began with: only older ones; empty: all."""
+    limit: int = 0
+    """Most jobs, the newest; 0: all."""
 
 
 class GetJob(ClientRequest, tag="get-job", frozen=True, kw_only=True):
-    """Request for a `JobStatus`: at once, or when its version is above `after_version`, or when `wait_s` is over: then,
-    without a newer version, the answer leaves the workers out."""
+    """Request for a `JobStatus`, at once. `WatchCluster` waits for changes."""
 
     job: str
-    after_version: int = -1
-    wait_s: float = 0.0
     annotations: bool = False
     """True to have the job's annotations too."""
 
 
 class ListNodes(ClientRequest, tag="list-nodes", frozen=True, kw_only=True):
     pass
+
+
+class WatchCluster(ClientRequest, tag="watch-cluster", frozen=True, kw_only=True):
+    """Request for `Changes` after a version, as soon as there are any, and at the latest when `wait_s` is over."""
+
+    job: str = ""
+    """Job that is watched, with its workers; empty: all jobs, nodes and events."""
+    has_workers: bool = True
+    """False to be told of jobs and not of their workers."""
+    after_version: int = -1
+    """Version that the client has; of one that the master does not know the answer is whole."""
+    wait_s: float = 0.0
+    settle_s: float = 0.0
+    """Time for which the master gathers changes before it tells them. A decision about `job` is told at once."""
 
 
 class ReadLog(ClientRequest, tag="read-log", frozen=True, kw_only=True):
@@ -67,14 +88,24 @@ class ReadLog(ClientRequest, tag="read-log", frozen=True, kw_only=True):
     worker: str
     incarnation: int | None = None
     """Incarnation; None: the newest."""
-    stream: Literal["out", "err", "both", "metrics"] = "both"
-    """`metrics`: what it reported, a JSON object a line; empty where it has reported nothing."""
+    stream: LogStream = "both"
     offset: int = 0
     """Offset of the first byte; negative: that many bytes before the end."""
     max_bytes: int = 65536
     keep: bool = False
     """True to read on from `offset` later and miss no byte. Until the next request, for at most 30 s, nothing from
     there on is rotated away; a worker that prints faster waits once its log is full."""
+    grep: str = ""
+    """Regular expression of Python: only lines that have a match travel. They are searched for on their host, a part of
+    the stream at a time: `LogChunk.next_offset` says how far. Empty: every line."""
+    since: float = 0.0
+    """Leave out what was printed before this time (seconds since 1970, by the clock of its host); 0: nothing."""
+    until: float = 0.0
+    """Leave out what was printed after this time; 0: nothing."""
+    take: ProfileKind | None = None
+    """Kind of the profile to take first, of a worker that runs, where the stream is `profile`."""
+    wait_s: float = 0.0
+    """Time for which it is sampled, or within which the step to record has to end; 10 minutes at most."""
 
 
 class StopJob(ClientRequest, tag="stop-job", frozen=True, kw_only=True):
@@ -92,7 +123,24 @@ class DrainNode(ClientRequest, tag="drain-node", frozen=True, kw_only=True):
     node: str
     reason: str = "asked by the user"
     is_over: bool = False
-    """True to put it back."""
+    """True to put it back; `reason` then says who asked."""
+
+
+class SuspendJob(ClientRequest, tag="suspend-job", frozen=True, kw_only=True):
+    """Stop the workers of a job, which waits until it is resumed. Nothing is charged."""
+
+    job: str = ""
+    """Job; empty: every job that has not ended."""
+    reason: str = "asked by the user"
+
+
+class ResumeJob(ClientRequest, tag="resume-job", frozen=True, kw_only=True):
+    """Put a suspended job back into the queue."""
+
+    job: str = ""
+    """Job; empty: every job that has not ended."""
+    reason: str = ""
+    """Cause, for the event log."""
 
 
 class RestartWorkers(ClientRequest, tag="restart-workers", frozen=True, kw_only=True):
@@ -107,6 +155,8 @@ class Explain(ClientRequest, tag="explain", frozen=True, kw_only=True):
     job: str
     worker: str = ""
     limit: int = 500
+    before: int | None = None
+    """Sequence that the events have to be below, which the page before began with; None: the newest."""
 
 
 class GetStacks(ClientRequest, tag="get-stacks", frozen=True, kw_only=True):
@@ -126,6 +176,31 @@ class GetDirectory(ClientRequest, tag="get-directory", frozen=True, kw_only=True
     job: str
     after_revision: int = -1
     """Revision that the client has: its entries need not be sent again."""
+
+
+class CodeRequest(ClientRequest, frozen=True, kw_only=True):
+    """Base of requests about the code of jobs: archives, by their digests."""
+
+    digest: Digest
+
+
+class FindCode(CodeRequest, tag="find-code", frozen=True, kw_only=True):
+    """Request for a `CodeState`."""
+
+
+class PutCode(CodeRequest, tag="put-code", frozen=True, kw_only=True):
+    """Bytes of an archive that follow those that the master has; answered by the new `CodeState`."""
+
+    size: int
+    """Bytes of the whole archive."""
+    offset: int
+    data: bytes
+
+
+class ReadCode(CodeRequest, tag="read-code", frozen=True, kw_only=True):
+    """Request for a `CodePart` from `offset` on."""
+
+    offset: int
 
 
 class MasterAnswer(Value, tag_field="type", frozen=True, kw_only=True):
@@ -148,7 +223,7 @@ class Done(MasterAnswer, tag="done", frozen=True, kw_only=True):
 
 class Refused(MasterAnswer, tag="refused", frozen=True, kw_only=True):
     """Refusal. `code`: bad-request, version, not-found, name-taken, does-not-fit, ended,
-    unknown-worker (not registered, or lost), replaced (by a newer life of that worker),
+    unknown-worker (not registered, or lost), replaced (by a newer incarnation of that worker),
     unavailable (who would know cannot be reached), defect (ours)."""
 
     code: str
@@ -212,7 +287,6 @@ class JobStatus(MasterAnswer, tag="job-status", frozen=True, kw_only=True):
     job_id: str
     name: str
     stage: Stage
-    version: int
     exit_code: int | None = None
     reason: str = ""
     """Reason of the last decision: why it waits, restarts, stops or ended."""
@@ -226,11 +300,17 @@ class JobStatus(MasterAnswer, tag="job-status", frozen=True, kw_only=True):
     end: EndReport | None = None
     outcome: int | None = None
     """Exit code to be, known from STOPPING on."""
+    suspended: str | None = None
+    """Reason for which it is suspended; None: it is not."""
+    num_leaving: int = 0
+    """Incarnations that shall run no more, and have not ended yet."""
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
     """Annotations, if they were asked for."""
     budgets: list[BudgetUse] = []
     """Limits of which anything is used up, in the order in which they are compared."""
+    times: TimeSpent | None = None
+    """Seconds by phase; None: a master that keeps no account, or a job from before it did."""
 
 
 class JobLine(Value, frozen=True, kw_only=True):
@@ -247,6 +327,8 @@ class JobLine(Value, frozen=True, kw_only=True):
     """Restarts of the whole job, or of that of its roles that restarted most."""
     failure: str = ""
     """Summary of the failure that ended it."""
+    suspended: str | None = None
+    """Reason for which it is suspended; None: it is not."""
     labels: dict[str, str] = {}
 
 
@@ -272,10 +354,37 @@ class NodeStatus(Value, frozen=True, kw_only=True):
     """Incarnations that shall run there no more, and have not ended yet."""
     check: str = ""
     """Outcome of the last node check of any job there; empty if there was none."""
+    metrics: str = ""
+    """``host:port`` of its agent's metrics for Prometheus; empty: it has none."""
 
 
 class NodeList(MasterAnswer, tag="node-list", frozen=True, kw_only=True):
     nodes: list[NodeStatus]
+    at: float = 0.0
+    """Time of the master's clock when it answered, in seconds since 1970; 0: a release that does not say."""
+    relay: str = ""
+    """``tcp://host:port`` of the bus relay."""
+
+
+class Changes(MasterAnswer, tag="changes", frozen=True, kw_only=True):
+    """State of what has changed: `unified.client.mirror.ClusterMirror` puts it together."""
+
+    version: int
+    at: float
+    """Time of the master's clock (seconds since 1970)."""
+    is_whole: bool = False
+    """True if all that the client knew before is to be forgotten."""
+    is_last: bool = True
+    """False if more has changed than one answer holds: ask again for the rest."""
+    jobs: list[JobStatus] = []
+    """Jobs that have changed, without workers."""
+    workers: dict[str, Columns] = {}
+    """Columns of `WorkerStatus`, by job."""
+    nodes: Columns = {}
+    """Columns of `NodeStatus`, as of their changes."""
+    gone_jobs: list[str] = []
+    gone_nodes: list[str] = []
+    events: list[EventRecord] = []
 
 
 class LogChunk(MasterAnswer, tag="log-chunk", frozen=True, kw_only=True):
@@ -288,6 +397,11 @@ class LogChunk(MasterAnswer, tag="log-chunk", frozen=True, kw_only=True):
     is_final: bool
     """True if the incarnation has ended and nothing follows `next_offset`."""
     path: str = ""
+    note: str = ""
+    """Reason for which this is what the master has kept, whatever was asked for; empty: it is from the log's node."""
+    is_busy: bool = False
+    """True if nothing was searched, as the node has other searches to do. Else where `next_offset` is that of the
+    request, only a line that has not ended yet is left."""
 
 
 class JobDirectory(MasterAnswer, tag="job-directory", frozen=True, kw_only=True):
@@ -302,6 +416,21 @@ class JobDirectory(MasterAnswer, tag="job-directory", frozen=True, kw_only=True)
     """Full names of each role's workers, by rank."""
     entries: list[DirectoryEntry] | None = None
     """All entries; None: those of the revision that the client has."""
+
+
+class CodeState(MasterAnswer, tag="code-state", frozen=True, kw_only=True):
+    """Part of an archive that the master has."""
+
+    num_bytes: int
+    is_whole: bool = False
+
+
+class CodePart(MasterAnswer, tag="code-part", frozen=True, kw_only=True):
+    """Bytes of an archive; none behind its end."""
+
+    data: bytes
+    size: int
+    """Bytes of the whole archive."""
 
 
 class Story(MasterAnswer, tag="story", frozen=True, kw_only=True):
@@ -320,16 +449,32 @@ ClientToMaster = (
     | ListJobs
     | GetJob
     | ListNodes
+    | WatchCluster
     | DrainNode
     | ReadLog
     | StopJob
+    | SuspendJob
+    | ResumeJob
     | RestartWorkers
     | Explain
     | GetStacks
     | GetDirectory
 )
+ClientToCodeStore = FindCode | PutCode | ReadCode
 MasterToClient = (
-    Accepted | Done | Refused | JobStatus | JobList | NodeList | LogChunk | Story | JobStacks | JobDirectory
+    Accepted
+    | Done
+    | Refused
+    | JobStatus
+    | JobList
+    | NodeList
+    | Changes
+    | LogChunk
+    | Story
+    | JobStacks
+    | JobDirectory
+    | CodeState
+    | CodePart
 )
-client_to_master: Codec[ClientToMaster] = Codec(ClientToMaster)
+client_to_master: Codec[ClientToMaster | ClientToCodeStore] = Codec(ClientToMaster | ClientToCodeStore)
 master_to_client: Codec[MasterToClient] = Codec(MasterToClient)

@@ -252,6 +252,59 @@ class Datasets(CoordinatorAnswer, tag="datasets", frozen=True, kw_only=True):
     """Workers that are registered and not lost, in order."""
 
 
+class DescribeSpaces(CoordinatorRequest, tag="describe-spaces", frozen=True, kw_only=True):
+    """New: request for a `SpaceList`, for people who look."""
+
+    is_every_space: bool = False
+    """True for all spaces, up to a bound; False for `space` alone."""
+
+
+class BarrierStatus(Value, frozen=True, kw_only=True):
+    """A barrier at which somebody waits."""
+
+    barrier_id: str
+    generation: int
+    world_size: int
+    arrived: list[str]
+    missing: list[str]
+    """Workers that are registered and have not arrived."""
+
+
+class CheckpointStatus(Value, frozen=True, kw_only=True):
+    """The latest checkpoint of a series."""
+
+    name: str
+    step: int
+    path: str
+    size_bytes: int
+    world_size: int
+    saved_at: float
+    """Seconds since 1970, by the coordinator's clock."""
+
+
+class PresentWorker(Value, frozen=True, kw_only=True):
+    """A worker that is registered and not lost."""
+
+    worker_id: str
+    hostname: str
+    rank: int
+    """Rank; -1: it said none."""
+
+
+class SpaceStatus(Value, frozen=True, kw_only=True):
+    """Everything in one space that is worth showing."""
+
+    space: str
+    datasets: list[DatasetStatus]
+    barriers: list[BarrierStatus]
+    checkpoints: list[CheckpointStatus]
+    workers: list[PresentWorker]
+
+
+class SpaceList(CoordinatorAnswer, tag="space-list", frozen=True, kw_only=True):
+    spaces: list[SpaceStatus]
+
+
 class WaitBarrier(CoordinatorRequest, tag="wait-barrier", frozen=True, kw_only=True):
     """Arrival at a barrier, answered by `BarrierResponse` at its release. An equal `arrival` is the same arrival."""
 
@@ -349,6 +402,7 @@ WorkerToCoordinator = (
     | SetDataWorker
     | AdvanceEpoch
     | GetDatasets
+    | DescribeSpaces
     | WaitBarrier
     | LeaveBarrier
     | NotifyCheckpoint
@@ -365,6 +419,7 @@ CoordinatorToWorker = (
     | RankFiles
     | ShardsDone
     | Datasets
+    | SpaceList
     | BarrierResponse
     | CheckpointResponse
     | RecoveryInfo

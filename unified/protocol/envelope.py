@@ -1,7 +1,7 @@
 """The outside of a bus message: all that a relay reads, and the first frame of every message.
 
 A message is ``[envelope][body][buffer…]``. What body and buffers hold is `unified.bus.codec.codec`'s business, except
-for HELLO (an `Inbox`), UNDELIVERABLE (an `Undelivered`), PIECE (a `PiecePlace`), which are of this file, and WAITS.
+for HELLO (an `Inbox`), UNDELIVERABLE (an `Undelivered`), PIECE (a `PiecePlace`), which are of this file, WAITS, BULK.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class Kind(IntEnum):
     """Notice from the callee that a call does not go on, and what it waits for (`unified.bus.calls.deadlock.graph`)."""
     PIECE = 11
     """Piece of a large buffer of a message that follows. Body: a `PiecePlace`; its one buffer has the bytes."""
+    BULK = 12
+    """Notice of a connection for large buffers that the sender makes. Body: its id and key."""
 
 
 class PieceSeries(msgspec.Struct, frozen=True, array_like=True):

@@ -11,17 +11,19 @@ Nothing here touches a socket, and nothing is ever unpickled.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from unified.errors import ProtocolError, VersionMismatchError
+from unified.errors import ProtocolError, UsageError, VersionMismatchError
 from unified.security.frames import Buffer, cut, join
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 4
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors of msgspec for bytes that cannot be read: text that is not UTF-8, and nesting without end, have their own."""
+UNWRITABLE = (UnicodeEncodeError, OverflowError, TypeError, RecursionError)
+"""Errors of msgspec for values that MessagePack cannot hold."""
 MAX_MESSAGE = 64 * 1024 * 1024
 """Most bytes of a message to the master."""
 MAX_STREAM_MESSAGE = 256 * 1024 * 1024
@@ -83,6 +85,38 @@ class Codec(Generic[M]):
             return self._decoder.decode(frame)
         except UNREADABLE as error:
             raise ProtocolError(f"not a message of this conversation: {error}") from None
+
+
+def check_sendable(message: object) -> None:
+    """Raise UsageError, which names the value, for a record that MessagePack cannot hold."""
+    try:
+        _encoder.encode(message)
+    except UNWRITABLE as error:
+        raise unsendable(message, error) from None
+
+
+def unsendable(message: object, error: Exception) -> UsageError:
+    """Return the error for a message that cannot be sent, which names the value that is the reason."""
+    name = type(message).__name__
+    return UsageError(f"{name} cannot be sent: {next(_unsendable(message, name), str(error))}.")
+
+
+def _unsendable(value: object, where: str) -> Iterator[str]:
+    match value:
+        case str() if any("\ud800" <= character <= "\udfff" for character in value):
+            yield f"{where} is {value!r}, which is not UTF-8"
+        case int() if not -(2**63) <= value < 2**64:
+            yield f"{where} is {value}, which takes more than 64 bits"
+        case msgspec.Struct():
+            for name in value.__struct_fields__:
+                yield from _unsendable(getattr(value, name), f"{where}.{name}")
+        case dict():
+            for key, each in value.items():
+                yield from _unsendable(key, f"a name in {where}")
+                yield from _unsendable(each, f"{where}[{key!r}]")
+        case list() | tuple() | set() | frozenset():
+            for index, each in enumerate(value):
+                yield from _unsendable(each, f"{where}[{index}]")
 
 
 def encode_stream(message: object) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Generic, NamedTuple, TypeVar
+from typing import Annotated, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -63,6 +63,8 @@ class WorkerState(StrEnum):
     READY = "READY"
     """Ready: the worker said hello, has an inbox and waits for its order to run."""
     RUNNING = "RUNNING"
+    SERVING = "SERVING"
+    """Serving: a worker of a service, which has nothing more to run and answers calls until it is stopped."""
     FINISHED = "FINISHED"
     """Finished: the entry point returned, and the program has ended; the process answers calls until it is stopped."""
     STOPPING = "STOPPING"
@@ -75,7 +77,13 @@ WORKER_MOVES = TransitionTable(
         WorkerState.PENDING: (WorkerState.STARTING,),
         WorkerState.STARTING: (WorkerState.READY, WorkerState.STOPPING, WorkerState.EXITED),
         WorkerState.READY: (WorkerState.RUNNING, WorkerState.STOPPING, WorkerState.EXITED),
-        WorkerState.RUNNING: (WorkerState.FINISHED, WorkerState.STOPPING, WorkerState.EXITED),
+        WorkerState.RUNNING: (
+            WorkerState.SERVING,
+            WorkerState.FINISHED,
+            WorkerState.STOPPING,
+            WorkerState.EXITED,
+        ),
+        WorkerState.SERVING: (WorkerState.STOPPING, WorkerState.EXITED),
         WorkerState.FINISHED: (WorkerState.STOPPING, WorkerState.EXITED),
         WorkerState.STOPPING: (WorkerState.EXITED,),
         WorkerState.EXITED: (),
@@ -162,16 +170,30 @@ class Failure(Value, frozen=True, kw_only=True):
     """Evidence from its agent; None: the process did not end by itself, or there was none."""
 
 
+MAX_METRICS = 256
+"""Most metrics of one worker."""
+MAX_METRIC_TEXT = 200
+"""Most characters of a metric's name, and of a value that is a text."""
+SAVE_STEP, SAVE_WAIT_S = "save_step", "save_wait_s"
+"""Metrics of a training run: the step whose save waits for its store, and the seconds since that took a part, or 0."""
+
+MetricText = Annotated[str, msgspec.Meta(max_length=MAX_METRIC_TEXT)]
+Metrics = Annotated[dict[MetricText, float | int | MetricText], msgspec.Meta(max_length=MAX_METRICS)]
+
+
 class Progress(Value, frozen=True, kw_only=True):
     """Last progress that a worker gave to `current_worker().report(…)`, and what its runtime counted."""
 
     step: int | None = None
     total: int | None = None
-    metrics: dict[str, float | int | str] = {}
+    metrics: Metrics = {}
     num_unread_errors: int = 0
     """Calls of its code, in this incarnation, that failed and whose errors nobody read."""
     num_activities: int = 0
     """Times at which collectives or calls were seen to go on; counted in roles with a `hang_timeout` alone."""
+    waits_for: MetricText = ""
+    """Debugger that its program waits for, or what its job needs on the node before it begins; empty: nothing. While
+    there is one, nothing of the job is taken for a hang."""
 
 
 class NodeCheckReport(Value, frozen=True, kw_only=True):
@@ -196,16 +218,55 @@ class NodeCheckReport(Value, frozen=True, kw_only=True):
         return not self.faulty and not self.undecided
 
 
-class WorkerReport(Value, frozen=True, kw_only=True):
-    """One report of a worker, as its agent keeps it: a line of ``N.metrics.jsonl``, in JSON."""
+MAX_POINTS = 2**15
+"""Most points of a series in one message of a worker; ours send that many values at most."""
 
-    at: float
+
+class WorkerReport(Value, frozen=True, kw_only=True):
+    """One point of a worker's series: what was reported with one step. Its agent keeps it as a line of
+    ``N.metrics.jsonl``, in JSON, and as one more line what was reported with that step later."""
+
+    at: Annotated[float, msgspec.Meta(ge=0, le=2**33)]
     """Time (seconds since 1970) on the worker's node."""
     step: int | None
     total: int | None
-    metrics: dict[str, float | int | str | None]
-    """Names and values; one that the worker did not report anew has its last value. JSON has no NaN: that is None."""
-    incarnation: int
+    metrics: Annotated[dict[MetricText, float | int | MetricText | None], msgspec.Meta(max_length=MAX_METRICS)]
+    """Names and values that were given with this step. JSON has no NaN: that is None."""
+    incarnation: int = 0
+    number: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Number in its incarnation, from 0. Lines of one number are one point; missing numbers were thinned out."""
+
+
+class CallSpan(Value, frozen=True, omit_defaults=True):
+    """One side of one call. A worker with ``UNIFIED_TRACE=calls`` keeps it as a line of ``N.trace.jsonl``, in JSON."""
+
+    kind: Literal["caller", "callee"]
+    at: float
+    """Time (seconds since 1970) on the worker's node at which the call was made, or came."""
+    seconds: float
+    """Time until it had ended; of a stream for its caller, until it had begun."""
+    method: str
+    peer: str
+    """Full name of the other worker."""
+    call: str
+    """Id of the call, the same for both sides."""
+    trace: str
+    """Id of the first call of those that led to this one; its own if it is the first."""
+    token: str = ""
+    """Token of the call that was handled: of a callee this one; of a caller the one whose handler made this one."""
+    queued_s: float = 0.0
+    """Part of `seconds` before the handler began."""
+    error: str = ""
+
+
+LogStream = Literal["out", "err", "both", "metrics", "trace", "profile"]
+"""Files of an incarnation. `metrics`: what it reported, a JSON object a line; empty where it has reported nothing.
+`trace`: the same of its calls, where it has ``UNIFIED_TRACE``. `profile`: the last one taken."""
+ProfileKind = Literal["flamegraph", "speedscope", "memory", "torch"]
+"""Kinds of a profile. `flamegraph` (SVG) and `speedscope` (JSON): where its time goes, by py-spy. `memory`: what it
+allocates (HTML), by memray. `torch`: one step (Chrome's trace, gzip), by its own ``torch.profiler``."""
+MAX_PROFILE_BYTES = 64 * 1024 * 1024
+MAX_PROFILE_S = 600.0
 
 
 class Inbox(Value, frozen=True, kw_only=True):
@@ -221,6 +282,8 @@ class Inbox(Value, frozen=True, kw_only=True):
     `shm` can read each other's segments."""
     gpus: list[str] = []
     """UUIDs of the CUDA devices that its process sees: on one host tensors of those are handed over by handle."""
+    listener_key: str = ""
+    """Public half of the key pair of its tcp listener, which is its own; empty in a cluster without a key."""
 
 
 MAX_NAMES = 1000
@@ -313,6 +376,50 @@ class NodeResources(Value, frozen=True, kw_only=True):
     user_defined: dict[str, float] = {}
     max_workers: int = 0
     """Most worker processes of all jobs; 0: no limit."""
+
+
+class Phase(StrEnum):
+    """Phase of a job's time. The workers that count are those of roles that train together or, in a job without such
+    roles, those of roles that the job waits for; the steps are those of the first of these roles that reports any."""
+
+    WAITING = "waiting"
+    """Waiting: the job has no place, because it is in the queue or suspended."""
+    STARTING = "starting"
+    """Starting: it has got a place, and not all workers run yet, or, where steps are reported, the first has not
+    begun."""
+    PRODUCTIVE = "productive"
+    """Productive: all workers run, and what they do was not done before."""
+    REDONE = "redone"
+    """Redone: all workers run, and repeat steps that the job had reached before."""
+    RECOVERING = "recovering"
+    """Recovering: a worker failed, was lost or moved, and not all run again, or their first step has not begun."""
+    STALLED = "stalled"
+    """Stalled: all workers run, and no step has come for 30 s and 5 times the usual time between two reports, or a
+    role is suspected to hang, which counts from its last progress."""
+    STOPPING = "stopping"
+    """Stopping: the outcome is known, and not all workers have ended."""
+
+
+class TimeSpent(Value, frozen=True, kw_only=True):
+    """Time of a job by phase. The sum is the time from its submission to `since`."""
+
+    seconds: dict[str, float] = {}
+    """Seconds by phase."""
+    phase: str = ""
+    """Phase that it is in since `since`; empty: it has ended."""
+    since: float = 0.0
+    stalls_at: float | None = None
+    """Time from which on it is stalled, unless something is reported before."""
+
+    def at(self, now: float) -> dict[str, float]:
+        """Return the seconds by phase until `now` (seconds since 1970), in the order of `Phase`."""
+        open_s = max(0.0, now - self.since) if self.phase else 0.0
+        stalled_s = 0.0 if self.stalls_at is None else min(open_s, max(0.0, now - self.stalls_at))
+        found = dict(self.seconds)
+        for phase, seconds in ((self.phase, open_s - stalled_s), (Phase.STALLED.value, stalled_s)):
+            if seconds:
+                found[phase] = found.get(phase, 0.0) + seconds
+        return {phase.value: found[phase] for phase in Phase if found.get(phase)}
 
 
 class EventRecord(Value, frozen=True, kw_only=True):

@@ -76,6 +76,8 @@ class ServerAddress(Value, frozen=True):
     """``tcp://host:port``; empty: no other node can reach it."""
     token: str
     """Token of the job there."""
+    listener_key: str = ""
+    """Public half of the key pair of its listener, which is its own; empty in a cluster without a key."""
 
 
 class SnapshotHost(Value, frozen=True):
@@ -83,10 +85,12 @@ class SnapshotHost(Value, frozen=True):
 
     url: str
     secret: bytes
+    listener_key: str = ""
 
     def address(self, node: str, job_id: str) -> ServerAddress:
         """Return the server's address for one job."""
-        return ServerAddress(node=node, url=self.url, token=token_of(self.secret, job_id))
+        token = token_of(self.secret, job_id)
+        return ServerAddress(node=node, url=self.url, token=token, listener_key=self.listener_key)
 
 
 class StorageTarget(Value, frozen=True):
@@ -111,6 +115,14 @@ class ServeSnapshots(Value, tag_field="type", tag="serve", frozen=True):
     linger_s: float
     """Time for which the snapshots of a job are kept that has no worker here."""
     key: ClusterKey | None = None
+    pair: ClusterKey | None = None
+    """Pair of its listener, whose public half `host` has."""
+
+
+class ReplaceKey(Value, tag_field="type", tag="key", frozen=True):
+    """Order to take the successor that the cluster's key has got."""
+
+    key: ClusterKey
 
 
 class PersistSnapshots(Value, tag_field="type", tag="persist", frozen=True):
@@ -311,7 +323,7 @@ snapshot_answer: Decoder[WorkerSnapshotAnswer] = Decoder(WorkerSnapshotAnswer)
 peer_message: Decoder[OfferSnapshot | OfferTaken | ReadPiece | Piece | AskHeld | HeldThere] = Decoder(
     OfferSnapshot | OfferTaken | ReadPiece | Piece | AskHeld | HeldThere
 )
-SnapshotOrder = ServeSnapshots | NameCopyNodes | PersistSnapshots
+SnapshotOrder = ServeSnapshots | ReplaceKey | NameCopyNodes | PersistSnapshots
 agent_to_snapshots: Decoder[SnapshotOrder] = Decoder(SnapshotOrder)
 snapshots_to_agent: Decoder[SnapshotsKept] = Decoder(SnapshotsKept)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
+import msgspec
 from msgspec.msgpack import Decoder
 
 from unified.job.spec import JobSpec
+from unified.protocol import records
 from unified.protocol.agent_master import RoundNotice, RunOrder
-from unified.protocol.records import Device, DirectoryEntry, Failure, Inbox, NameClaims, NodeCheckReport, Progress
 from unified.protocol.stacks import StackReport
 from unified.security.keys import ClusterKey
 from unified.values import Value
@@ -44,12 +45,14 @@ class Launch(AgentOrder, tag="launch", frozen=True, kw_only=True):
     run_dir: str
     """Folder of ipc sockets, with mode 0700."""
     log_file: str
-    devices: list[Device] = []
+    devices: list[records.Device] = []
     env: dict[str, str] = {}
     """Variables for `os.environ`, put there before anything of the user's is imported."""
-    directory: list[DirectoryEntry] = []
+    directory: list[records.DirectoryEntry] = []
     spec_bytes: int = 0
     """Size of the file in memory that has the description, and whose descriptor comes with this message; 0: none."""
+    code_dir: str = ""
+    """Folder of the code that travels with the job; empty: it has none."""
     snapshot_token: str = ""
     """Token by which the node's snapshot server knows the job."""
     key: ClusterKey | None = None
@@ -74,7 +77,7 @@ class Notice(AgentOrder, tag="notice", frozen=True, kw_only=True):
 class DirectoryNews(AgentOrder, tag="directory-news", frozen=True, kw_only=True):
     """Changed entries of the job's directory."""
 
-    entries: list[DirectoryEntry]
+    entries: list[records.DirectoryEntry]
 
 
 class Stop(AgentOrder, tag="stop", frozen=True, kw_only=True):
@@ -86,10 +89,22 @@ class Stop(AgentOrder, tag="stop", frozen=True, kw_only=True):
     """True if somebody pressed Ctrl-C: the signal that comes with it is SIGINT."""
 
 
+class KeyReplaced(AgentOrder, tag="key", frozen=True, kw_only=True):
+    """News that the cluster's key has a successor."""
+
+    key: ClusterKey
+
+
 class DumpStacks(AgentOrder, tag="dump-stacks", frozen=True, kw_only=True):
     """Request for `StacksDumped` with the same number."""
 
     number: int
+
+
+class RecordStep(AgentOrder, tag="record-step", frozen=True, kw_only=True):
+    """Request to record the next step with ``torch.profiler`` beside the log; answered by `StepRecorded`."""
+
+    within_s: float
 
 
 class WorkerWord(Value, tag_field="type", frozen=True, kw_only=True):
@@ -100,7 +115,7 @@ class Hello(WorkerWord, tag="hello", frozen=True, kw_only=True):
     """Hello: the process is up, its inbox is bound, and it is READY."""
 
     pid: int
-    inbox: Inbox | None = None
+    inbox: records.Inbox | None = None
     store_port: int | None = None
 
 
@@ -121,31 +136,35 @@ class Rejoins(WorkerWord, tag="rejoins", frozen=True, kw_only=True):
 
 
 class Reported(WorkerWord, tag="reported", frozen=True, kw_only=True):
-    """Progress of a worker."""
+    """Progress of a worker, and the points of its series since its last such word."""
 
-    progress: Progress
+    progress: records.Progress
+    points: Annotated[list[records.WorkerReport], msgspec.Meta(max_length=records.MAX_POINTS)] = []
 
 
 class Claimed(WorkerWord, tag="claimed", frozen=True, kw_only=True):
     """All names that a worker claims; the answer comes with the directory. An older set than one said is ignored."""
 
-    claims: NameClaims
+    claims: records.NameClaims
 
 
 class Finished(WorkerWord, tag="finished", frozen=True, kw_only=True):
     """Good end: the entry point returned and, unless others may call it, the program has ended; the process stays."""
 
+    is_serving: bool = False
+    """True for a worker of a service, whose work is to answer calls from now on."""
+
 
 class Failed(WorkerWord, tag="failed", frozen=True, kw_only=True):
     """Bad end: the entry point raised, or could not be found; the process ends after this."""
 
-    failure: Failure
+    failure: records.Failure
 
 
 class NodesChecked(WorkerWord, tag="nodes-checked", frozen=True, kw_only=True):
     """Outcome of the node check of a round. A worker that says one that is not good waits to be stopped."""
 
-    report: NodeCheckReport
+    report: records.NodeCheckReport
 
 
 class StacksDumped(WorkerWord, tag="stacks-dumped", frozen=True, kw_only=True):
@@ -155,7 +174,16 @@ class StacksDumped(WorkerWord, tag="stacks-dumped", frozen=True, kw_only=True):
     report: StackReport
 
 
-AgentToWorker = Launch | Run | Notice | DirectoryNews | Stop | DumpStacks
-WorkerToAgent = Hello | Running | Rejoins | Reported | Claimed | Finished | Failed | NodesChecked | StacksDumped
+class StepRecorded(WorkerWord, tag="step-recorded", frozen=True, kw_only=True):
+    """Answer to `RecordStep`."""
+
+    error: str = ""
+    """Reason why there is no record; empty: there is."""
+
+
+AgentToWorker = Launch | Run | Notice | DirectoryNews | Stop | KeyReplaced | DumpStacks | RecordStep
+WorkerToAgent = (
+    Hello | Running | Rejoins | Reported | Claimed | Finished | Failed | NodesChecked | StacksDumped | StepRecorded
+)
 agent_to_worker: Decoder[AgentToWorker] = Decoder(AgentToWorker)
 worker_to_agent: Decoder[WorkerToAgent] = Decoder(WorkerToAgent)

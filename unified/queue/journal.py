@@ -24,21 +24,7 @@ from unified.bus.buffers import Buffer
 from unified.bus.codec.serialized import SerializedValue
 from unified.errors import QueueJournalError, UsageError
 from unified.queue import items as packed
-from unified.queue.core.messages import (
-    DropHandle,
-    DropItems,
-    DropLease,
-    DropPuts,
-    Item,
-    JournalState,
-    Outcome,
-    Record,
-    SaveClosed,
-    SaveHandle,
-    SaveItems,
-    SaveLease,
-    SavePut,
-)
+from unified.queue.core import messages
 from unified.queue.items import Packed
 from unified.threads import call_guarded, start_thread
 
@@ -95,14 +81,14 @@ class JournalFile:
         except (sqlite3.Error, OSError) as error:
             raise self._unusable("opened", error) from None
 
-    def memory(self) -> JournalState:
+    def memory(self) -> messages.JournalState:
         """Return what the last incarnation left; `put_at` is on this process's monotonic clock."""
         try:
             return self._load()
         except sqlite3.Error as error:
             raise self._unusable("read", error) from None
 
-    def commit(self, records: Iterable[Record]) -> None:
+    def commit(self, records: Iterable[messages.Record]) -> None:
         """Write the records in one transaction: all of them, or none."""
         try:
             with self._database as database:
@@ -145,14 +131,14 @@ class JournalFile:
             )
         return facts["id"]
 
-    def _load(self) -> JournalState:
+    def _load(self) -> messages.JournalState:
         database = self._database
         offset = self._clocks.monotonic() - self._clocks.wall()
         buffers: dict[int, list[Buffer]] = {}
         for item_id, data in database.execute("select item_id, data from buffers order by item_id, place"):
             buffers.setdefault(item_id, []).append(data)
         items = [
-            Item(
+            messages.Item(
                 item_id,
                 SerializedValue(body, buffers.get(item_id, [])) if num_buffers else body,
                 nbytes,
@@ -162,13 +148,13 @@ class JournalFile:
                 "select item_id, nbytes, put_at, num_buffers, body from items order by item_id"
             )
         ]
-        return JournalState(
+        return messages.JournalState(
             handles=[
-                SaveHandle(handle=handle, worker=worker, incarnation=incarnation)
+                messages.SaveHandle(handle=handle, worker=worker, incarnation=incarnation)
                 for handle, worker, incarnation in database.execute("select * from handles")
             ],
             puts=[
-                SavePut(handle=handle, number=number, num_in=num_in, outcome=Outcome(outcome))
+                messages.SavePut(handle=handle, number=number, num_in=num_in, outcome=messages.Outcome(outcome))
                 for handle, number, num_in, outcome in database.execute("select * from puts order by handle, number")
             ],
             items=items,
@@ -176,13 +162,13 @@ class JournalFile:
             is_closed=bool(database.execute("select 1 from facts where name = 'closed'").fetchone()),
         )
 
-    def _load_leases(self) -> list[SaveLease]:
+    def _load_leases(self) -> list[messages.SaveLease]:
         takes: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
         query = "select handle, consumer, number, item_id, place from leases order by place"
         for handle, consumer, number, item_id, place in self._database.execute(query):
             takes.setdefault((handle, consumer, number), []).append((item_id, place))
         return [
-            SaveLease(
+            messages.SaveLease(
                 handle=handle,
                 consumer=consumer,
                 number=number,
@@ -192,34 +178,34 @@ class JournalFile:
             for (handle, consumer, number), items in takes.items()
         ]
 
-    def _apply(self, database: sqlite3.Connection, record: Record) -> None:
+    def _apply(self, database: sqlite3.Connection, record: messages.Record) -> None:
         match record:
-            case SaveItems(items=items):
+            case messages.SaveItems(items=items):
                 self._save_items(database, items)
-            case SavePut(handle=handle, number=number, num_in=num_in, outcome=outcome):
+            case messages.SavePut(handle=handle, number=number, num_in=num_in, outcome=outcome):
                 database.execute("replace into puts values (?, ?, ?, ?)", (handle, number, num_in, int(outcome)))
-            case DropPuts(handle=handle, below=below):
+            case messages.DropPuts(handle=handle, below=below):
                 database.execute("delete from puts where handle = ? and number < ?", (handle, below))
-            case SaveLease(handle=handle, consumer=consumer, number=number, item_ids=item_ids):
+            case messages.SaveLease(handle=handle, consumer=consumer, number=number, item_ids=item_ids):
                 database.executemany(
                     "replace into leases values (?, ?, ?, ?, ?)",
                     [(item_id, handle, consumer, number, place) for place, item_id in enumerate(item_ids)],
                 )
-            case DropItems(item_ids=item_ids):
+            case messages.DropItems(item_ids=item_ids):
                 keys = [(item_id,) for item_id in item_ids]
                 for table in ("items", "buffers", "leases"):
                     database.executemany(f"delete from {table} where item_id = ?", keys)
-            case DropLease(item_ids=item_ids):
+            case messages.DropLease(item_ids=item_ids):
                 database.executemany("delete from leases where item_id = ?", [(item_id,) for item_id in item_ids])
-            case SaveHandle(handle=handle, worker=worker, incarnation=incarnation):
+            case messages.SaveHandle(handle=handle, worker=worker, incarnation=incarnation):
                 database.execute("replace into handles values (?, ?, ?)", (handle, worker, incarnation))
-            case DropHandle(handle=handle):
+            case messages.DropHandle(handle=handle):
                 database.execute("delete from handles where handle = ?", (handle,))
                 database.execute("delete from puts where handle = ?", (handle,))
-            case SaveClosed():
+            case messages.SaveClosed():
                 database.execute("replace into facts values ('closed', '')")
 
-    def _save_items(self, database: sqlite3.Connection, items: list[Item]) -> None:
+    def _save_items(self, database: sqlite3.Connection, items: list[messages.Item]) -> None:
         offset = self._clocks.wall() - self._clocks.monotonic()
         rows, buffers = [], []
         for item in items:
@@ -253,7 +239,7 @@ class Journal:
         self._on_failure = on_failure
         self._event = f"journal-answer-failed queue={queue}"
         self._changed = threading.Condition()
-        self._records: list[Record] = []
+        self._records: list[messages.Record] = []
         self._callbacks: list[Callable[[], None]] = []
         self._is_writing = False
         self._is_broken = False
@@ -276,7 +262,7 @@ class Journal:
                     "the file's name."
                 )
 
-    def write(self, records: Sequence[Record], then: Callable[[], None]) -> None:
+    def write(self, records: Sequence[messages.Record], then: Callable[[], None]) -> None:
         """Commit these records after all that came before, and call `then` afterwards, in the journal's thread. Never
         blocks.
 

@@ -125,7 +125,7 @@ class RemoteOwner:
         return self._call(method(self._queue, verb), args, _open_s(0.0, until))
 
     def _call(self, name: str, args: Sequence[Any], timeout: float) -> Future[Any]:
-        """Ask this life, and no later one."""
+        """Ask this incarnation, and no later one."""
         worker, incarnation = self.holder
         return self._bus.call(worker, name, args, _NO_KWARGS, timeout=timeout, incarnation=incarnation)
 

@@ -29,24 +29,7 @@ from unified.bus.streams.stream import Host
 from unified.core.directory import Change, IncarnationDied
 from unified.errors import QueueJournalError, QueueTakenError, UsageError
 from unified.queue import items as packed
-from unified.queue.core.messages import (
-    Action,
-    AnswerGet,
-    AnswerPut,
-    CloseAsked,
-    ConsumerEnded,
-    Event,
-    GetAsked,
-    HandleAttached,
-    HandleClosed,
-    IncarnationEnded,
-    Outcome,
-    PutAsked,
-    QueueTick,
-    Record,
-    TakeDone,
-    TakeReturned,
-)
+from unified.queue.core import messages
 from unified.queue.core.queue import QueueCore
 from unified.queue.journal import Journal, JournalFile
 from unified.threads import TimerThread
@@ -124,7 +107,7 @@ class QueueService:
         incarnation is still thought to be alive."""
         handles = self._core.state.handles
         return self._take(
-            HandleAttached(handle=handle, worker=worker, incarnation=incarnation),
+            messages.HandleAttached(handle=handle, worker=worker, incarnation=incarnation),
             answer=lambda: [self.identity, self.is_durable, handle in handles],
         )
 
@@ -135,7 +118,7 @@ class QueueService:
         weighed = None if items is None else packed.weighed(items)
         if self._journal is not None and weighed is not None:
             self._journal.check(weighed)
-        event = PutAsked(
+        event = messages.PutAsked(
             request_id=next(self._request_ids),
             handle=handle,
             number=number,
@@ -148,7 +131,7 @@ class QueueService:
 
     @rpc(inline=True)
     def get(self, handle: int, consumer: int, number: int, received: int, max_items: int, wait_s: float) -> Any:
-        event = GetAsked(
+        event = messages.GetAsked(
             request_id=next(self._request_ids),
             handle=handle,
             consumer=consumer,
@@ -161,25 +144,25 @@ class QueueService:
 
     @rpc(inline=True)
     def done(self, handle: int, consumer: int, number: int, count: int | None) -> Any:
-        return self._take(TakeDone(handle=handle, consumer=consumer, number=number, count=count))
+        return self._take(messages.TakeDone(handle=handle, consumer=consumer, number=number, count=count))
 
     @rpc(inline=True)
     def give_back(self, handle: int, consumer: int, number: int, received: int) -> Any:
-        return self._take(TakeReturned(handle=handle, consumer=consumer, number=number, received=received))
+        return self._take(messages.TakeReturned(handle=handle, consumer=consumer, number=number, received=received))
 
     @rpc(inline=True)
     def end(self, handle: int, consumer: int, received: int) -> Any:
         """End a consumer, which will take no more."""
-        return self._take(ConsumerEnded(handle=handle, consumer=consumer, received=received))
+        return self._take(messages.ConsumerEnded(handle=handle, consumer=consumer, received=received))
 
     @rpc(inline=True)
     def leave(self, handle: int) -> Any:
         """Drop a handle, which will ask no more."""
-        return self._take(HandleClosed(handle=handle))
+        return self._take(messages.HandleClosed(handle=handle))
 
     @rpc(inline=True)
     def close(self) -> Any:
-        return self._take(CloseAsked())
+        return self._take(messages.CloseAsked())
 
     @rpc(inline=True)
     def stats(self) -> dict[str, Any]:
@@ -190,7 +173,7 @@ class QueueService:
     def incarnation_ended(self, worker: str, incarnation: int) -> None:
         """End the handles of this incarnation and of every one before it."""
         with suppress(QueueJournalError):  # whoever asks for something is told
-            self._take(IncarnationEnded(worker=worker, incarnation=incarnation))
+            self._take(messages.IncarnationEnded(worker=worker, incarnation=incarnation))
 
     def shut_down(self) -> None:
         """Commit what waits and end the threads. Whoever still waits for an answer waits for the end of the process."""
@@ -198,7 +181,9 @@ class QueueService:
         if self._journal is not None:
             self._journal.close()
 
-    def _take(self, event: Event, request_id: int | None = None, *, answer: Callable[[], Any] = lambda: None) -> Any:
+    def _take(
+        self, event: messages.Event, request_id: int | None = None, *, answer: Callable[[], Any] = lambda: None
+    ) -> Any:
         """Take an event in; return the core's answer to this request or, without one, `answer()`; or a future of it,
         which of a durable queue ends with the commit."""
         with self._lock:
@@ -215,7 +200,7 @@ class QueueService:
         return answered
 
     def _sort(
-        self, actions: list[Action], request_id: int | None, answer: Callable[[], Any]
+        self, actions: list[messages.Action], request_id: int | None, answer: Callable[[], Any]
     ) -> tuple[Any, list[_Answer]]:
         """Return the answer to whoever asks, or a future of it, and the answers to those that waited."""
         answered: Any = _NO_ANSWER if request_id is not None else answer()
@@ -230,17 +215,17 @@ class QueueService:
         return answered, answers
 
     def _hold_back(
-        self, journal: Journal, actions: list[Action], request_id: int | None, answer: Callable[[], Any]
+        self, journal: Journal, actions: list[messages.Action], request_id: int | None, answer: Callable[[], Any]
     ) -> tuple[RpcFuture[Any], list[_Answer]]:
         """Return a future of the answer, and what can be told at once: nothing that was not committed, or follows from
         it."""
         future: RpcFuture[Any] = RpcFuture(self._what, host=self._host)
         if request_id is not None:
             self._waiting[request_id] = future
-        records: list[Record] = []
+        records: list[messages.Record] = []
         answers: list[_Answer] = [] if request_id is not None else [(future, answer())]
         for action in actions:
-            if isinstance(action, AnswerPut | AnswerGet):
+            if isinstance(action, messages.AnswerPut | messages.AnswerGet):
                 answers.append(self._addressed(action))
             else:
                 records.append(action)
@@ -249,8 +234,8 @@ class QueueService:
         journal.write(records, partial(self._answer, answers))
         return future, []
 
-    def _addressed(self, action: Action) -> _Answer:
-        assert isinstance(action, AnswerPut | AnswerGet)
+    def _addressed(self, action: messages.Action) -> _Answer:
+        assert isinstance(action, messages.AnswerPut | messages.AnswerGet)
         return self._waiting.pop(action.request_id), _content(action)
 
     def _answer(self, answers: list[_Answer]) -> None:
@@ -274,15 +259,17 @@ class QueueService:
 
     def _pass_time(self) -> None:
         with suppress(QueueJournalError):
-            self._take(QueueTick())
+            self._take(messages.QueueTick())
 
 
-def _content(action: Action) -> Any:
+def _content(action: messages.Action) -> Any:
     """Return the answer as it travels."""
-    if isinstance(action, AnswerGet):
-        return [item.payload for item in action.items] if action.outcome is Outcome.DONE else int(action.outcome)
-    assert isinstance(action, AnswerPut)
-    return None if action.outcome is Outcome.DONE else [int(action.outcome), action.num_in]
+    if isinstance(action, messages.AnswerGet):
+        return (
+            [item.payload for item in action.items] if action.outcome is messages.Outcome.DONE else int(action.outcome)
+        )
+    assert isinstance(action, messages.AnswerPut)
+    return None if action.outcome is messages.Outcome.DONE else [int(action.outcome), action.num_in]
 
 
 def claimed_name(queue: str) -> str:

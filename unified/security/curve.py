@@ -4,6 +4,10 @@ All members share one key pair. A client knows the server by it: nobody else can
 half. A server knows its clients because each has to show the same public half, and in the handshake that it has the
 secret one; libzmq asks about every client by its ZAP protocol (rfc.zeromq.org/spec/27), and we answer. The public
 half alone opens nothing.
+
+A listener keeps its pair until it is closed (unbinding would cut its connections). So the key that is shown may be
+replaced (`unified.security.keys`) while listeners stand: those of workers have pairs of their own, which their records
+tell; a client of the master tries the pairs that the master may have started with.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from zmq.utils import z85
 from unified.config.logging import LogOnce
 from unified.security.bounds import HANDSHAKE_S, LOOK_S, PendingHandshakes
 from unified.security.frames import MAX_FRAME_BYTES
-from unified.security.keys import ClusterKey
+from unified.security.keys import ClusterKey, accepted, current
 from unified.threads import start_thread
 
 logger = logging.getLogger(__name__)
@@ -36,7 +40,7 @@ _EVENT = struct.Struct("=Hi")
 _LAST_EVENTS_S = 1.0
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED | _FAILED
-_PUBLIC_ONLY = "it knows the public half of the cluster key, and has not the secret one"
+_PUBLIC_ONLY = "it knows the public half of the cluster key, and has not the secret one; or its key was replaced"
 _BROKE_OFF = "it broke off the handshake: a peer without the cluster key, or none of ours"
 _WHY: dict[int, str] = {
     zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: "it has no cluster key",
@@ -64,19 +68,24 @@ def bound(socket: Socket) -> None:
     socket.set(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
 
 
-def secure_client(socket: Socket, key: ClusterKey | None) -> None:
-    """Let a socket that will connect use the key. With None it stays open, and a server with a key refuses it."""
+def secure_client(socket: Socket, key: ClusterKey | None, server: str = "") -> None:
+    """Let a socket that will connect use the key. With None it stays open, and a server with a key refuses it.
+
+    Args:
+        server: public half of the pair that the listener has; empty: it is the key that the cluster has now.
+    """
     bound(socket)
     if key is not None:
-        socket.curve_serverkey = key.public.encode()
-        socket.curve_publickey = key.public.encode()
-        socket.curve_secretkey = key.secret.encode()
+        own = current(key)
+        socket.curve_serverkey = (server or own.public).encode()
+        socket.curve_publickey = own.public.encode()
+        socket.curve_secretkey = own.secret.encode()
 
 
-def secure_server(socket: Socket, key: ClusterKey) -> None:
+def secure_server(socket: Socket, pair: ClusterKey) -> None:
     """Let a socket that will be bound demand the key. Without a `Gatekeeper` in its context it lets nobody in."""
     socket.curve_server = True
-    socket.curve_secretkey = key.secret.encode()
+    socket.curve_secretkey = pair.secret.encode()
     socket.zap_domain = _DOMAIN
     socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
@@ -91,10 +100,12 @@ class Gatekeeper:
 
     def __init__(self, context: Context, key: ClusterKey | None, *, name: str) -> None:
         self.key = key
+        self.relay = ""
+        """Public half of the pair that the relay listens with, as far as it is known."""
         self.context = context
         self._name = name
-        self._public = z85.decode(key.public.encode()) if key is not None else b""
         self._refusals, self._refused_peers = LogOnce(), LogOnce()
+        self._refusing = threading.Lock()
         self._thread: threading.Thread | None = None
         self._bell: Socket | None = None
         self._guarded: list[Socket] = []
@@ -106,21 +117,22 @@ class Gatekeeper:
         """Connections that were refused since the start."""
         return self._refusals.total
 
-    def socket(self, kind: int, *, is_server: bool = False) -> Socket:
-        """Make a socket of this context that uses the key, to be bound or to connect."""
+    def socket(self, kind: int, server: str = "") -> Socket:
+        """Make a socket of this context that will connect, as `secure_client` has it."""
         socket = self.context.socket(kind)
-        self.secure(socket, is_server)
+        secure_client(socket, self.key, server)
         return socket
 
-    def secure(self, socket: Socket, is_server: bool) -> None:
-        """Prepare a socket of this context, before it is bound or connects."""
-        if not is_server:
-            secure_client(socket, self.key)
-            return
+    def guard(self, socket: Socket, pair: ClusterKey | None = None) -> None:
+        """Prepare a socket of this context that will be bound.
+
+        Args:
+            pair: the listener's own. Default: the key that the cluster has now.
+        """
         bound(socket)
         if self.key is not None:
-            secure_server(socket, self.key)
-            self._guard(socket)
+            secure_server(socket, pair or current(self.key))
+            self._watch(socket)
 
     def close(self) -> None:
         """End the thread, before or after the sockets are closed, and before the context is terminated."""
@@ -134,7 +146,7 @@ class Gatekeeper:
         thread.join()
         self._bell.close(0)
 
-    def _guard(self, socket: Socket) -> None:
+    def _watch(self, socket: Socket) -> None:
         address = f"inproc://unified.gate.{len(self._guarded)}"
         socket.monitor(address, _EVENTS)
         monitor = self.context.socket(zmq.PAIR)
@@ -195,11 +207,12 @@ class Gatekeeper:
     def _judge(self, zap: Socket) -> None:
         """Answer libzmq, which has checked that a client has the secret to the public key that it shows."""
         version, request_id, domain, address, _, mechanism, *credentials = zap.recv_multipart()
-        is_member = (domain, mechanism, credentials) == (_DOMAIN, b"CURVE", [self._public])
+        known = [] if self.key is None else [[z85.decode(pair.public.encode())] for pair in accepted(self.key)]
+        is_member = (domain, mechanism) == (_DOMAIN, b"CURVE") and credentials in known
         code, text = (b"200", b"OK") if is_member else (b"400", b"not the key of this cluster")
         zap.send_multipart([version, request_id, code, text, b"", b""])
         if not is_member:
-            self._log(address.decode(errors="replace"), _PUBLIC_ONLY)
+            self.refused(address.decode(errors="replace"), _PUBLIC_ONLY)
 
     def _hear(self, monitor: Socket, door: _Door) -> int:
         kind, value = read_event(monitor)
@@ -210,14 +223,16 @@ class Gatekeeper:
         elif kind == zmq.EVENT_DISCONNECTED:
             host, why, door.why = door.hosts.pop(value, ""), door.why, ""
             if why := door.pending.ended(value) or why:
-                self._log(host, why)
+                self.refused(host, why)
         return kind
 
-    def _log(self, host: str, why: str) -> None:
+    def refused(self, host: str, why: str) -> None:
+        """Count a connection that was refused, and log the first of its kind."""
         now = time.monotonic()
-        is_new = self._refusals.is_new(now, why)
-        if host:  # of one that was gone too soon the address is not known
-            is_new = self._refused_peers.is_new(now, f"{host} {why}")
+        with self._refusing:
+            is_new = self._refusals.is_new(now, why)
+            if host:  # of one that was gone too soon the address is not known
+                is_new = self._refused_peers.is_new(now, f"{host} {why}")
         if is_new:
             reason = f"{why}; its connection was refused, and more like it are only counted"
             logger.warning("event=key-refused at=%r peer=%s reason=%r", self._name, host or "?", reason)

@@ -3,32 +3,53 @@
 Its owner may command the cluster, so it travels by hand (scp, a secret store) and, on one host, from an agent to its
 workers through the socket pair that they inherit: never through an environment, a command line or a log.
 `unified.security.curve` puts it on sockets; the cores of the daemons never see it.
+
+A file may have a second pair, the successor, and the time from which on it is the key (``unified key rotate``). What a
+process has learnt of successors (`learn`) holds for each object with the older pair, wherever in the process it is.
 """
 
 from __future__ import annotations
 
 import hashlib
 import ipaddress
+import logging
 import os
 import re
+import select
 import stat
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 
 from unified.config.addresses import split_address
+from unified.config.clusters import living_clusters
 from unified.errors import KeyFileError, UsageError
 
+logger = logging.getLogger(__name__)
 KEY_VARIABLE = "UNIFIED_KEY_FILE"
 INSECURE_VARIABLE = "UNIFIED_INSECURE"
 _FIELD = re.compile(r'^\s*(public|secret)-key\s*=\s*"([^"\s]{40})"\s*$', re.MULTILINE)
+_NEXT = re.compile(r'^next\s*\n\s*from\s*=\s*"([^"\s]+)"\s*$', re.MULTILINE)
 _MAX_BYTES = 65536
+CLOCK_SKEW_S = 60.0
+"""Time around a change of keys in which both pairs are taken: clocks of hosts differ."""
+LISTENER_S = 7 * 86400.0
+"""Time after a change of keys in which a master may still listen with the older pair; then clients refuse it."""
 _TEXT = """\
 # A cluster key of Unified, as ZeroMQ's own tools write theirs. Whoever can read this file can command the cluster:
 # keep it at mode 0600, copy it to every host, and never put it into a repository or an image.
 curve
+    public-key = "{public}"
+    secret-key = "{secret}"
+"""
+_NEXT_TEXT = """\
+# The next key. From this time on it is the cluster's, and the one above is refused.
+next
+    from = "{since}"
     public-key = "{public}"
     secret-key = "{secret}"
 """
@@ -40,6 +61,10 @@ class ClusterKey(msgspec.Struct, frozen=True):
     public: str
     """Public half: 40 characters of Z85, as ZeroMQ writes keys."""
     secret: str
+    successor: ClusterKey | None = None
+    """Pair that replaces this one; None: none is known."""
+    replaced_at: float = 0.0
+    """Time at which `successor` is the key, in seconds since 1970."""
 
     @property
     def fingerprint(self) -> str:
@@ -56,6 +81,66 @@ class ClusterKey(msgspec.Struct, frozen=True):
         raise TypeError("a cluster key is not to be pickled or copied: give others the path of its file.")
 
 
+_learnt: dict[str, ClusterKey] = {}
+"""Keys with a successor that this process knows of, by public half."""
+_met: set[str] = set()
+"""Public halves with which a master has proven itself to this process: none that is older is tried again."""
+
+
+def learn(key: ClusterKey | None) -> bool:
+    """Take in that a key has a successor, for all who hold that key in this process; return whether that is news."""
+    if key is None or key.successor is None or _learnt.get(key.public) == key:
+        return False
+    _learnt[key.public] = key
+    return True
+
+
+def current(key: ClusterKey, now: float | None = None) -> ClusterKey:
+    """Return the pair to use now: `key`, or what has replaced it.
+
+    Args:
+        now: seconds since 1970. Default: the clock's time.
+    """
+    return _around(key, time.time() if now is None else now)[1]
+
+
+def master_listener(key: ClusterKey | None, attempt: int = 0) -> str:
+    """Return the public half that a master, or its relay, may listen with; empty where there is no key.
+
+    It takes a new key when it starts again. So both pairs are tried in turn by attempts 0, 1, 2, …, until it has shown
+    the newer one, and for `LISTENER_S` at most.
+    """
+    if key is None:
+        return ""
+    at = time.time()
+    older, now, newer = _around(key, at)
+    other = newer if newer is not None and at > now.replaced_at - CLOCK_SKEW_S else None
+    if older is not None and at < older.replaced_at + LISTENER_S and now.public not in _met:
+        other = older
+    return other.public if other is not None and attempt % 2 else now.public
+
+
+def met(public: str) -> None:
+    """Take in that a master has proven to have this pair."""
+    _met.add(public)
+
+
+def accepted(key: ClusterKey, now: float | None = None) -> list[ClusterKey]:
+    """Return the pairs that a client may show now: the current one, and the other one of a change that is near."""
+    at = time.time() if now is None else now
+    older, found, newer = _around(key, at)
+    is_near = older is not None and at < older.replaced_at + CLOCK_SKEW_S
+    return [found, *([older] if is_near and older is not None else []), *([newer] if newer is not None else [])]
+
+
+def _around(key: ClusterKey, now: float) -> tuple[ClusterKey | None, ClusterKey, ClusterKey | None]:
+    """Return the pair before the current one, the current one, and the one that comes next."""
+    older, found = None, _learnt.get(key.public, key)
+    while found.successor is not None and found.replaced_at <= now:
+        older, found = found, _learnt.get(found.successor.public, found.successor)
+    return older, found, found.successor
+
+
 def default_key_file(env: Mapping[str, str] | None = None) -> Path:
     """Return ``$XDG_CONFIG_HOME/unified/cluster.key``, else ``~/.config/unified/cluster.key``."""
     env = os.environ if env is None else env
@@ -67,10 +152,15 @@ def find_key(address: str, env: Mapping[str, str] | None = None) -> ClusterKey |
 
     ``UNIFIED_KEY_FILE`` names its file, and empty means none. Where it is not set, the default file is used beyond
     loopback, if it is there: so the clusters that live on one host need no key, whether or not their user has one.
+    The cluster of ``unified up`` has a key of its own, which is found by its address, whatever the variable says.
 
     Raises:
         KeyFileError: the file is missing though it was named, is open to others, or holds no key.
     """
+    if env is None and is_loopback(address):
+        own = next((found.key_file for found in living_clusters() if found.address == address), "")
+        if own:
+            return load_key(Path(own))
     env = os.environ if env is None else env
     if KEY_VARIABLE in env:
         return load_key(Path(env[KEY_VARIABLE])) if env[KEY_VARIABLE] else None
@@ -95,10 +185,52 @@ def load_key(path: Path) -> ClusterKey:
             f"the cluster key {path} cannot be read: {error.strerror}. `unified key new` makes a key; "
             f"{KEY_VARIABLE} names its file, and empty means to do without one."
         ) from None
-    fields = dict(_FIELD.findall(text))
-    if set(fields) != {"public", "secret"}:
+    if (key := parse_key(text)) is None:
         raise KeyFileError(f"{path} is no cluster key: copy it anew from the host where `unified key new` made it.")
-    return ClusterKey(public=fields["public"], secret=fields["secret"])
+    return key
+
+
+def receive_key(descriptor: int, timeout_s: float = 60.0) -> ClusterKey:
+    """Read a key, as its file has it, from a pipe that need not end after it; KeyFileError: none came in time."""
+    deadline, text, poll = time.monotonic() + timeout_s, b"", select.poll()
+    try:
+        poll.register(descriptor, select.POLLIN)
+        while (key := parse_key(text.decode(errors="replace"))) is None:
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise KeyFileError(f"no cluster key came through descriptor {descriptor} within {timeout_s:g} s.")
+            if not (part := os.read(descriptor, _MAX_BYTES)) or len(text) > _MAX_BYTES:
+                raise KeyFileError(f"what came through descriptor {descriptor} is no cluster key.")
+            text += part
+    except OSError as error:
+        raise KeyFileError(f"the cluster key cannot be read from descriptor {descriptor}: {error.strerror}.") from None
+    return key
+
+
+def parse_key(text: str) -> ClusterKey | None:
+    """Return the key of a key file's text; None if there is none."""
+    first, *rest = _NEXT.split(text)
+    fields = dict(_FIELD.findall(first))
+    if set(fields) != {"public", "secret"}:
+        return None
+    if not rest:
+        return ClusterKey(public=fields["public"], secret=fields["secret"])
+    try:
+        replaced_at = datetime.fromisoformat(rest[0]).timestamp()
+    except ValueError:
+        return None
+    successor = parse_key(rest[1]) if len(rest) == 2 else None
+    if successor is None:
+        return None
+    return ClusterKey(fields["public"], fields["secret"], successor, replaced_at)
+
+
+def key_text(key: ClusterKey) -> str:
+    """Return a key, and its successor, as the text of a key file."""
+    text = _TEXT.format(public=key.public, secret=key.secret)
+    if key.successor is not None:
+        since = time_text(key.replaced_at)
+        text += _NEXT_TEXT.format(since=since, public=key.successor.public, secret=key.successor.secret)
+    return text
 
 
 def write_key(path: Path, key: ClusterKey) -> None:
@@ -115,7 +247,88 @@ def write_key(path: Path, key: ClusterKey) -> None:
         raise KeyFileError(f"the cluster key {path} cannot be written: {error.strerror}.") from None
     with os.fdopen(descriptor, "w") as file:
         os.fchmod(descriptor, 0o600)  # whatever the umask says
-        file.write(_TEXT.format(public=key.public, secret=key.secret))
+        file.write(key_text(key))
+        file.flush()
+        os.fsync(descriptor)
+
+
+def rotate_key(path: Path, successor: ClusterKey, replaced_at: float) -> ClusterKey:
+    """Add a successor to a key file, and leave out a pair that was replaced before; return the pair it replaces.
+
+    Raises:
+        KeyFileError: the file cannot be read or written, or has a successor whose time has not come yet.
+    """
+    path = path.resolve()  # a link to a file that hosts share stays one
+    found = current(load_key(path))
+    if found.successor is not None:
+        raise KeyFileError(
+            f"{path} has a successor already, {found.successor.fingerprint}, from {time_text(found.replaced_at)} on: "
+            "rotate again after that time."
+        )
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        old = path.stat()
+        write_key(part, ClusterKey(found.public, found.secret, successor, replaced_at))
+        os.chmod(part, stat.S_IMODE(old.st_mode))
+        if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
+            os.chown(part, old.st_uid, old.st_gid)
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise KeyFileError(f"the cluster key {path} cannot be replaced: {error.strerror}.") from None
+    return found
+
+
+def time_text(moment: float) -> str:
+    """Return a time, in seconds since 1970, as ``2026-11-26T10:00:00+00:00``."""
+    return datetime.fromtimestamp(moment, UTC).isoformat(timespec="seconds")
+
+
+class KeyWatch:
+    """Looks every `LOOK_S` whether a daemon's key has got a successor, so that no daemon has to be started again.
+
+    Args:
+        key: the daemon's; None: it has none, and nothing is looked for.
+        find: reads the file anew.
+    """
+
+    LOOK_S = 5.0
+
+    def __init__(self, key: ClusterKey | None, find: Callable[[], ClusterKey | None] | None) -> None:
+        learn(key)
+        self._key = key
+        self._find = find
+        self._said = ""
+        self.next_deadline = None if key is None or find is None else time.monotonic() + self.LOOK_S
+        """Time of the monotonic clock at which `look` is due; None: never."""
+
+    def look(self) -> ClusterKey | None:
+        """Return the key with its successor, if that is news."""
+        if self._key is None or self._find is None:
+            return None
+        self.next_deadline = time.monotonic() + self.LOOK_S
+        try:
+            found = self._find()
+        except (KeyFileError, OSError) as error:
+            self._say(str(error))
+            return None
+        now = current(self._key)
+        if found == ClusterKey(now.public, now.secret) and now.successor is not None:
+            self._say("the successor has left the key file; it stays the next key of the daemons that know it")
+            return None
+        if found is None or now.public not in (found.public, found.successor.public if found.successor else ""):
+            self._say("the key file has another key now, which is no successor of this daemon's: it keeps its own")
+        elif learn(found) and found.successor is not None:
+            since = time_text(found.replaced_at)
+            prints = found.fingerprint, found.successor.fingerprint
+            logger.info("event=key-successor key=%s successor=%s from=%s", *prints, since)
+            return found
+        return None
+
+    def _say(self, reason: str) -> None:
+        if reason != self._said:
+            logger.warning("event=key-unread reason=%r", reason)
+        self._said = reason
 
 
 def is_loopback(address: str) -> bool:
@@ -163,12 +376,16 @@ def check_listening(who: str, addresses: Iterable[str], key: ClusterKey | None, 
 def _check_private(path: Path, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise KeyFileError(f"the cluster key {path} is not a plain file.")
-    if found.st_uid != os.geteuid():
+    # A Secret that Kubernetes mounts for a group (fsGroup): root's, who alone may write it, and readable by the group.
+    # Or a credential of systemd: root's and of root's group, and readable by an ACL, which the group's bits stand for.
+    groups = {0, os.getegid(), *os.getgroups()}
+    is_mounted = found.st_uid == 0 and found.st_gid in groups and bool(os.geteuid() or found.st_gid)
+    if found.st_uid != os.geteuid() and not is_mounted:
         raise KeyFileError(
             f"the cluster key {path} belongs to uid {found.st_uid}, not to uid {os.geteuid()}: "
             f"`chown {os.geteuid()} {path}`, or make a copy of your own."
         )
-    if found.st_mode & 0o077:
+    if found.st_mode & (0o037 if is_mounted else 0o077):
         raise KeyFileError(
             f"the cluster key {path} is open to others (mode {stat.S_IMODE(found.st_mode):04o}): `chmod 600 {path}`. "
             "If anybody may have read it, make a new one."

@@ -7,20 +7,22 @@ import contextlib
 import logging
 import signal
 import socket
-import sys
 
 import msgspec
 
 from unified import process
+from unified.config.logging import log_to_stderr
 from unified.protocol.framing import StreamBuffer, encode_stream
 from unified.protocol.snapshots import (
     NameCopyNodes,
     PersistSnapshots,
+    ReplaceKey,
     ServeSnapshots,
     SnapshotOrder,
     SnapshotsKept,
     agent_to_snapshots,
 )
+from unified.security.keys import learn
 from unified.snapshot.server import SnapshotServer
 
 
@@ -63,7 +65,7 @@ def main() -> int:
     arguments = parser.parse_args()
     process.die_with_parent(signal.SIGKILL, arguments.parent)
     process.set_title("unified-snaps")
-    logging.basicConfig(level="INFO", stream=sys.stderr, format="%(asctime)s snapshots %(levelname)s %(message)s")
+    log_to_stderr("snapshots", logging.INFO)
     agent = AgentConnection(socket.socket(fileno=arguments.control))
     listener = socket.socket(fileno=arguments.listener)
     listener.setblocking(False)
@@ -73,6 +75,7 @@ def main() -> int:
         return 1
     if not orders or not isinstance(orders[0], ServeSnapshots):
         return 1
+    learn(orders[0].key)
     peers = None if arguments.peers is None else socket.socket(fileno=arguments.peers)
     server = SnapshotServer(orders[0], listener, peers, agent.say)
 
@@ -81,6 +84,8 @@ def main() -> int:
             match order:
                 case PersistSnapshots():
                     server.persist()
+                case ReplaceKey():
+                    learn(order.key)
                 case NameCopyNodes():
                     server.name_copy_nodes(order)
 

@@ -12,33 +12,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from unified.errors import SnapshotError, SnapshotQuotaError
-from unified.protocol.snapshots import (
-    LISTENER_NAME,
-    NO_STAMP,
-    PACKET_BYTES,
-    AddBuffer,
-    AgreeOn,
-    Attached,
-    AttachSeries,
-    BeginSnapshot,
-    BufferWanted,
-    CommitSnapshot,
-    CopyNodeHeld,
-    EndSeries,
-    HeldSnapshot,
-    ListCopyNode,
-    OpenSnapshot,
-    Readable,
-    ServerAddress,
-    SnapshotAnswer,
-    SnapshotRefused,
-    SnapshotRequest,
-    SnapshotSource,
-    SnapshotStamp,
-    Writable,
-    encode_snapshot_message,
-    snapshot_answer,
-)
+from unified.protocol import snapshots as protocol
 from unified.snapshot.memory import MappedBuffer
 from unified.snapshot.storage import write_within_s
 
@@ -50,7 +24,7 @@ WRITES_AHEAD = 16
 Each of them has a deadline in the server, and two ranks' are written at a time: this one ends the wait for a server
 that is stopped.
 """
-A = TypeVar("A", bound=SnapshotAnswer)
+A = TypeVar("A", bound=protocol.SnapshotAnswer)
 
 
 class WritableBuffer(NamedTuple):
@@ -58,7 +32,7 @@ class WritableBuffer(NamedTuple):
 
     number: int
     buffer: MappedBuffer
-    confirmed: SnapshotStamp
+    confirmed: protocol.SnapshotStamp
     complaint: str
     num_buffers: int
     waited_s: float
@@ -68,35 +42,41 @@ class WritableBuffer(NamedTuple):
 class SnapshotClient:
     """Connection of one worker to the snapshot server of its node, made at the first request. For one thread."""
 
-    def __init__(self, run_dir: str, attach: AttachSeries) -> None:
-        self._path = Path(run_dir) / LISTENER_NAME
+    def __init__(self, run_dir: str, attach: protocol.AttachSeries) -> None:
+        self._path = Path(run_dir) / protocol.LISTENER_NAME
         self._attach = attach
         self._socket: socket.socket | None = None
         self._mapped: dict[int, MappedBuffer] = {}
 
-    def attach(self, attach: AttachSeries | None = None) -> Attached:
+    def attach(self, attach: protocol.AttachSeries | None = None) -> protocol.Attached:
         """Say who this is, in each round, and to the next server if one is gone; return what it holds of the role."""
         self._attach = attach or self._attach
         if self._socket is not None:
             try:
-                return self._ask(self._attach, Attached)
+                return self._ask(self._attach, protocol.Attached)
             except SnapshotError:
                 if self._socket is not None:  # refused by a server that lives
                     raise
         return self._connect()
 
-    def begin(self, nbytes: int, floor: SnapshotStamp = NO_STAMP, *, is_sent: bool = False) -> WritableBuffer:
+    def begin(
+        self, nbytes: int, floor: protocol.SnapshotStamp = protocol.NO_STAMP, *, is_sent: bool = False
+    ) -> WritableBuffer:
         """Return a buffer to write.
 
         Raises:
             SnapshotQuotaError: there is no room.
         """
         began = time.monotonic()
-        answer = self._ask(BeginSnapshot(nbytes=nbytes, floor=floor, is_sent=is_sent), Writable, BufferWanted)
+        answer = self._ask(
+            protocol.BeginSnapshot(nbytes=nbytes, floor=floor, is_sent=is_sent),
+            protocol.Writable,
+            protocol.BufferWanted,
+        )
         waited_s = time.monotonic() - began
-        if isinstance(answer, BufferWanted):
-            answer = self._ask(AddBuffer(nbytes=nbytes), Writable)
-        assert isinstance(answer, Writable)
+        if isinstance(answer, protocol.BufferWanted):
+            answer = self._ask(protocol.AddBuffer(nbytes=nbytes), protocol.Writable)
+        assert isinstance(answer, protocol.Writable)
         buffer = self._mapped[answer.buffer]
         buffer.find_pages()
         return WritableBuffer(answer.buffer, buffer, answer.confirmed, answer.complaint, len(answer.buffers), waited_s)
@@ -104,37 +84,39 @@ class SnapshotClient:
     def prepare(self, nbytes: int) -> None:
         """Add a buffer for a snapshot to come; where there is no room, that one will say so."""
         with contextlib.suppress(SnapshotQuotaError):
-            answer = self._ask(AddBuffer(nbytes=nbytes, is_idle=True), Writable)
+            answer = self._ask(protocol.AddBuffer(nbytes=nbytes, is_idle=True), protocol.Writable)
             self._mapped[answer.buffer].find_pages()
 
-    def commit(self, request: CommitSnapshot) -> None:
+    def commit(self, request: protocol.CommitSnapshot) -> None:
         """Say that a buffer is written."""
-        self._ask(request, Attached)
+        self._ask(request, protocol.Attached)
 
-    def go_back(self, stamp: SnapshotStamp, *, has_partner: bool) -> None:
+    def go_back(self, stamp: protocol.SnapshotStamp, *, has_partner: bool) -> None:
         """Forget what is later than the snapshot that all ranks go back to."""
-        self._ask(AgreeOn(stamp=stamp, has_partner=has_partner), Attached)
+        self._ask(protocol.AgreeOn(stamp=stamp, has_partner=has_partner), protocol.Attached)
 
-    def held_by_copy_node(self) -> list[HeldSnapshot]:
+    def held_by_copy_node(self) -> list[protocol.HeldSnapshot]:
         """Return what the job's copy node holds of the role."""
-        return self._ask(ListCopyNode(), CopyNodeHeld).held
+        return self._ask(protocol.ListCopyNode(), protocol.CopyNodeHeld).held
 
     def end(self) -> None:
         """Say that no snapshot is needed any more."""
         if self._socket is not None:
-            self._ask(EndSeries(), Attached)
+            self._ask(protocol.EndSeries(), protocol.Attached)
 
-    def open(self, source: SnapshotSource, stamp: SnapshotStamp, own: ServerAddress) -> memoryview:
+    def open(
+        self, source: protocol.SnapshotSource, stamp: protocol.SnapshotStamp, own: protocol.ServerAddress
+    ) -> memoryview:
         """Return the image of a snapshot, which another node's server may have.
 
         A buffer of the worker's own stays mapped, for the snapshots to come.
         """
         is_near = source.server is None or source.server.node == own.node
-        request = OpenSnapshot(
+        request = protocol.OpenSnapshot(
             series=source.series, stamp=stamp, length=source.length, source=None if is_near else source.server
         )
         answer, descriptors = self._exchange(request)
-        if not isinstance(answer, Readable) or not descriptors:
+        if not isinstance(answer, protocol.Readable) or not descriptors:
             raise self._error(answer)
         buffer = MappedBuffer(descriptors[0]) if answer.buffer is None else self._keep(answer.buffer, descriptors[0])
         return memoryview(buffer.memory)[: answer.length]
@@ -146,7 +128,7 @@ class SnapshotClient:
             self._socket.close()
             self._socket = None
 
-    def _connect(self) -> Attached:
+    def _connect(self) -> protocol.Attached:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(ANSWER_WITHIN_S)
         try:
@@ -159,22 +141,22 @@ class SnapshotClient:
             ) from error
         self._socket = connection
         try:
-            return self._ask(self._attach, Attached)
+            return self._ask(self._attach, protocol.Attached)
         except SnapshotError:
             self.close()
             raise
 
-    def _ask(self, request: SnapshotRequest, *wanted: type[A]) -> A:
+    def _ask(self, request: protocol.SnapshotRequest, *wanted: type[A]) -> A:
         answer, descriptors = self._exchange(request)
         if not isinstance(answer, wanted):
             for descriptor in descriptors:
                 os.close(descriptor)
             raise self._error(answer)
-        if isinstance(answer, Writable):
+        if isinstance(answer, protocol.Writable):
             self._map(answer, descriptors)
         return answer
 
-    def _map(self, answer: Writable, descriptors: list[int]) -> None:
+    def _map(self, answer: protocol.Writable, descriptors: list[int]) -> None:
         """Map a buffer that is new here, and give back those that the server has dropped."""
         for number in self._mapped.keys() - set(answer.buffers):
             del self._mapped[number]
@@ -189,18 +171,18 @@ class SnapshotClient:
             self._mapped[number] = MappedBuffer(descriptor)
         return self._mapped[number]
 
-    def _exchange(self, request: SnapshotRequest) -> tuple[SnapshotAnswer, list[int]]:
+    def _exchange(self, request: protocol.SnapshotRequest) -> tuple[protocol.SnapshotAnswer, list[int]]:
         if self._socket is None:
             self._connect()
         assert self._socket is not None
         within_s = _within_s(request)
         self._socket.settimeout(within_s)
         try:
-            self._socket.send(encode_snapshot_message(request))
-            data, descriptors, _, _ = socket.recv_fds(self._socket, PACKET_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            self._socket.send(protocol.encode_snapshot_message(request))
+            data, descriptors, _, _ = socket.recv_fds(self._socket, protocol.PACKET_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
             if not data:
                 raise EOFError
-            return snapshot_answer.decode(data), descriptors
+            return protocol.snapshot_answer.decode(data), descriptors
         except (OSError, EOFError, msgspec.DecodeError) as error:
             self.close()
             why = f"has not answered for {within_s:.0f} s" if isinstance(error, TimeoutError) else "is gone"
@@ -209,8 +191,8 @@ class SnapshotClient:
                 "one, and what this one held is lost: look for event=snapshots in the log of the agent."
             ) from error
 
-    def _error(self, answer: SnapshotAnswer) -> SnapshotError:
-        if isinstance(answer, SnapshotRefused):
+    def _error(self, answer: protocol.SnapshotAnswer) -> SnapshotError:
+        if isinstance(answer, protocol.SnapshotRefused):
             if answer.is_quota:
                 return SnapshotQuotaError(
                     f"{answer.reason}. Give the agent more with --snapshot-mb, or take smaller snapshots."
@@ -219,10 +201,13 @@ class SnapshotClient:
         return SnapshotError(f"The snapshot server of this node answered with {type(answer).__name__}.")
 
 
-def _within_s(request: SnapshotRequest) -> float:
+def _within_s(request: protocol.SnapshotRequest) -> float:
     """Return the longest wait for the answer to a request."""
     match request:
-        case BeginSnapshot(is_sent=True, nbytes=nbytes) | OpenSnapshot(source=ServerAddress(), length=nbytes):
+        case (
+            protocol.BeginSnapshot(is_sent=True, nbytes=nbytes)
+            | protocol.OpenSnapshot(source=protocol.ServerAddress(), length=nbytes)
+        ):
             return WRITES_AHEAD * write_within_s(nbytes)
         case _:
             return ANSWER_WITHIN_S

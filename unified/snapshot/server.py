@@ -17,40 +17,8 @@ from collections.abc import Callable
 import zmq
 
 from unified.core.timers import earliest
+from unified.protocol import snapshots as protocol
 from unified.protocol.framing import UNREADABLE
-from unified.protocol.snapshots import (
-    NO_STAMP,
-    PACKET_BYTES,
-    AddBuffer,
-    AgreeOn,
-    AskHeld,
-    Attached,
-    AttachSeries,
-    BeginSnapshot,
-    BufferWanted,
-    CommitSnapshot,
-    CopyNodeHeld,
-    EndSeries,
-    HeldSnapshot,
-    ListCopyNode,
-    NameCopyNodes,
-    OfferSnapshot,
-    OpenSnapshot,
-    Readable,
-    ReadPiece,
-    ServerAddress,
-    ServeSnapshots,
-    SnapshotAnswer,
-    SnapshotRefused,
-    SnapshotSeries,
-    SnapshotsKept,
-    SnapshotStamp,
-    WorkerSnapshotRequest,
-    Writable,
-    encode_snapshot_message,
-    snapshot_request,
-    token_of,
-)
 from unified.snapshot.core.inventory import OverQuotaError, SnapshotBuffer, SnapshotInventory
 from unified.snapshot.memory import make_buffer
 from unified.snapshot.server_state import JobState, SentState, WorkerConnection
@@ -66,10 +34,10 @@ class SnapshotServer:
 
     def __init__(
         self,
-        order: ServeSnapshots,
+        order: protocol.ServeSnapshots,
         listener: socket.socket,
         peers: socket.socket | None,
-        on_kept: Callable[[SnapshotsKept], None],
+        on_kept: Callable[[protocol.SnapshotsKept], None],
     ) -> None:
         """Make it; nothing is served before `step`.
 
@@ -89,10 +57,11 @@ class SnapshotServer:
         """Descriptors of buffers, by number."""
         self._connections: dict[int, WorkerConnection] = {}
         self._jobs: dict[str, JobState] = {}
-        self._copy_nodes: dict[str, ServerAddress] = {}
+        self._copy_nodes: dict[str, protocol.ServerAddress] = {}
         self._transfers = SnapshotTransfers(
             peers,
             order.key,
+            order.pair,
             self._read_piece,
             self._take_offer,
             self._held,
@@ -128,7 +97,7 @@ class SnapshotServer:
             self._store(buffer)
         self._tell_when_persisted()
 
-    def name_copy_nodes(self, order: NameCopyNodes) -> None:
+    def name_copy_nodes(self, order: protocol.NameCopyNodes) -> None:
         """Send copies from now on to these nodes, of jobs that are on this one alone."""
         self._copy_nodes = order.copy_nodes
 
@@ -151,49 +120,51 @@ class SnapshotServer:
         if connection.socket.fileno() < 0:
             return
         try:
-            data = connection.socket.recv(PACKET_BYTES)
-            request = snapshot_request.decode(data) if data else None
+            data = connection.socket.recv(protocol.PACKET_BYTES)
+            request = protocol.snapshot_request.decode(data) if data else None
         except BlockingIOError:
             return
         except (OSError, *UNREADABLE):
             request = None
         if request is None:
             self._part(connection)
-        elif connection.attached is None and not isinstance(request, AttachSeries):
-            self._answer(connection, SnapshotRefused(reason="the first request is to attach"))
+        elif connection.attached is None and not isinstance(request, protocol.AttachSeries):
+            self._answer(connection, protocol.SnapshotRefused(reason="the first request is to attach"))
         else:
             self._perform(connection, request)
 
-    def _perform(self, connection: WorkerConnection, request: WorkerSnapshotRequest) -> None:
+    def _perform(self, connection: WorkerConnection, request: protocol.WorkerSnapshotRequest) -> None:
         try:
             match request:
-                case AttachSeries():
+                case protocol.AttachSeries():
                     self._attach(connection, request)
-                case BeginSnapshot():
+                case protocol.BeginSnapshot():
                     self._begin(connection, request)
-                case AddBuffer():
+                case protocol.AddBuffer():
                     self._add(connection, request)
-                case CommitSnapshot():
+                case protocol.CommitSnapshot():
                     self._commit(connection, request)
-                case AgreeOn():
+                case protocol.AgreeOn():
                     self._inventory.go_back(connection.series, request.stamp, has_partner=request.has_partner)
-                    self._sent(connection.series).confirmed = NO_STAMP
+                    self._sent(connection.series).confirmed = protocol.NO_STAMP
                     self._say_attached(connection)
-                case OpenSnapshot():
+                case protocol.OpenSnapshot():
                     self._open(connection, request)
-                case ListCopyNode():
+                case protocol.ListCopyNode():
                     self._list_copy_node(connection)
-                case EndSeries():
+                case protocol.EndSeries():
                     connection.is_done = True
                     self._say_attached(connection)
         except OverQuotaError as error:
-            self._answer(connection, SnapshotRefused(reason=str(error), is_quota=True))
+            self._answer(connection, protocol.SnapshotRefused(reason=str(error), is_quota=True))
         except OSError as error:
-            self._answer(connection, SnapshotRefused(reason=f"the node has no memory for it: {error.strerror}"))
+            self._answer(
+                connection, protocol.SnapshotRefused(reason=f"the node has no memory for it: {error.strerror}")
+            )
 
-    def _attach(self, connection: WorkerConnection, request: AttachSeries) -> None:
+    def _attach(self, connection: WorkerConnection, request: protocol.AttachSeries) -> None:
         if not hmac.compare_digest(request.token, self._token(request.series.job_id)):
-            self._answer(connection, SnapshotRefused(reason=f"it is no worker of job {request.series.job_id}"))
+            self._answer(connection, protocol.SnapshotRefused(reason=f"it is no worker of job {request.series.job_id}"))
             self._part(connection)
             return
         if connection.attached is not None:
@@ -207,42 +178,42 @@ class SnapshotServer:
         job.come(request.series)
         if request.storage is not None:
             job.targets[request.series] = request.storage
-            self._on_kept(SnapshotsKept(is_to_persist=True))
+            self._on_kept(protocol.SnapshotsKept(is_to_persist=True))
         self._inventory.attached[request.series.job_id] += 1
         self._say_attached(connection)
 
     def _say_attached(self, connection: WorkerConnection) -> None:
         address = self._address(connection.series.job_id)
         held, copy_node = self._inventory.held(connection.series), self._copy_nodes.get(connection.series.job_id)
-        self._answer(connection, Attached(address=address, held=held, copy_node=copy_node))
+        self._answer(connection, protocol.Attached(address=address, held=held, copy_node=copy_node))
 
     def _list_copy_node(self, connection: WorkerConnection) -> None:
         copy_node = self._copy_nodes.get(connection.series.job_id)
         if copy_node is None:
-            self._answer(connection, CopyNodeHeld(held=[]))
+            self._answer(connection, protocol.CopyNodeHeld(held=[]))
             return
 
-        def end(held: list[HeldSnapshot], error: str) -> None:
+        def end(held: list[protocol.HeldSnapshot], error: str) -> None:
             if error:
                 log.warning("event=snapshot-copy-node-silent node=%s reason=%r", copy_node.node, error)
-            self._answer(connection, CopyNodeHeld(held=held))
+            self._answer(connection, protocol.CopyNodeHeld(held=held))
 
         self._transfers.ask_held(copy_node, connection.series, end)
 
-    def _begin(self, connection: WorkerConnection, request: BeginSnapshot) -> None:
+    def _begin(self, connection: WorkerConnection, request: protocol.BeginSnapshot) -> None:
         sent = self._sent(connection.series)
         if request.is_sent and sent.num_under_way:
             connection.waiting = request
             return
-        if request.floor != NO_STAMP:
+        if request.floor != protocol.NO_STAMP:
             self._inventory.settle_floor(connection.series, request.floor)
         buffer = self._inventory.begin(connection.series, request.nbytes, request.floor)
         if buffer is None:
-            self._answer(connection, BufferWanted())
+            self._answer(connection, protocol.BufferWanted())
         else:
             self._give(connection, buffer)
 
-    def _add(self, connection: WorkerConnection, request: AddBuffer) -> None:
+    def _add(self, connection: WorkerConnection, request: protocol.AddBuffer) -> None:
         buffer = self._new_buffer(connection.series, request.nbytes, is_copy=False)
         if request.is_idle:
             buffer.state = "free"
@@ -250,7 +221,7 @@ class SnapshotServer:
 
     def _give(self, connection: WorkerConnection, buffer: SnapshotBuffer) -> None:
         sent = self._sent(connection.series)
-        answer = Writable(
+        answer = protocol.Writable(
             buffer=buffer.number,
             nbytes=buffer.nbytes,
             buffers=[each.number for each in self._inventory.of(connection.series)],
@@ -260,10 +231,10 @@ class SnapshotServer:
         sent.complaint = ""
         self._answer(connection, answer, self._memory[buffer.number])
 
-    def _commit(self, connection: WorkerConnection, request: CommitSnapshot) -> None:
+    def _commit(self, connection: WorkerConnection, request: protocol.CommitSnapshot) -> None:
         buffer = self._inventory.buffers.get(request.buffer)
         if buffer is None or buffer.series != connection.series or buffer.state != "writing":
-            self._answer(connection, SnapshotRefused(reason=f"buffer {request.buffer} is not being written"))
+            self._answer(connection, protocol.SnapshotRefused(reason=f"buffer {request.buffer} is not being written"))
             return
         self._inventory.commit(buffer, request.stamp, min(request.length, buffer.nbytes))
         self._say_attached(connection)
@@ -275,7 +246,7 @@ class SnapshotServer:
         if request.to_storage:
             self._store(buffer)
 
-    def _offer(self, target: ServerAddress, buffer: SnapshotBuffer, request: CommitSnapshot) -> None:
+    def _offer(self, target: protocol.ServerAddress, buffer: SnapshotBuffer, request: protocol.CommitSnapshot) -> None:
         series = buffer.series
         buffer.is_offered = True
 
@@ -286,7 +257,7 @@ class SnapshotServer:
                 sent = self._sent(series)
                 sent.confirmed = max(sent.confirmed, request.stamp)
 
-        message = OfferSnapshot(
+        message = protocol.OfferSnapshot(
             number=0,
             token=target.token,
             series=series,
@@ -332,37 +303,37 @@ class SnapshotServer:
 
     def _tell_when_persisted(self) -> None:
         if self._is_persisting and self._writers.is_idle:
-            self._on_kept(SnapshotsKept(is_to_persist=False, num_written=self._num_written))
+            self._on_kept(protocol.SnapshotsKept(is_to_persist=False, num_written=self._num_written))
 
-    def _go_on(self, series: SnapshotSeries) -> None:
+    def _go_on(self, series: protocol.SnapshotSeries) -> None:
         for connection in list(self._connections.values()):
             if connection.waiting is not None and connection.series == series:
                 request, connection.waiting = connection.waiting, None
                 self._perform(connection, request)
 
-    def _open(self, connection: WorkerConnection, request: OpenSnapshot) -> None:
+    def _open(self, connection: WorkerConnection, request: protocol.OpenSnapshot) -> None:
         if request.series.job_id != connection.series.job_id:
-            self._answer(connection, SnapshotRefused(reason="it is another job's"))
+            self._answer(connection, protocol.SnapshotRefused(reason="it is another job's"))
             return
         held = self._inventory.find(request.series, request.stamp)
         if held is not None:
             self._say_readable(connection, held)
             return
         if request.source is None:
-            self._answer(connection, SnapshotRefused(reason="it is no longer here"))
+            self._answer(connection, protocol.SnapshotRefused(reason="it is no longer here"))
             return
         arriving, key = self._job(request.series).arriving, (request.series, request.stamp)
         if key in arriving:
             arriving[key].append(connection)
             return
         is_copy = request.series != connection.series  # one for all ranks here that have the same state
-        buffer = self._writable(request.series, request.length, NO_STAMP, is_copy=is_copy)
+        buffer = self._writable(request.series, request.length, protocol.NO_STAMP, is_copy=is_copy)
         arriving[key] = [connection]
 
         def end(error: str) -> None:
             for each in arriving.pop(key):
                 if error:
-                    self._answer(each, SnapshotRefused(reason=error))
+                    self._answer(each, protocol.SnapshotRefused(reason=error))
                 else:
                     self._say_readable(each, buffer)
 
@@ -370,7 +341,7 @@ class SnapshotServer:
 
     def _say_readable(self, connection: WorkerConnection, buffer: SnapshotBuffer) -> None:
         is_own = buffer.series == connection.series and not buffer.is_copy
-        answer = Readable(length=buffer.length, buffer=buffer.number if is_own else None)
+        answer = protocol.Readable(length=buffer.length, buffer=buffer.number if is_own else None)
         self._answer(connection, answer, self._memory[buffer.number])
 
     def _part(self, connection: WorkerConnection) -> None:
@@ -389,34 +360,38 @@ class SnapshotServer:
         self._inventory.abandon(connection.series)
         self._inventory.attached[connection.series.job_id] -= 1
 
-    def _answer(self, connection: WorkerConnection, answer: SnapshotAnswer, descriptor: int | None = None) -> None:
+    def _answer(
+        self, connection: WorkerConnection, answer: protocol.SnapshotAnswer, descriptor: int | None = None
+    ) -> None:
         if connection.socket.fileno() < 0:
             return
         descriptors = [] if descriptor is None else [descriptor]
         try:
-            socket.send_fds(connection.socket, [encode_snapshot_message(answer)], descriptors)
+            socket.send_fds(connection.socket, [protocol.encode_snapshot_message(answer)], descriptors)
         except OSError:  # it is gone, or reads nothing
             self._part(connection)
 
     # Other servers
 
-    def _read_piece(self, asked: ReadPiece) -> bytes:
+    def _read_piece(self, asked: protocol.ReadPiece) -> bytes:
         buffer = self._inventory.find(self._checked(asked), asked.stamp)
         if buffer is None:
             raise LookupError(f"node {self._order.node} no longer has the snapshot of step {asked.stamp.step}")
         nbytes = max(0, min(asked.nbytes, buffer.length - asked.offset))
         return os.pread(self._memory[buffer.number], nbytes, asked.offset)
 
-    def _checked(self, asked: ReadPiece | AskHeld | OfferSnapshot) -> SnapshotSeries:
+    def _checked(
+        self, asked: protocol.ReadPiece | protocol.AskHeld | protocol.OfferSnapshot
+    ) -> protocol.SnapshotSeries:
         """Return the series that another server asks about. LookupError: its token is not that of the job here."""
         if not hmac.compare_digest(asked.token, self._token(asked.series.job_id)):
             raise LookupError(f"the token is not that of job {asked.series.job_id} on node {self._order.node}")
         return asked.series
 
-    def _held(self, asked: AskHeld) -> list[HeldSnapshot]:
+    def _held(self, asked: protocol.AskHeld) -> list[protocol.HeldSnapshot]:
         return self._inventory.held(self._checked(asked))
 
-    def _take_offer(self, offer: OfferSnapshot, answer: Callable[[str], None]) -> None:
+    def _take_offer(self, offer: protocol.OfferSnapshot, answer: Callable[[str], None]) -> None:
         try:
             self._checked(offer)
         except LookupError as error:
@@ -437,9 +412,9 @@ class SnapshotServer:
     def _pull(
         self,
         buffer: SnapshotBuffer,
-        source: ServerAddress,
-        series: SnapshotSeries,
-        stamp: SnapshotStamp,
+        source: protocol.ServerAddress,
+        series: protocol.SnapshotSeries,
+        stamp: protocol.SnapshotStamp,
         length: int,
         on_end: Callable[[str], None],
     ) -> None:
@@ -458,11 +433,13 @@ class SnapshotServer:
 
     # Memory
 
-    def _writable(self, series: SnapshotSeries, nbytes: int, floor: SnapshotStamp, *, is_copy: bool) -> SnapshotBuffer:
+    def _writable(
+        self, series: protocol.SnapshotSeries, nbytes: int, floor: protocol.SnapshotStamp, *, is_copy: bool
+    ) -> SnapshotBuffer:
         buffer = self._inventory.begin(series, nbytes, floor, is_copy=is_copy)
         return buffer or self._new_buffer(series, nbytes, is_copy=is_copy)
 
-    def _new_buffer(self, series: SnapshotSeries, nbytes: int, *, is_copy: bool) -> SnapshotBuffer:
+    def _new_buffer(self, series: protocol.SnapshotSeries, nbytes: int, *, is_copy: bool) -> SnapshotBuffer:
         buffer = self._inventory.add(series, nbytes, is_copy=is_copy)
         self._close_dropped()
         try:
@@ -486,14 +463,14 @@ class SnapshotServer:
                 else:
                     del self._jobs[job_id]
 
-    def _job(self, series: SnapshotSeries) -> JobState:
+    def _job(self, series: protocol.SnapshotSeries) -> JobState:
         return self._jobs.setdefault(series.job_id, JobState())
 
-    def _sent(self, series: SnapshotSeries) -> SentState:
+    def _sent(self, series: protocol.SnapshotSeries) -> SentState:
         return self._job(series).sent.setdefault(series, SentState())
 
-    def _address(self, job_id: str) -> ServerAddress:
+    def _address(self, job_id: str) -> protocol.ServerAddress:
         return self._order.host.address(self._order.node, job_id)
 
     def _token(self, job_id: str) -> str:
-        return token_of(self._order.host.secret, job_id)
+        return protocol.token_of(self._order.host.secret, job_id)

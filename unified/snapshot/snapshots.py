@@ -13,24 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from unified.config.logging import LogOnce
 from unified.errors import SnapshotError, SnapshotQuotaError, UsageError
-from unified.protocol.snapshots import (
-    NO_STAMP,
-    Attached,
-    AttachSeries,
-    CommitSnapshot,
-    RankReport,
-    ServerAddress,
-    SnapshotAgreement,
-    SnapshotSeries,
-    SnapshotSource,
-    SnapshotStamp,
-    StorageTarget,
-    StoredSnapshot,
-)
+from unified.protocol import snapshots as protocol
 from unified.protocol.worker_agent import Launch
+from unified.rounds.snapshot_agreement import RoundAgreement, RoundPlace
 from unified.snapshot.client import SnapshotClient
 from unified.snapshot.core.agreement import agree, describe_source, partner_of
-from unified.snapshot.round_store import RoundAgreement, RoundPlace
 from unified.snapshot.storage import SnapshotStorage, target_of
 from unified.threads import start_thread
 
@@ -76,15 +63,15 @@ class _RoundState:
     agreement: RoundAgreement
     number: int
     """Number of the agreement in its round."""
-    own: ServerAddress
-    partner: ServerAddress | None
+    own: protocol.ServerAddress
+    partner: protocol.ServerAddress | None
     is_first: bool
     """True if no lower rank is on this node."""
     is_alone: bool
     """True if all ranks are on this node, so that copies go to the job's copy node, if there is one."""
     has_copy_node: bool
     client: SnapshotClient
-    floor: SnapshotStamp = NO_STAMP
+    floor: protocol.SnapshotStamp = protocol.NO_STAMP
     count: int = 0
     """Snapshots since the agreement."""
 
@@ -174,10 +161,10 @@ class Snapshots:
                     raise SnapshotError(f"No snapshot of step {step} can be restored: {why}.")
                 if agreement.note:
                     logger.warning("event=snapshot-not-restored reason=%r", agreement.note)
-                self._settle(here, NO_STAMP)
+                self._settle(here, protocol.NO_STAMP)
                 return None
             restored = self._load(here, state, found, agreement.sources[here.place.rank])
-            self._settle(here, found.stamp if found.job_id == self._launch.job_id else NO_STAMP)
+            self._settle(here, found.stamp if found.job_id == self._launch.job_id else protocol.NO_STAMP)
             logger.info("event=snapshot-restored step=%d source=%s", restored.step, restored.source)
             return restored
 
@@ -205,9 +192,9 @@ class Snapshots:
         target = here.client.begin(image.length, here.floor, is_sent=is_awaited)
         self._report_sent(target.waited_s, target.complaint)
         image.write(target.buffer.memory)
-        stamp = SnapshotStamp(here.place.round, step)
+        stamp = protocol.SnapshotStamp(here.place.round, step)
         here.client.commit(
-            CommitSnapshot(
+            protocol.CommitSnapshot(
                 buffer=target.number,
                 stamp=stamp,
                 length=image.length,
@@ -247,7 +234,9 @@ class Snapshots:
 
     # Restoring
 
-    def _load(self, here: _RoundState, state: Any, found: StoredSnapshot, source: SnapshotSource) -> Restored:
+    def _load(
+        self, here: _RoundState, state: Any, found: protocol.StoredSnapshot, source: protocol.SnapshotSource
+    ) -> Restored:
         from unified.snapshot.image import read_state
 
         if source.server is None:
@@ -257,7 +246,7 @@ class Snapshots:
             image = here.client.open(source, found.stamp, here.own)
         return Restored(found.stamp.step, describe_source(source, here.own), read_state(image, state))
 
-    def _settle(self, here: _RoundState, stamp: SnapshotStamp) -> None:
+    def _settle(self, here: _RoundState, stamp: protocol.SnapshotStamp) -> None:
         """Forget what is later, on all ranks, before any of them goes on and takes it again."""
         here.client.go_back(stamp, has_partner=here.partner is not None or here.has_copy_node)
         here.floor = stamp
@@ -270,20 +259,22 @@ class Snapshots:
         state = self._state
         return state if state is not None and state.place[:4] == self._place_now()[:4] else None
 
-    def _agree(self, step: int | None = None, *, is_restoring: bool = False) -> tuple[_RoundState, SnapshotAgreement]:
+    def _agree(
+        self, step: int | None = None, *, is_restoring: bool = False
+    ) -> tuple[_RoundState, protocol.SnapshotAgreement]:
         """Agree with the other ranks on a snapshot, and learn where their servers are."""
         place, last = self._place_now(), self._here()
         attached = self._attach(place)
         number = 0 if last is None else last.number + 1
         agreement = RoundAgreement(place, number)
         is_first = self._launch.local_rank == 0 or place.connect is None
-        stored: list[StoredSnapshot] = []
+        stored: list[protocol.StoredSnapshot] = []
         if self._options.storage:
             with self._storage(place) as storage:
                 stored = storage.steps()
         assert self._client is not None
         copy_node = attached.copy_node if is_restoring and place.rank == 0 else None
-        report = RankReport(
+        report = protocol.RankReport(
             server=attached.address,
             held=attached.held if is_first else [],
             copy_node=copy_node,
@@ -314,16 +305,16 @@ class Snapshots:
         )
         return self._state, found
 
-    def _attach(self, place: RoundPlace) -> Attached:
-        series = SnapshotSeries(self._launch.job_id, place.role, place.world_size, place.rank)
+    def _attach(self, place: RoundPlace) -> protocol.Attached:
+        series = protocol.SnapshotSeries(self._launch.job_id, place.role, place.world_size, place.rank)
         storage = self._target(place) if self._options.storage else None
-        attach = AttachSeries(token=self._launch.snapshot_token, series=series, storage=storage)
+        attach = protocol.AttachSeries(token=self._launch.snapshot_token, series=series, storage=storage)
         if self._client is None:
             self._client = SnapshotClient(self._launch.run_dir, attach)
         return self._client.attach(attach)
 
-    def _target(self, place: RoundPlace) -> StorageTarget:
-        series = SnapshotSeries(self._launch.job_id, place.role, place.world_size, place.rank)
+    def _target(self, place: RoundPlace) -> protocol.StorageTarget:
+        series = protocol.SnapshotSeries(self._launch.job_id, place.role, place.world_size, place.rank)
         return target_of(self._options.storage, series, os.environ, is_replicated=self._options.is_replicated)
 
     def _storage(self, place: RoundPlace) -> SnapshotStorage:

@@ -17,22 +17,8 @@ from dataclasses import dataclass
 import zmq
 from msgspec import structs
 
+from unified.protocol import snapshots
 from unified.protocol.framing import UNREADABLE
-from unified.protocol.snapshots import (
-    PIECE_BYTES,
-    AskHeld,
-    HeldSnapshot,
-    HeldThere,
-    OfferSnapshot,
-    OfferTaken,
-    Piece,
-    ReadPiece,
-    ServerAddress,
-    SnapshotSeries,
-    SnapshotStamp,
-    encode_snapshot_message,
-    peer_message,
-)
 from unified.security.curve import Gatekeeper, read_event
 from unified.security.keys import ClusterKey
 
@@ -46,7 +32,7 @@ AVOID_S = 30.0
 _BROKEN = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 OnEnd = Callable[[str], None]
 """Function that is told the end of a transfer: the error, or nothing."""
-OnHeld = Callable[[list[HeldSnapshot], str], None]
+OnHeld = Callable[[list[snapshots.HeldSnapshot], str], None]
 """Function that is told what another server holds, or the error."""
 Socket = zmq.Socket[bytes]
 
@@ -65,9 +51,9 @@ class _Pull:
     """A snapshot on its way here."""
 
     peer: _Peer
-    source: ServerAddress
-    series: SnapshotSeries
-    stamp: SnapshotStamp
+    source: snapshots.ServerAddress
+    series: snapshots.SnapshotSeries
+    stamp: snapshots.SnapshotStamp
     length: int
     descriptor: int
     on_end: OnEnd
@@ -90,8 +76,8 @@ class _Offer:
     """A snapshot on its way from here."""
 
     peer: _Peer
-    series: SnapshotSeries
-    stamp: SnapshotStamp
+    series: snapshots.SnapshotSeries
+    stamp: snapshots.SnapshotStamp
     on_end: OnEnd
     deadline: float
 
@@ -101,6 +87,7 @@ class SnapshotTransfers:
 
     Args:
         listener: where other nodes' servers connect; None: they cannot.
+        pair: of the listener; None: it has the cluster's key.
         on_read: returns the bytes of a piece; LookupError: there are none for that token.
         on_offer: takes a snapshot that is offered, and a function for the answer.
         on_ask: returns what is held of a role; LookupError: the token is wrong.
@@ -110,9 +97,10 @@ class SnapshotTransfers:
         self,
         listener: socket.socket | None,
         key: ClusterKey | None,
-        on_read: Callable[[ReadPiece], bytes],
-        on_offer: Callable[[OfferSnapshot, OnEnd], None],
-        on_ask: Callable[[AskHeld], list[HeldSnapshot]],
+        pair: ClusterKey | None,
+        on_read: Callable[[snapshots.ReadPiece], bytes],
+        on_offer: Callable[[snapshots.OfferSnapshot, OnEnd], None],
+        on_ask: Callable[[snapshots.AskHeld], list[snapshots.HeldSnapshot]],
     ) -> None:
         self._context: zmq.Context[Socket] = zmq.Context()
         self._gate = Gatekeeper(self._context, key, name="snapshots")
@@ -126,7 +114,9 @@ class SnapshotTransfers:
         """Pieces that are asked for: the number of the request to its offset and size."""
         self._offers: dict[int, _Offer] = {}
         self._questions: dict[int, _Question] = {}
-        self._server = self._socket(zmq.ROUTER, is_server=True)
+        self._server = self._context.socket(zmq.ROUTER)
+        self._gate.guard(self._server, pair)
+        _prepare(self._server)
         if listener is not None:
             self._server.set(zmq.USE_FD, listener.detach())
             self._server.bind("tcp://0.0.0.0:0")  # libzmq takes the socket as it is, and does not look at this
@@ -168,38 +158,38 @@ class SnapshotTransfers:
                 del self._questions[number]
                 question.on_end([], f"the snapshot server at {question.peer.url} has not answered for {ANSWER_S:g} s")
 
-    def offer(self, target: ServerAddress, message: OfferSnapshot, on_end: OnEnd) -> None:
+    def offer(self, target: snapshots.ServerAddress, message: snapshots.OfferSnapshot, on_end: OnEnd) -> None:
         """Have another server read a snapshot of ours."""
-        peer = self._peer(target.url)
+        peer = self._peer(target)
         if peer is None:
             on_end(f"the snapshot server at {target.url} cannot be reached, or failed a moment ago")
             return
         number = next(self._numbers)
         self._offers[number] = _Offer(peer, message.series, message.stamp, on_end, time.monotonic() + STALLED_S)
-        self._send(peer.socket, [encode_snapshot_message(structs.replace(message, number=number))])
+        self._send(peer.socket, [snapshots.encode_snapshot_message(structs.replace(message, number=number))])
 
-    def ask_held(self, target: ServerAddress, series: SnapshotSeries, on_end: OnHeld) -> None:
+    def ask_held(self, target: snapshots.ServerAddress, series: snapshots.SnapshotSeries, on_end: OnHeld) -> None:
         """Ask another server what it holds of a role."""
-        peer = self._peer(target.url)
+        peer = self._peer(target)
         if peer is None:
             on_end([], f"the snapshot server at {target.url} has failed before")
             return
         number = next(self._numbers)
         self._questions[number] = _Question(peer, on_end, time.monotonic() + ANSWER_S)
-        asked = AskHeld(number=number, token=target.token, series=series)
-        self._send(peer.socket, [encode_snapshot_message(asked)])
+        asked = snapshots.AskHeld(number=number, token=target.token, series=series)
+        self._send(peer.socket, [snapshots.encode_snapshot_message(asked)])
 
     def pull(
         self,
-        source: ServerAddress,
-        series: SnapshotSeries,
-        stamp: SnapshotStamp,
+        source: snapshots.ServerAddress,
+        series: snapshots.SnapshotSeries,
+        stamp: snapshots.SnapshotStamp,
         length: int,
         descriptor: int,
         on_end: OnEnd,
     ) -> None:
         """Read a snapshot of another server into a buffer."""
-        peer = self._peer(source.url)
+        peer = self._peer(source)
         if peer is None:
             on_end(f"the snapshot server at {source.url} cannot be reached, or failed a moment ago")
             return
@@ -224,19 +214,19 @@ class SnapshotTransfers:
             if len(frames) < 2:
                 continue
             try:
-                message = peer_message.decode(frames[1])
+                message = snapshots.peer_message.decode(frames[1])
             except UNREADABLE:
                 continue
-            if isinstance(message, ReadPiece):
+            if isinstance(message, snapshots.ReadPiece):
                 self._answer_read(frames[0], message)
-            elif isinstance(message, OfferSnapshot):
+            elif isinstance(message, snapshots.OfferSnapshot):
                 self._on_offer(message, self._answer_of(frames[0], message.number))
-            elif isinstance(message, AskHeld):
+            elif isinstance(message, snapshots.AskHeld):
                 with contextlib.suppress(LookupError):  # no job of ours asks: it is told nothing
-                    answer = HeldThere(number=message.number, held=self._on_ask(message))
-                    self._send(self._server, [frames[0], encode_snapshot_message(answer)])
+                    answer = snapshots.HeldThere(number=message.number, held=self._on_ask(message))
+                    self._send(self._server, [frames[0], snapshots.encode_snapshot_message(answer)])
 
-    def _answer_read(self, asker: bytes, asked: ReadPiece) -> None:
+    def _answer_read(self, asker: bytes, asked: snapshots.ReadPiece) -> None:
         for offer in self._offers.values():
             if (offer.series, offer.stamp) == (asked.series, asked.stamp):
                 offer.deadline = time.monotonic() + STALLED_S
@@ -244,11 +234,17 @@ class SnapshotTransfers:
             data, error = self._on_read(asked), ""
         except LookupError as reason:
             data, error = b"", str(reason.args[0])
-        self._send(self._server, [asker, encode_snapshot_message(Piece(number=asked.number, error=error)), data])
+        self._send(
+            self._server,
+            [asker, snapshots.encode_snapshot_message(snapshots.Piece(number=asked.number, error=error)), data],
+        )
 
     def _answer_of(self, asker: bytes, number: int) -> OnEnd:
         def answer(error: str) -> None:
-            self._send(self._server, [asker, encode_snapshot_message(OfferTaken(number=number, error=error))])
+            self._send(
+                self._server,
+                [asker, snapshots.encode_snapshot_message(snapshots.OfferTaken(number=number, error=error))],
+            )
 
         return answer
 
@@ -257,19 +253,19 @@ class SnapshotTransfers:
     def _hear(self, peer: _Peer) -> None:
         while (frames := self._receive(peer.socket)) is not None:
             try:
-                message = peer_message.decode(frames[0])
+                message = snapshots.peer_message.decode(frames[0])
             except UNREADABLE:
                 self._fail(peer, f"the snapshot server at {peer.url} says what nobody here understands")
                 return
-            if isinstance(message, OfferTaken):
+            if isinstance(message, snapshots.OfferTaken):
                 offer = self._offers.pop(message.number, None)
                 if offer is not None:
                     offer.on_end(message.error)
-            elif isinstance(message, HeldThere):
+            elif isinstance(message, snapshots.HeldThere):
                 question = self._questions.pop(message.number, None)
                 if question is not None:
                     question.on_end(message.held, "")
-            elif isinstance(message, Piece) and message.number in self._pulls:
+            elif isinstance(message, snapshots.Piece) and message.number in self._pulls:
                 pull, offset, nbytes = self._pulls.pop(message.number)
                 self._take(pull, offset, nbytes, message, frames[1] if len(frames) > 1 else b"")
             if self._peers.get(peer.url) is not peer:
@@ -277,18 +273,18 @@ class SnapshotTransfers:
 
     def _ask(self, pull: _Pull) -> None:
         offset = pull.num_asked
-        nbytes = min(PIECE_BYTES, pull.length - offset)
+        nbytes = min(snapshots.PIECE_BYTES, pull.length - offset)
         if nbytes <= 0:
             return
         number = next(self._numbers)
         pull.num_asked += nbytes
         self._pulls[number] = (pull, offset, nbytes)
-        asked = ReadPiece(
+        asked = snapshots.ReadPiece(
             number=number, token=pull.source.token, series=pull.series, stamp=pull.stamp, offset=offset, nbytes=nbytes
         )
-        self._send(pull.peer.socket, [encode_snapshot_message(asked)])
+        self._send(pull.peer.socket, [snapshots.encode_snapshot_message(asked)])
 
-    def _take(self, pull: _Pull, offset: int, nbytes: int, answer: Piece, data: bytes) -> None:
+    def _take(self, pull: _Pull, offset: int, nbytes: int, answer: snapshots.Piece, data: bytes) -> None:
         error = answer.error
         if not error and len(data) != nbytes:
             error = f"the snapshot server at {pull.peer.url} sent {len(data)} bytes instead of {nbytes}"
@@ -313,19 +309,15 @@ class SnapshotTransfers:
 
     # Connections
 
-    def _socket(self, kind: int, *, is_server: bool = False) -> Socket:
-        socket = self._gate.socket(kind, is_server=is_server)
-        socket.linger = 0
-        socket.set(zmq.MAXMSGSIZE, PIECE_BYTES + (64 << 10))
-        return socket
-
-    def _peer(self, url: str) -> _Peer | None:
+    def _peer(self, server: snapshots.ServerAddress) -> _Peer | None:
+        url = server.url
         known = self._peers.get(url)
         if known is not None:
             return known
         if self._avoided.get(url, 0.0) > time.monotonic():
             return None
-        socket = self._socket(zmq.DEALER)
+        socket = self._gate.socket(zmq.DEALER, server.listener_key)
+        _prepare(socket)
         socket.set(zmq.IPV6, 1 if "[" in url else 0)
         monitor = socket.get_monitor_socket(_BROKEN)
         peer = _Peer(url, socket, monitor)
@@ -372,6 +364,11 @@ class SnapshotTransfers:
 
     def _send(self, socket: Socket, frames: list[bytes]) -> None:
         try:
-            socket.send_multipart(frames, zmq.NOBLOCK, copy=len(frames[-1]) < PIECE_BYTES)
+            socket.send_multipart(frames, zmq.NOBLOCK, copy=len(frames[-1]) < snapshots.PIECE_BYTES)
         except zmq.Again:  # a peer that reads nothing; the transfer stalls, and is given up
             return
+
+
+def _prepare(socket: Socket) -> None:
+    socket.linger = 0
+    socket.set(zmq.MAXMSGSIZE, snapshots.PIECE_BYTES + (64 << 10))

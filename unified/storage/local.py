@@ -42,11 +42,14 @@ class LocalBackend(StorageBackend):
         root: the folder; made at the first write if it is not there.
         fsync: a write or a delete has reached the disk when it returns. Without it, a crash of the machine (not of the
             process) may undo it.
+        is_private: only this user may read what is written, and enter folders that are made for it; else the umask
+            says who may.
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, fsync: bool = True) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, fsync: bool = True, is_private: bool = False) -> None:
         self.root = Path(os.path.abspath(os.path.expanduser(root)))
         self._fsync = fsync
+        self._file_mode, self._folder_mode = (0o600, 0o700) if is_private else (0o666, 0o777)
         self._swept: set[Path] = set()
 
     def __repr__(self) -> str:
@@ -178,7 +181,7 @@ class LocalBackend(StorageBackend):
                 _remove_orphans(path.parent)
             temporary = path.parent / temporary_name(secrets.token_hex(8))
             try:
-                descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+                descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, self._file_mode)
             except FileNotFoundError:  # a delete took the empty folder away again
                 if not tries_left:
                     raise
@@ -198,7 +201,7 @@ class LocalBackend(StorageBackend):
             folder = folder.parent
         for each in reversed(missing):
             with contextlib.suppress(FileExistsError, FileNotFoundError):
-                each.mkdir()
+                each.mkdir(self._folder_mode)
             # A file that is safe in a folder whose own name is not is lost with it.
             self._sync_folder(each.parent)
 

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 
 def open_storage(
-    path: str | os.PathLike[str], *, region: str | None = None, endpoint_url: str | None = None
+    path: str | os.PathLike[str],
+    *,
+    region: str | None = None,
+    endpoint_url: str | None = None,
+    is_private: bool = False,
 ) -> tuple[StorageBackend, str]:
     """Return the store that a path is in, and the key, or beginning of keys, that the path is there.
 
@@ -33,6 +37,7 @@ def open_storage(
     Args:
         region: of an S3 bucket; without it, what the environment or the user's AWS configuration says.
         endpoint_url: of an S3 store that is not Amazon's; without it, likewise.
+        is_private: of a local store, same as of `LocalBackend`.
 
     Raises:
         UsageError: no path, no bucket, or a kind of store that is not known.
@@ -52,11 +57,11 @@ def open_storage(
         raise UsageError("an empty path is in no store: give a local path or s3://bucket/path")
     local = os.path.abspath(os.path.expanduser(rest))
     if os.path.isdir(local):
-        return LocalBackend(local), ""
+        return LocalBackend(local, is_private=is_private), ""
     if os.path.exists(local):
         folder, name = os.path.split(local)
-        return LocalBackend(folder), name
+        return LocalBackend(folder, is_private=is_private), name
     if glob.has_magic(local):
         folder = re.split(r"[*?[]", local, maxsplit=1)[0].rpartition("/")[0]
-        return LocalBackend(folder or "/"), local[len(folder) + 1 :]
-    return LocalBackend(local), ""
+        return LocalBackend(folder or "/", is_private=is_private), local[len(folder) + 1 :]
+    return LocalBackend(local, is_private=is_private), ""

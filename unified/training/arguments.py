@@ -73,6 +73,8 @@ class CommonArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Steps in which the learning rate rises to `lr`."""
     max_grad_norm: NotNegative = 1.0
     """Norm that gradients are clipped to; 0: never."""
+    allow_non_finite_loss: bool = False
+    """Train and save on when the loss is NaN or infinite; otherwise the run fails, and that step is not saved."""
     given: frozenset[str] = frozenset()
     """Names that were given, rather than being defaults."""
 

@@ -1,24 +1,28 @@
 """Checkpoints of a run in its layout: files first, then ``step-XXXXXX.json``, the mark that makes them one.
 
 A process that is killed at any moment leaves the older steps complete: a step counts when its mark can be read and
-every file that the mark names is there with the size that it says.
+every file that the mark names is there with the size that it says. A file that is fetched has its checksum as well.
 """
 
 from __future__ import annotations
 
 import datetime
+import io
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from shutil import copyfileobj
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from unified.errors import CheckpointNotFoundError, NotFoundError, UsageError
+from unified.checkpoint.manifest import Checksum, Part, check_part
+from unified.checkpoint.payload import CHUNK_BYTES
+from unified.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, NotFoundError, UsageError
 from unified.storage import open_storage
 from unified.training.layout import CONFIG_NAME, KEEP_NAME, RunLayout, step_key, step_of
 from unified.values import ClosedOnExit
@@ -37,6 +41,8 @@ class MarkedFile(msgspec.Struct, frozen=True):
 
     name: str
     nbytes: int
+    checksum: str = ""
+    """Checksum as `unified.checkpoint.manifest.Checksum` writes it; empty in a mark of an older version."""
 
 
 class CheckpointMark(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +92,10 @@ class RunCheckpointManager(ClosedOnExit):
         self._checkpoints = _RunFolder.open(layout.checkpoints_uri)
         self._config = _RunFolder.open(layout.config_uri)
         self._logs = _RunFolder.open(layout.logs_uri)
+        self._fetched: dict[Path, MarkedFile] = {}
+        """Files that `fetch` has made."""
+        self.moved_at = 0.0
+        """Time (`time.monotonic`) at which the store last took a part of a save."""
 
     def close(self) -> None:
         """Let go of connections. Another use opens them again."""
@@ -148,8 +158,7 @@ class RunCheckpointManager(ClosedOnExit):
         if taken := [name for name in files if step_of(name) is not None]:
             raise UsageError(f"a file of a checkpoint cannot be called {taken[0]!r}: marks of checkpoints are.")
         with ThreadPoolExecutor(NUM_PARALLEL, thread_name_prefix="unified-upload") as threads:
-            sizes = list(threads.map(self._upload, files, files.values()))
-        return [MarkedFile(name, nbytes) for name, nbytes in zip(files, sizes, strict=True)]
+            return list(threads.map(self._upload, files, files.values()))
 
     def commit(
         self,
@@ -172,7 +181,8 @@ class RunCheckpointManager(ClosedOnExit):
         )
         self._upload(step_key(step), msgspec.json.format(msgspec.json.encode(mark), indent=2))
         if self._limit:
-            for old in self.complete_steps()[: -self._limit]:
+            # A step above this one is damaged, since the run went on from an older one: it is not worth a whole one.
+            for old in [each for each in self.complete_steps() if each <= step][: -self._limit]:
                 self.delete(old)
         return mark
 
@@ -207,16 +217,34 @@ class RunCheckpointManager(ClosedOnExit):
             raise CheckpointNotFoundError(f"{self.layout.checkpoints_uri}/{name} says that it is of step {mark.step}.")
         return mark
 
+    def fetch_latest(self, folder: Path) -> int | None:
+        """Copy the files of the highest complete step to a local folder; return the step, None if there is none.
+
+        A step of which a file is missing, or has another size or checksum, is passed over; a line on stderr says so.
+        """
+        sizes = self._sizes()
+        for step in reversed(_steps(sizes)):
+            try:
+                self._check_sizes(step, sizes)
+                self.fetch(step, folder)
+                return step
+            except (CheckpointError, NotFoundError) as error:
+                text = f"checkpoint {step} in {self.layout.checkpoints_uri} is damaged, and passed over: {error}"
+                print(f"unified-train: warning: {text}", file=sys.stderr, flush=True)
+        return None
+
     def fetch(self, step: int, folder: Path) -> dict[str, Path]:
-        """Copy the files of a checkpoint to a local folder; return them by their names.
+        """Copy the files of a checkpoint to a local folder; return them by their names. One that it has copied stays.
 
         Raises:
             CheckpointNotFoundError: the step has no mark.
+            CheckpointCorruptError: a file has not the size and the checksum that the mark says.
             NotFoundError: a file that the mark names is gone.
         """
-        names = [file.name for file in self.read_mark(step).files]
+        files = self.read_mark(step).files
         with ThreadPoolExecutor(NUM_PARALLEL, thread_name_prefix="unified-download") as threads:
-            return dict(zip(names, threads.map(partial(self._download, folder=folder), names), strict=True))
+            paths = threads.map(partial(self._download, folder=folder), files)
+            return {file.name: path for file, path in zip(files, paths, strict=True)}
 
     def delete(self, step: int) -> None:
         """Delete a checkpoint: its mark first, so that no half of it counts."""
@@ -225,10 +253,15 @@ class RunCheckpointManager(ClosedOnExit):
 
     def _is_complete(self, step: int, sizes: Mapping[str, int]) -> bool:
         try:
-            mark = self.read_mark(step)
-        except CheckpointNotFoundError:
+            self._check_sizes(step, sizes)
+        except CheckpointError:
             return False
-        return all(sizes.get(file.name) == file.nbytes for file in mark.files)
+        return True
+
+    def _check_sizes(self, step: int, sizes: Mapping[str, int]) -> None:
+        for file in self.read_mark(step).files:
+            if (nbytes := sizes.get(file.name)) != file.nbytes:
+                raise CheckpointCorruptError(f"{file.name} has {nbytes or 'no'} bytes, {file.nbytes} were saved")
 
     def _sizes(self) -> dict[str, int]:
         """Return the size of everything below ``checkpoints/``, by name."""
@@ -238,21 +271,38 @@ class RunCheckpointManager(ClosedOnExit):
     def _key(self, name: str) -> str:
         return f"{self._checkpoints.prefix}{name}"
 
-    def _upload(self, name: str, source: FileSource) -> int:
-        if isinstance(source, bytes):
-            return self._checkpoints.backend.write(self._key(name), source).nbytes
-        with source.open("rb") as file:
-            return self._checkpoints.backend.write(self._key(name), file).nbytes
+    def _upload(self, name: str, source: FileSource) -> MarkedFile:
+        checksum = Checksum()
 
-    def _download(self, name: str, folder: Path) -> Path:
-        path = folder / name
+        def chunks() -> Iterator[bytes]:
+            with source.open("rb") if isinstance(source, Path) else io.BytesIO(source) as file:
+                while chunk := file.read(CHUNK_BYTES):
+                    checksum.update(chunk)
+                    yield chunk
+                    self.moved_at = time.monotonic()
+
+        nbytes = self._checkpoints.backend.write(self._key(name), chunks()).nbytes
+        self.moved_at = time.monotonic()
+        return MarkedFile(name, nbytes, checksum.text)
+
+    def _download(self, file: MarkedFile, folder: Path) -> Path:
+        path = folder / file.name
         if not path.resolve().is_relative_to(folder.resolve()):
-            raise UsageError(f"a checkpoint in {self.layout.checkpoints_uri} names a file {name!r}, outside of itself.")
+            where = self.layout.checkpoints_uri
+            raise UsageError(f"a checkpoint in {where} names a file {file.name!r}, outside of itself.")
+        if self._fetched.get(path) == file and path.exists():
+            return path
         path.parent.mkdir(parents=True, exist_ok=True)
         making = path.with_name(f".{path.name}.part")
-        with self._checkpoints.backend.open_read(self._key(name)) as source, making.open("wb") as file:
-            copyfileobj(source, file, COPY_NBYTES)
+        checksum = Checksum(file.checksum)
+        with self._checkpoints.backend.open_read(self._key(file.name)) as source, making.open("wb") as target:
+            while chunk := source.read(COPY_NBYTES):
+                checksum.update(chunk)
+                target.write(chunk)
+        saved = Part(key=file.name, size_bytes=file.nbytes, checksum=file.checksum)
+        check_part(saved, checksum.nbytes, checksum.text if file.checksum else "")
         os.replace(making, path)
+        self._fetched[path] = file
         return path
 
     def _delete(self, names: Iterable[str]) -> None:

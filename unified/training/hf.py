@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import accelerate  # noqa: F401 - without it Trainer raises an error that names no extra of ours
 import torch
 import transformers
+from transformers.trainer_utils import EvalLoopOutput
 
 from unified.errors import OptionError, UsageError
 from unified.training.dataset import PaddingCollator, TokenRows, load_rows
+from unified.training.evaluation import HeldOutRows, sum_losses
 from unified.training.hf_arguments import training_arguments
 from unified.training.models import load_model, sequence_length
 from unified.training.sampling import ResumableSampler, check_rows
@@ -63,6 +65,7 @@ def run(run: TrainingRun) -> None:
     except (ValueError, ImportError) as error:  # arguments that do not go together
         raise OptionError(f"extra_args: {' '.join(str(error).split())}") from error
     callback.trainer = trainer
+    trainer.held_out = HeldOutRows(run, trainer.eval_dataset, trainer.data_collator, arguments.eval_batch_size)
     try:
         trainer.train(resume_from_checkpoint=callback.resumed_from)
     except _NothingLeftError:
@@ -145,7 +148,8 @@ class RunCallback(transformers.TrainerCallback):
             control.should_training_stop = True
             control.should_evaluate = False
         if self.is_stopped or is_last:
-            control.should_save = control.should_log = True
+            control.should_save = True
+        control.should_log |= control.should_save  # for a look at the loss of the steps that are to be saved
         if is_last:
             control.should_evaluate = self._evaluates
 
@@ -154,6 +158,7 @@ class RunCallback(transformers.TrainerCallback):
             control.should_evaluate = False
         if state.global_step == self._saved_step:
             control.should_save = False
+        control.should_log |= control.should_save
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
@@ -181,6 +186,9 @@ class RunCallback(transformers.TrainerCallback):
             found |= {"lr": logs["learning_rate"], **self._rates(args, state)}
             self._start_clock(state)
         self._run.report(step=state.global_step, total=state.max_steps, **found)
+        self._run.check_losses(state.global_step, found)
+        if "loss" in found and (summed := getattr(self.trainer, "_tr_loss", None)) is not None:
+            summed.zero_()  # which the Trainer does by a subtraction, of NaN from NaN too
 
     def _start_clock(self, state: TrainerState) -> None:
         self._logged_at = time.monotonic()
@@ -203,7 +211,10 @@ class TokenCountingTrainer(transformers.Trainer):
     Attributes:
         num_tokens: since somebody set it to 0.
         order: the rows of an epoch, for all ranks, which accelerate deals out to them; None: one of transformers'.
+        held_out: rows to evaluate.
     """
+
+    held_out: HeldOutRows
 
     num_tokens: torch.Tensor | int = 0
     order: ResumableSampler | None = None
@@ -221,6 +232,12 @@ class TokenCountingTrainer(transformers.Trainer):
         self.num_tokens = self.num_tokens + inputs["attention_mask"].sum()
         return cast(torch.Tensor, super().training_step(model, inputs, *more, **others))
 
+    def evaluation_loop(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> EvalLoopOutput:
+        """Return the mean loss of all tokens: transformers' own is a mean of batches, or of ranks."""
+        with self.compute_loss_context_manager():
+            loss = self.held_out.evaluate(self.model, lambda batch: sum_losses(self.model, batch))
+        return EvalLoopOutput(None, None, {f"{metric_key_prefix}_loss": loss}, len(self.held_out))
+
 
 def save(run: TrainingRun, step: int, folder: Path, metrics: dict[str, float], state: dict[str, Any]) -> None:
     """Upload what each rank has in its folder as one checkpoint, below ``checkpoints/<folder's name>/``. A collective.
@@ -230,10 +247,11 @@ def save(run: TrainingRun, step: int, folder: Path, metrics: dict[str, float], s
     """
     store = run.checkpoints
     files = {f"{folder.name}/{path.relative_to(folder)}": path for path in sorted(folder.rglob("*")) if path.is_file()}
-    run.work.on_first(lambda: store.discard(step))
-    uploaded = run.work.on_all(lambda: store.upload(files))
-    everything = [file for files in run.work.ranks.gather(uploaded) for file in files]
-    run.work.on_first(lambda: store.commit(step, everything, metrics, state=state))
+    with run.saving(step):
+        run.work.on_first(lambda: store.discard(step))
+        uploaded = run.work.on_all(lambda: store.upload(files))
+        everything = [file for files in run.work.ranks.gather(uploaded) for file in files]
+        run.work.on_first(lambda: store.commit(step, everything, metrics, state=state))
 
 
 def fetch(run: TrainingRun, sizes: RunSizes) -> str | None:

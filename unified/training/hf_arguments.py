@@ -32,6 +32,7 @@ REFUSED = {
     "no_cuda": "the devices are those of the job",
     "local_rank": "the ranks are those of the job",
     "ddp_backend": "the ranks are connected already",
+    "logging_nan_inf_filter": "the loss is reported as it is; allow_non_finite_loss trains on where it is not finite",
     "hub_token": "config/run.json would hold it: give HF_TOKEN in env",
 }
 """Names that are not taken, and the reason."""
@@ -63,6 +64,7 @@ def training_arguments(run: TrainingRun, output_dir: Path) -> transformers.Train
         "warmup_steps": arguments.warmup_steps,
         "max_grad_norm": arguments.max_grad_norm,
         "logging_steps": arguments.logging_steps,
+        "logging_nan_inf_filter": False,  # else such a loss is left out of the sum: a run of NaN has a loss of 0
         "save_steps": arguments.save_steps,
         "save_strategy": "steps" if arguments.save_steps else "no",
         "eval_steps": eval_steps,

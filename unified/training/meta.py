@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from unified.errors import CheckpointCorruptError, UsageError
 from unified.training.arguments import MetaArguments
-from unified.training.dataset import IGNORED, PaddingCollator, TextSplit, TokenRows, load_rows
+from unified.training.dataset import PaddingCollator, TextSplit, TokenRows, load_rows
+from unified.training.evaluation import Batch, HeldOutRows, count_targets, sum_losses
 from unified.training.layout import step_key
 from unified.training.models import load_model, sequence_length
 from unified.training.run import TrainingRun
@@ -34,7 +34,6 @@ from unified.training.sampling import Position, ResumableSampler, TrainingPlan, 
 from unified.training.stopping import TrainingStopped
 from unified.training.tokenizer import Tokenizer
 
-Batch = dict[str, torch.Tensor]
 FILE_KIND = "pt"
 """Kind of a checkpoint's file."""
 
@@ -60,7 +59,7 @@ class MetaTrainer:
         self._collate = PaddingCollator(tokenizer.pad_id)
         length = sequence_length(run, model)
         self._train_rows = TokenRows(train, tokenizer, length)
-        self._held_out = TokenRows(held_out, tokenizer, length)
+        self._held_out = HeldOutRows(run, TokenRows(held_out, tokenizer, length), self._collate, arguments.batch_size)
         self._model = self._shard(model)
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=arguments.lr, weight_decay=arguments.weight_decay
@@ -116,19 +115,21 @@ class MetaTrainer:
         self._step += 1
         self._position = self._plan.after(self._position, len(batches))
         is_last, is_stopping = self._step == self._total, self._run.stop.agreed()
-        if is_last or self._step % self._arguments.logging_steps == 0:
+        is_saved = is_last or is_stopping or _is_due(self._step, self._arguments.save_steps)
+        if is_saved or self._step % self._arguments.logging_steps == 0:
             measured = {**meter.take(), "lr": lr}
             self._metrics |= measured
             self._run.log(f"step {self._step}/{self._total}", **measured)
             self._run.report(step=self._step, total=self._total, **measured)
+            self._run.check_losses(self._step, measured)
         else:
             self._run.report(step=self._step, total=self._total)
-        is_saved = is_last or is_stopping or _is_due(self._step, self._arguments.save_steps)
         every = self._arguments.eval_steps or self._arguments.save_steps
         if len(self._held_out) and not is_stopping and (is_last or _is_due(self._step, every)):
-            self._metrics["eval_loss"] = self._evaluate()
+            self._metrics["eval_loss"] = self._held_out.evaluate(self._model, self._loss)
             self._run.log(f"step {self._step}/{self._total}", eval_loss=self._metrics["eval_loss"])
             self._run.report(eval_loss=self._metrics["eval_loss"])
+            self._run.check_losses(self._step, self._metrics)
         if is_saved:
             self._save()
         self._metrics.pop("eval_loss", None)  # a mark has only that of its own step
@@ -138,7 +139,7 @@ class MetaTrainer:
 
     def _update(self, batches: list[Batch], meter: _Meter) -> None:
         """Make one step of the optimizer, for the mean loss of all tokens of all ranks."""
-        num_tokens = sum((_targets(batch) != IGNORED).sum() for batch in batches)
+        num_tokens = sum(map(count_targets, batches))
         assert isinstance(num_tokens, torch.Tensor)
         meter.num_tokens += num_tokens
         everywhere = num_tokens.clone()
@@ -157,32 +158,7 @@ class MetaTrainer:
     def _loss(self, batch: Batch) -> torch.Tensor:
         """Return the sum over all targets."""
         with self._autocast():
-            logits = self._model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        return functional.cross_entropy(
-            logits[:, :-1].float().flatten(0, 1), _targets(batch).flatten(), ignore_index=IGNORED, reduction="sum"
-        )
-
-    @torch.no_grad()
-    def _evaluate(self) -> float:
-        """Return the mean loss of the tokens that are held out. A collective: ranks make equally many passes."""
-        self._model.eval()
-        rank, world_size = self._run.rank, self._run.world_size
-        per_rank = math.ceil(len(self._held_out) / world_size)
-        indices = [rank + number * world_size for number in range(per_rank)]
-        totals = torch.zeros(2, dtype=torch.float64, device=self._run.device)
-        for begin in range(0, per_rank, self._arguments.batch_size):
-            places = indices[begin : begin + self._arguments.batch_size]
-            batch = self._collate([self._held_out[min(place, len(self._held_out) - 1)] for place in places])
-            for row, place in enumerate(places):
-                if place >= len(self._held_out):  # another rank has that many more
-                    batch["labels"][row] = IGNORED
-            batch = self._to_device(batch)
-            totals += torch.stack((self._loss(batch).double(), (_targets(batch) != IGNORED).sum().double()))
-        if world_size > 1:
-            distributed.all_reduce(totals)
-        self._model.train()
-        loss, num_tokens = totals.tolist()
-        return float(loss / max(1.0, num_tokens))
+            return sum_losses(self._model, batch)
 
     def _loader(self, rows: TokenRows, sampler: ResumableSampler) -> Iterator[Batch]:
         loader: DataLoader[Any] = DataLoader(
@@ -290,7 +266,7 @@ class UploadingSaver:
             UsageError: the checkpoint is of another model.
             CheckpointCorruptError: the file is no checkpoint of this framework.
         """
-        path = self._run.checkpoints.fetch(step, self._run.scratch / "resume").get(step_key(step, FILE_KIND))
+        path = self._run.checkpoints.fetch(step, self._run.scratch).get(step_key(step, FILE_KIND))
         if path is None:
             raise CheckpointCorruptError(f"checkpoint {step} of {self._run.layout.checkpoints_uri} has no step file.")
         try:
@@ -315,7 +291,8 @@ class UploadingSaver:
 
     def _send(self, step: int, path: Path, metrics: dict[str, float], position: tuple[int, int]) -> None:
         state = {"epoch": position[0], "row": position[1]}
-        self._run.checkpoints.save_checkpoint(step, metrics, {step_key(step, FILE_KIND): path}, state=state)
+        with self._run.saving(step):
+            self._run.checkpoints.save_checkpoint(step, metrics, {step_key(step, FILE_KIND): path}, state=state)
         path.unlink()
 
 
@@ -354,10 +331,6 @@ def lr_factor(step: int, total: int, warmup: int, kind: str) -> float:
         return (step + 1) / (warmup + 1)
     done = min(1.0, (step - warmup) / max(1, total - warmup))
     return {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}.get(kind, 1.0)
-
-
-def _targets(batch: Batch) -> torch.Tensor:
-    return batch["labels"][:, 1:]
 
 
 def _groups(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:

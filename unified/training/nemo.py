@@ -23,16 +23,16 @@ import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, DistributedSampler, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from unified.data.files import absolute, is_remote
 from unified.errors import CheckpointCorruptError, OptionError, UsageError, nearest
 from unified.storage import open_storage
 from unified.training.arguments import NemoArguments
 from unified.training.checkpoints import COPY_NBYTES
-from unified.training.dataset import IGNORED, PaddingCollator, TokenRows, copy_dataset, load_rows
+from unified.training.dataset import PaddingCollator, TokenRows, copy_dataset, load_rows
+from unified.training.evaluation import Batch, HeldOutRows, count_targets, sum_losses
 from unified.training.layout import step_key
 from unified.training.meta import lr_factor
 from unified.training.models import load_model, sequence_length
@@ -42,7 +42,6 @@ from unified.training.stopping import TrainingStopped
 if TYPE_CHECKING:
     from unified.training.run import TrainingRun
 
-Batch = dict[str, torch.Tensor]
 PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true"}
 STRATEGIES = ("auto", "ddp", "fsdp")
 FILE_KIND = "ckpt"
@@ -82,21 +81,16 @@ def run(run: TrainingRun) -> None:
     if begin.step >= total:
         return
 
-    def loader(rows: TokenRows, **batches: Any) -> DataLoader[Batch]:
-        return DataLoader(
-            rows,  # type: ignore[arg-type]  # torch asks for less than its type says
-            **batches,
-            num_workers=arguments.dataloader_workers,
-            collate_fn=PaddingCollator(tokenizer.pad_id),
-            pin_memory=run.device.type == "cuda",
-        )
-
     rows, kept = (TokenRows(each, tokenizer, length) for each in (texts, held_out))
-    shared: DistributedSampler[int] = DistributedSampler(kept, run.world_size, run.rank, shuffle=False)  # type: ignore[arg-type]
-    progress = LightningProgress(
-        run, plan, begin, total, loader(kept, batch_size=arguments.batch_size, sampler=shared) if len(kept) else None
+    collate = PaddingCollator(tokenizer.pad_id)
+    batches: DataLoader[Batch] = DataLoader(
+        rows,  # type: ignore[arg-type]  # torch asks for less than its type says
+        batch_sampler=EpochBatches(run, plan, begin.position),
+        num_workers=arguments.dataloader_workers,
+        collate_fn=collate,
+        pin_memory=run.device.type == "cuda",
     )
-    batches = loader(rows, batch_sampler=EpochBatches(run, plan, begin.position))
+    progress = LightningProgress(run, plan, begin, total, HeldOutRows(run, kept, collate, arguments.batch_size))
     module = LanguageModule(model, arguments, total)
     make_trainer(run, total, progress).fit(module, batches, ckpt_path=begin.checkpoint)
 
@@ -214,11 +208,11 @@ class LanguageModule(lightning.LightningModule):
         self._total = total
 
     def training_step(self, batch: Batch, index: int) -> torch.Tensor:
-        return self._loss(batch) / count_targets(batch).clamp(min=1)
+        return sum_losses(self.model, batch) / count_targets(batch).clamp(min=1)
 
     def validation_step(self, batch: Batch, index: int) -> torch.Tensor:
         """Return the sum of the losses of all tokens."""
-        return self._loss(batch)
+        return sum_losses(self.model, batch)
 
     def configure_optimizers(self) -> Any:
         arguments = self._arguments
@@ -229,11 +223,6 @@ class LanguageModule(lightning.LightningModule):
     def _factor(self, step: int) -> float:
         return lr_factor(step, self._total, self._arguments.warmup_steps, self._arguments.lr_scheduler_type)
 
-    def _loss(self, batch: Batch) -> torch.Tensor:
-        logits = self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        targets = batch["labels"][:, 1:].flatten()
-        return cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=IGNORED, reduction="sum")
-
 
 class LightningProgress(lightning.Callback):
     """Reports, evaluates and saves after the steps where that is due; ends the training when all ranks agree to stop.
@@ -243,11 +232,11 @@ class LightningProgress(lightning.Callback):
 
     Args:
         total: steps to do.
-        held_out: this rank's batches of held-out rows; None: there are none.
+        held_out: None: the model has none.
     """
 
     def __init__(
-        self, run: TrainingRun, plan: TrainingPlan, begin: _Begin, total: int, held_out: DataLoader[Batch] | None
+        self, run: TrainingRun, plan: TrainingPlan, begin: _Begin, total: int, held_out: HeldOutRows | None
     ) -> None:
         self._run = run
         self._arguments = cast(NemoArguments, run.arguments)
@@ -297,13 +286,14 @@ class LightningProgress(lightning.Callback):
         is_last = step >= self._total
         is_stopped = self._run.stop.agreed() and not is_last
         save_steps = self._arguments.save_steps
-        if is_last or is_stopped or step % self._arguments.logging_steps == 0:
+        is_saved = is_last or is_stopped or _is_due(step, save_steps)
+        if is_saved or step % self._arguments.logging_steps == 0:
             self._measure(trainer)
         else:
             self._run.report(step=step, total=self._total)
         if not is_stopped and (is_last or _is_due(step, self._arguments.eval_steps or save_steps)):
             self._evaluate(trainer, pl_module)
-        if is_last or is_stopped or _is_due(step, save_steps):
+        if is_saved:
             self._save(trainer)
         self._metrics.pop("eval_loss", None)  # that of this step says nothing about the next
         if is_stopped:
@@ -327,20 +317,10 @@ class LightningProgress(lightning.Callback):
 
     def _evaluate(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         """Report the mean loss of the tokens that are held out. A collective."""
-        if self._held_out is None:
+        if not self._held_out:
             return
-        totals = torch.zeros(2, dtype=torch.float64, device=trainer.strategy.root_device)
-        module.eval()
-        with torch.no_grad():
-            for number, batch in enumerate(self._held_out):
-                if number == len(self._held_out) - 1 and _ends_twice(cast(Any, self._held_out.sampler)):
-                    batch["labels"][-1] = IGNORED
-                batch = trainer.strategy.batch_to_device(batch)
-                loss = trainer.strategy.validation_step(batch, number)
-                totals += torch.stack((loss.double(), count_targets(batch).double()))
-        module.train()
-        total, num_tokens = trainer.strategy.reduce(totals).tolist()
-        self._metrics["eval_loss"] = total / num_tokens if num_tokens else 0.0
+        step = cast(Any, trainer.strategy).validation_step
+        self._metrics["eval_loss"] = self._held_out.evaluate(module, lambda batch: step(batch, 0))
         self._tell({"eval_loss": self._metrics["eval_loss"]})
 
     def _save(self, trainer: lightning.Trainer) -> None:
@@ -350,7 +330,8 @@ class LightningProgress(lightning.Callback):
         state = {"epoch": self._position.epoch, "row": self._position.row, "num_rows": self._plan.num_rows}
 
         def upload() -> None:
-            self._run.checkpoints.save_checkpoint(self._step, self._metrics, {path.name: path}, state=state)
+            with self._run.saving(self._step):
+                self._run.checkpoints.save_checkpoint(self._step, self._metrics, {path.name: path}, state=state)
             path.unlink()
 
         self._run.work.on_first(upload)
@@ -358,6 +339,7 @@ class LightningProgress(lightning.Callback):
     def _tell(self, metrics: dict[str, float]) -> None:
         self._run.report(step=self._step, total=self._total, **metrics)
         self._run.log(f"step {self._step}/{self._total}", **metrics)
+        self._run.check_losses(self._step, metrics)
 
     def _begin_interval(self) -> None:
         self._since = time.monotonic()
@@ -442,15 +424,6 @@ def _local_file(name: str, folder: Path) -> str:
     with backend, backend.open_read(key) as source, path.open("wb") as file:
         copyfileobj(source, file, COPY_NBYTES)
     return str(path)
-
-
-def count_targets(batch: Batch) -> torch.Tensor:
-    return (batch["labels"][:, 1:] != IGNORED).sum()
-
-
-def _ends_twice(sampler: DistributedSampler[int]) -> bool:
-    """Return whether the last row of this rank is one of another rank too, so that all have equally many."""
-    return sampler.rank + (sampler.num_samples - 1) * sampler.num_replicas >= len(cast(Any, sampler.dataset))
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from unified.errors import (
     DatasetError,
     EntryPointError,
+    NonFiniteLossError,
     NotFoundError,
     NotInWorkerError,
     StorageDeniedError,
@@ -27,16 +28,15 @@ from unified.errors import (
     UsageError,
 )
 from unified.lazy import needed_by
+from unified.rounds import process_group
 from unified.training.options import TrainingOptions
-from unified.worker import process_group
 from unified.worker.context import Worker, current_worker
 
 if TYPE_CHECKING:
     import torch
 
-    from unified.training.checkpoints import RunCheckpointManager
-    from unified.training.run import FrameworkModule
-    from unified.worker.rank_group import Ranks
+    from unified.rounds.rank_group import Ranks
+    from unified.training.run import FrameworkModule, TrainingRun
 
 NAME = "unified-train"
 EXIT_USAGE = 2
@@ -44,7 +44,7 @@ FILE_WORK_WITHIN = datetime.timedelta(days=1)
 """Time for which ranks wait for one that copies data, or reads or writes a checkpoint."""
 REACH_WITHIN_S = 10.0
 """Seconds for an answer of a store, before the training begins; two tries."""
-_FINAL = (UsageError, DatasetError, StorageDeniedError, NotFoundError)
+_FINAL = (UsageError, DatasetError, StorageDeniedError, NotFoundError, NonFiniteLossError)
 """Errors that would happen again."""
 
 
@@ -100,13 +100,13 @@ def _train(options: TrainingOptions, worker: Worker | None) -> None:
     with needed_by(NAME):
         import torch  # noqa: F401
 
+    from unified.rounds.rank_group import ranks_here
+    from unified.rounds.together import RankWork
     from unified.training.checkpoints import RunCheckpointManager
     from unified.training.log_upload import LogUploader
     from unified.training.run import TrainingRun
     from unified.training.scratch import scratch_folder
     from unified.training.stopping import StopFlag
-    from unified.training.together import RankWork
-    from unified.worker.rank_group import ranks_here
 
     with ExitStack() as stack:
         place = _of_worker(worker, stack) if worker is not None else _of_environment(stack)
@@ -129,7 +129,7 @@ def _train(options: TrainingOptions, worker: Worker | None) -> None:
             scratch=stack.enter_context(scratch_folder()),
         )
         is_restart = worker is not None and worker.incarnation > 0
-        start = work.on_first(lambda: prepare(options, checkpoints, ranks.size, is_restart=is_restart))
+        start = work.on_first(lambda: prepare(run, is_restart=is_restart))
         run = run.resuming(start.resume_step)
         stack.enter_context(LogUploader(f"{options.layout.logs_uri}/{start.log_folder}", f"rank-{ranks.rank}"))
         # A line of each rank, so that each has a log.
@@ -151,23 +151,22 @@ def _patient(ranks: Ranks) -> Ranks:
     """Return the same ranks in a group for work on files, which takes longer than a collective may."""
     from torch import distributed
 
-    from unified.worker.rank_group import ranks_here
+    from unified.rounds.rank_group import ranks_here
 
     if ranks.size == 1:
         return ranks
     return ranks_here(distributed.new_group(backend="gloo", timeout=FILE_WORK_WITHIN))
 
 
-def prepare(
-    options: TrainingOptions, checkpoints: RunCheckpointManager, world_size: int, *, is_restart: bool = False
-) -> _RunStart:
-    """Look for checkpoints, decide whether to go on from one, and make the layout.
+def prepare(run: TrainingRun, *, is_restart: bool = False) -> _RunStart:
+    """Look for checkpoints, copy the one to go on from to this process's folder, and make the layout.
 
     Raises:
         UsageError: there are checkpoints, and nobody said to resume; a store does not answer.
         StorageUnavailableError: a store does not answer at a restart, which may be tried again.
         StorageError: a store refuses.
     """
+    options, checkpoints = run.options, run.checkpoints
     _check_reachable(
         [options.dataset_uri, options.model_id, options.layout.prefix, options.layout.logs_uri, options.config_path],
         is_restart=is_restart,
@@ -180,8 +179,9 @@ def prepare(
             f"run {options.run_id!r} already has checkpoints up to step {latest} in {options.layout.checkpoints_uri}: "
             "resume it (resume_from_checkpoint, --resume), or give the new run another run_id."
         )
+    latest = checkpoints.fetch_latest(run.scratch)
     checkpoints.prepare()
-    checkpoints.persist_config({**options.as_config(), "world_size": world_size, "resumed_from_step": latest})
+    checkpoints.persist_config({**options.as_config(), "world_size": run.world_size, "resumed_from_step": latest})
     now = datetime.datetime.now(datetime.UTC)
     return _RunStart(latest, now.strftime("%Y%m%dT%H%M%SZ"))
 

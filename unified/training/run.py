@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from unified.errors import UsageError
+from unified.errors import NonFiniteLossError, UsageError
+from unified.protocol.records import SAVE_STEP, SAVE_WAIT_S
+from unified.rounds.together import RankWork
+from unified.threads import start_thread
 from unified.training.arguments import CommonArguments
 from unified.training.checkpoints import RunCheckpointManager
 from unified.training.layout import RunLayout
 from unified.training.options import TrainingOptions
 from unified.training.stopping import StopFlag
-from unified.training.together import RankWork
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
+
+LOOK_EVERY_S = 2.0
+TELL_AFTER_S = 5.0
+"""Time in which a store that works takes a part of a save."""
 
 
 class FrameworkModule(Protocol):
@@ -88,6 +98,42 @@ class TrainingRun:
     def resuming(self, step: int | None) -> TrainingRun:
         """Return the same run, to go on from a step."""
         return replace(self, resume_step=step)
+
+    def check_losses(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Raise NonFiniteLossError if a loss is NaN or infinite, unless the run allows that."""
+        for name in ("loss", "eval_loss"):
+            if not math.isfinite(metrics.get(name, 0.0)) and not self.arguments.allow_non_finite_loss:
+                raise NonFiniteLossError(
+                    f"{name} is {metrics[name]} at step {step}, which was not saved: look at the rows and lr, and "
+                    "resume the run. If it ends so again at once, the checkpoint before is as bad: delete its "
+                    f"step-*.json in {self.layout.checkpoints_uri}. extra_args.allow_non_finite_loss=true trains on."
+                )
+
+    @contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        """Report, while the block saves a step, that the store has taken nothing for some time."""
+        has_ended = threading.Event()
+
+        def watch() -> None:
+            waited_s = 0.0
+            while not has_ended.wait(LOOK_EVERY_S):
+                before_s, waited_s = waited_s, time.monotonic() - self.checkpoints.moved_at
+                if waited_s < TELL_AFTER_S:
+                    waited_s = 0.0
+                elif not before_s:
+                    self.log(f"the save of step {step} has waited for the store for {waited_s:.0f} s")
+                if waited_s or before_s:
+                    self.report(**{SAVE_STEP: step, SAVE_WAIT_S: round(waited_s, 1)})
+            if waited_s:
+                self.report(**{SAVE_WAIT_S: 0})
+
+        self.checkpoints.moved_at = time.monotonic()
+        thread = start_thread("unified-save-watch", watch)
+        try:
+            yield
+        finally:
+            has_ended.set()
+            thread.join()
 
     def log(self, message: str, **values: Any) -> None:
         """Print one line, from rank 0."""

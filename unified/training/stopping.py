@@ -58,10 +58,6 @@ class StopFlag(ClosedOnExit):
         """True if this rank was asked to stop; others may not know yet."""
         return self._asked.is_set()
 
-    def set(self) -> None:
-        """Ask for a stop; a second time changes nothing."""
-        self._asked.set()
-
     def agreed(self) -> bool:
         """Return whether any rank was asked to stop, the same on all. A collective: every rank calls it each step.
 

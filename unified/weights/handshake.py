@@ -34,7 +34,7 @@ def method(name: str, verb: str) -> str:
 def call_incarnations(
     bus: BusEndpoint, targets: Sequence[WorkerIncarnation], method: str, args: Sequence[Any], *, timeout: float
 ) -> list[RpcFuture[Any]]:
-    """Call each of these, and no other life of their workers. The arguments are encoded once.
+    """Call each of these, and no other incarnation of their workers. The arguments are encoded once.
 
     Raises:
         RpcTimeoutError: too many bytes were in flight until the deadline.
@@ -160,6 +160,7 @@ class Handshake(NamedTuple):
     def _find(self, targets: Sequence[str], deadline: float) -> tuple[dict[str, int], list[WorkerIncarnation]]:
         """Return the newest version of each worker and its incarnation, as soon as each has a receiver."""
         found: dict[str, tuple[int, WorkerIncarnation]] = {}
+        without: set[str] = set()
         num_tries = 0
         while True:
             missing = [worker for worker in targets if worker not in found]
@@ -169,10 +170,11 @@ class Handshake(NamedTuple):
                     version, incarnation = call.result()
                     found[worker] = version, WorkerIncarnation(worker, incarnation)
                 except RpcNotFoundError:
-                    pass
+                    without.add(worker)
                 except RpcError as error:
                     failure = failure_of(error)
-                    if failure.kind != GONE:
+                    is_known = failure.kind == LATE and worker in without  # the last question had little time left
+                    if failure.kind != GONE and not is_known:
                         raise self.error(None, {worker: failure}) from error
             if len(found) == len(targets):
                 return {worker: found[worker][0] for worker in targets}, [found[worker][1] for worker in targets]

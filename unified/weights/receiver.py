@@ -61,7 +61,7 @@ class WeightsReceiver(ClosedOnExit):
 
     @property
     def version(self) -> int:
-        """The number of the newest complete version; 0: none has come in this life of the worker."""
+        """The number of the newest complete version; 0: none has come in this incarnation of the worker."""
         return self._service.version
 
     def wait(self, min_version: int | None = None, timeout: float | None = None) -> int:

@@ -24,13 +24,13 @@ from unified.errors import (
 )
 from unified.memory.host_buffers import BufferPool, HostCopy, is_lazy, stage
 from unified.protocol.records import WorkerIncarnation
+from unified.rounds.rank_group import Alone, MeshGroup, Ranks, WholeGroup, lead
 from unified.threads import start_thread
 from unified.weights.handshake import AGAIN, Attempt, Handshake, call_incarnations, left_s, method
 from unified.weights.state_dict import OutgoingStateDict, is_replicated
 from unified.weights.transfer_plan import Bucket
 from unified.weights.versions import GONE, LATE, SUPERSEDED, TransferFailure, failure_of
 from unified.worker.context import ActorInfo, current_worker
-from unified.worker.rank_group import Alone, MeshGroup, Ranks, WholeGroup, lead
 
 IN_FLIGHT = 3
 """Number of buckets that were sent and not answered yet."""

@@ -36,8 +36,8 @@ class TransferFailure(NamedTuple):
     """The reason why one receiver did not get a version."""
 
     kind: str
-    """`GONE`: the next life of it, or the next attempt, may. `LATE`: time was up. `FAILED`: trying again is no use.
-    `SUPERSEDED`: it has a newer one, which is as good."""
+    """`GONE`: the next incarnation of it, or the next attempt, may. `LATE`: time was up. `FAILED`: trying again is no
+    use. `SUPERSEDED`: it has a newer one, which is as good."""
     text: str
 
 
@@ -78,7 +78,7 @@ class SessionOutcome(StrEnum):
     DROPPED = "dropped"
     """The version will never be complete."""
     UNKNOWN = "unknown"
-    """No sender ever began it here, in this life."""
+    """No sender ever began it here, in this incarnation."""
 
 
 class SessionEnd(NamedTuple):
@@ -184,7 +184,7 @@ class VersionTable:
         return [] if incoming is None else [self._end(incoming, SessionOutcome.DROPPED, reason)]
 
     def incarnation_died(self, dead: WorkerIncarnation, reason: str) -> list[SessionEnd]:
-        """Note that a worker's life, and all before it, is over, and so the sessions to which it was to send."""
+        """Note that a worker's incarnation, and all before it, is over, and so the sessions to which it was to send."""
         if dead.incarnation <= self._over.get(dead.worker, -1):
             return []
         self._over[dead.worker] = dead.incarnation

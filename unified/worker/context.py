@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from unified.errors import NotInWorkerError
 from unified.job.job_info import JobInfo
-from unified.job.spec import JobSpec, RoleSpec, has_range
+from unified.job.spec import ENDS_AT, JobSpec, RoleSpec, has_range
 from unified.protocol.agent_master import RoundNotice, RunOrder
 from unified.protocol.records import NameClaims
 from unified.protocol.worker_agent import Launch
@@ -22,7 +23,7 @@ from unified.worker.stop import StopState
 if TYPE_CHECKING:
     from unified.bus.endpoint import BusEndpoint
     from unified.job.workloads import WorkloadDesc
-    from unified.snapshot.round_store import RoundPlace
+    from unified.rounds.snapshot_agreement import RoundPlace
     from unified.snapshot.snapshots import Restored, Snapshots
     from unified.worker.rounds import Rounds
 
@@ -98,7 +99,7 @@ class Worker:
         )
         """Names that workers of the job claim, and who holds them."""
         self.incarnation = launch.incarnation
-        """Number of this life of the worker, from 0."""
+        """Number of this incarnation of the worker, from 0."""
         self.round = 0
         """The elastic round it runs in; 0 before the order to run."""
         self.device = device
@@ -141,6 +142,16 @@ class Worker:
         """
         self._stop.watch()
         return self._stop.is_asked
+
+    def time_left(self) -> float | None:
+        """Return the seconds until SLURM ends the allocation of this worker's node, 0 at least; None: there is no
+        allocation, or it has no time limit.
+
+        A limit that is changed later counts from the next start of the allocation. `should_stop` is true before the
+        end, as early as the job's grace needs.
+        """
+        ends_at = os.environ.get(ENDS_AT)
+        return max(0.0, float(ends_at) - time.time()) if ends_at else None
 
     def on_stop(self, callback: Callable[[], None]) -> None:
         """Have `callback()` called, in a thread of its own, when this worker is asked to stop."""
@@ -221,8 +232,8 @@ class Worker:
         return made
 
     def _round_place(self) -> RoundPlace:
-        from unified.snapshot.round_store import RoundPlace
-        from unified.worker.rendezvous_store import STORE_WITHIN_S, connect
+        from unified.rounds.rendezvous_store import STORE_WITHIN_S, connect
+        from unified.rounds.snapshot_agreement import RoundPlace
 
         actor, environ = self.actor_info, os.environ
         within_s = actor.role_spec.communication.timeout_s or STORE_WITHIN_S
@@ -235,16 +246,20 @@ class Worker:
     def report(self, step: int | None = None, total: int | None = None, **metrics: Any) -> None:
         """Say how far this worker is; shown by the driver and by `unified status`.
 
-        Cheap: at most ten a second are sent, and the last one always is. A value that is not named keeps its last.
-        In a process that this worker forked (a data loader) it does nothing.
+        Cheap: they are sent together, every tenth of a second and at the end. What is shown of a value that is not
+        named is its last. The series (`unified metrics JOB WORKER`) has a point for each new step, with what
+        was reported since that step was named, and without steps one for each report; old points are thinned. Trackers
+        that `report_to=` names get them, too. In a process that this worker forked (a data loader) it does nothing.
 
         Args:
             step: steps done.
             total: steps to do.
-            metrics: numbers, texts, or tensors and arrays with one element.
+            metrics: numbers, texts, or tensors and arrays with one element. 256 names are kept; a line on stderr says
+                if there are more. Of a text 200 characters are kept.
 
         Raises:
             TypeError: a value of another kind.
+            UsageError: (a ValueError) a name of more than 200 characters, or a number or text that cannot be sent.
         """
         if os.getpid() == self._pid:
             self._reporter.report(step, total, metrics)

@@ -18,20 +18,11 @@ from msgspec import structs
 
 from unified.errors import ProtocolError
 from unified.job.shared_spec import map_spec
+from unified.protocol import worker_agent
 from unified.protocol.agent_master import RoundNotice, RunOrder
 from unified.protocol.framing import StreamBuffer, encode_stream
 from unified.protocol.records import DirectoryEntry
-from unified.protocol.worker_agent import (
-    AgentToWorker,
-    DirectoryNews,
-    DumpStacks,
-    Launch,
-    Notice,
-    Run,
-    Stop,
-    WorkerWord,
-    agent_to_worker,
-)
+from unified.security.keys import learn
 from unified.threads import call_guarded, start_thread
 
 _CHUNK = 256 * 1024
@@ -42,9 +33,10 @@ class Handlers(NamedTuple):
 
     on_run: Callable[[RunOrder], None]
     on_directory: Callable[[list[DirectoryEntry]], None]
-    on_stop: Callable[[Stop], None]
-    on_dump: Callable[[DumpStacks], None] = lambda order: None
+    on_stop: Callable[[worker_agent.Stop], None]
+    on_dump: Callable[[worker_agent.DumpStacks], None] = lambda order: None
     on_notice: Callable[[RoundNotice], None] = lambda notice: None
+    on_record: Callable[[worker_agent.RecordStep], None] = lambda order: None
 
 
 class ControlChannel:
@@ -55,7 +47,7 @@ class ControlChannel:
         control.set_inheritable(False)  # a program that the user starts must not hold the agent's socket open
         self._socket = control
         self._buffer = StreamBuffer()
-        self._waiting: list[AgentToWorker] = []
+        self._waiting: list[worker_agent.AgentToWorker] = []
         self._passed: list[int] = []
         """Descriptors that came with messages."""
         self._sending = threading.Lock()
@@ -63,12 +55,12 @@ class ControlChannel:
         self.before_exit: Callable[[], None] = lambda: None
         """Called, from the control thread, when the agent is gone; it must be quick and must not block."""
 
-    def receive_launch(self) -> Launch:
+    def receive_launch(self) -> worker_agent.Launch:
         """Wait for the first order. The process ends if the agent hangs up before."""
         while not self._waiting:
             self._waiting += self._receive()
         first = self._waiting.pop(0)
-        if not isinstance(first, Launch):
+        if not isinstance(first, worker_agent.Launch):
             self._give_up(f"the first order was {type(first).__name__}, not Launch")
         if first.spec_bytes:
             spec = map_spec(self._passed[0], first.spec_bytes)
@@ -86,7 +78,7 @@ class ControlChannel:
         self._is_disowned = True
         self._socket.close()
 
-    def send(self, word: WorkerWord) -> None:
+    def send(self, word: worker_agent.WorkerWord) -> None:
         """Say one word to the agent. Blocks while the socket is full; ends the process if the agent is gone."""
         if self._is_disowned:
             return
@@ -101,19 +93,23 @@ class ControlChannel:
         while True:
             for order in self._waiting:
                 match order:  # a worker is launched once: saying it again changes nothing
-                    case Run():
+                    case worker_agent.Run():
                         handlers.on_run(order.order)
-                    case DirectoryNews():
+                    case worker_agent.DirectoryNews():
                         handlers.on_directory(order.entries)
-                    case Stop():
+                    case worker_agent.Stop():
                         handlers.on_stop(order)
-                    case DumpStacks():
+                    case worker_agent.KeyReplaced():
+                        learn(order.key)
+                    case worker_agent.DumpStacks():
                         call_guarded("stacks-unread", handlers.on_dump, order)
-                    case Notice():
+                    case worker_agent.RecordStep():
+                        call_guarded("step-not-recorded", handlers.on_record, order)
+                    case worker_agent.Notice():
                         call_guarded("notice-failed", handlers.on_notice, order.notice)
             self._waiting = self._receive()
 
-    def _receive(self) -> list[AgentToWorker]:
+    def _receive(self) -> list[worker_agent.AgentToWorker]:
         try:
             data, passed, _, _ = socket.recv_fds(self._socket, _CHUNK, 1)
             self._passed += passed
@@ -122,7 +118,7 @@ class ControlChannel:
         if not data:
             self._give_up(None)
         try:
-            return [agent_to_worker.decode(body) for body in self._buffer.feed(data)]
+            return [worker_agent.agent_to_worker.decode(body) for body in self._buffer.feed(data)]
         except (ProtocolError, msgspec.DecodeError) as error:
             self._give_up(f"cannot read an order: {error}")
 

@@ -23,7 +23,9 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from unified.errors import EntryPointError, nearest
+from unified.bus.calls.registry import marked_methods
+from unified.errors import EntryPointError, UsageError, nearest
+from unified.job.payload import decode
 from unified.job.spec import EntryPoint
 
 _RUNTIME = str(Path(__file__).parent)
@@ -47,18 +49,25 @@ class LoadedEntry(ABC):
         self.instance: object | None = None
 
     @abstractmethod
-    def construct(self) -> None:
-        """Make the instance, if this kind has one."""
+    def construct(self, config: Callable[[], Any]) -> None:
+        """Make the instance, if this kind has one. `config` gives the user's configuration to those that take it."""
 
     @abstractmethod
     def run(self, config: Callable[[], Any]) -> None:
-        """Run to the end. `config` gives the user's configuration to those that take it."""
+        """Run to the end. `config` is as for `construct`."""
 
 
-def load(entry: EntryPoint, *, is_driver: bool) -> LoadedEntry:
-    """Find an entry point: import its module, or compile its file."""
+def load(entry: EntryPoint, *, is_driver: bool, is_elastic: bool = False) -> LoadedEntry:
+    """Find an entry point: import its module, or compile its file.
+
+    Args:
+        is_driver: the job waits until it has run, unless it is a service.
+        is_elastic: its ranks train together, so that it is no service only because it has nothing to run.
+    """
     if entry.kind == "attribute":
-        return _load_attribute(entry, is_driver)
+        return _load_attribute(entry, is_driver, is_elastic)
+    if entry.kind == "value":
+        return _load_value(entry, is_driver, is_elastic)
     if entry.kind == "script":
         return _load_script(entry)
     return _load_module(entry)
@@ -72,7 +81,7 @@ class _Function(LoadedEntry):
         super().__init__(module)
         self._call = _caller(function, what)
 
-    def construct(self) -> None:
+    def construct(self, config: Callable[[], Any]) -> None:
         pass
 
     def run(self, config: Callable[[], Any]) -> None:
@@ -80,24 +89,20 @@ class _Function(LoadedEntry):
 
 
 class _Class(LoadedEntry):
-    def __init__(self, module: ModuleType, cls: type, what: str, is_driver: bool) -> None:
+    def __init__(self, module: ModuleType, cls: type, what: str, is_driver: bool, is_elastic: bool) -> None:
         super().__init__(module)
-        self._cls = cls
         self._what = what
-        if _required(cls):
-            raise EntryPointError(
-                f"{what} is a class whose constructor needs {', '.join(_required(cls))}: a worker calls it without "
-                "arguments. Give them defaults, and read current_worker().job_info.user_config inside."
-            )
+        self._make = _caller(cls, what)
         self.only_serves = not callable(getattr(cls, "run", None))
-        if is_driver and self.only_serves:
+        if is_driver and self.only_serves and (is_elastic or not marked_methods(cls)):
+            besides = ", and its role trains together" if is_elastic else " and no @rpc methods"
             raise EntryPointError(
-                f"{what} has no run() method, and its role is a driver: the job would never end. "
-                "Give it a run(), or call not_driver() on the role if it only answers calls."
+                f"{what} has no run() method{besides}: the job would never end. Give it a run(), or call "
+                "service() on the role if it only answers calls."
             )
 
-    def construct(self) -> None:
-        self.instance = self._cls()
+    def construct(self, config: Callable[[], Any]) -> None:
+        self.instance = self._make(config)
 
     def run(self, config: Callable[[], Any]) -> None:
         if not self.only_serves:
@@ -105,7 +110,7 @@ class _Class(LoadedEntry):
             _caller(run, f"{self._what}.run")(config)
 
 
-def _load_attribute(entry: EntryPoint, is_driver: bool) -> LoadedEntry:
+def _load_attribute(entry: EntryPoint, is_driver: bool, is_elastic: bool) -> LoadedEntry:
     sys.argv = [entry.target, *entry.argv]  # not those of the process that was started for it
     module = _import(entry.target)
     found: Any = module
@@ -117,16 +122,32 @@ def _load_attribute(entry: EntryPoint, is_driver: bool) -> LoadedEntry:
                 f"{getattr(module, '__file__', None) or 'a namespace package, which has no code of its own'}."
             )
         found = getattr(found, name)
-    what = f"entry point '{entry.target}.{entry.attribute}'"
+    return _entry_of(found, module, f"entry point '{entry.target}.{entry.attribute}'", is_driver, is_elastic)
+
+
+def _load_value(entry: EntryPoint, is_driver: bool, is_elastic: bool) -> LoadedEntry:
+    """Load a function or class that came with its code. `__main__` has it and the `@rpc` functions, no more."""
+    sys.argv = [entry.target]
+    sys.modules["__main__"] = module = ModuleType("__main__")
+    what = f"entry point '{entry.attribute}'"
+    try:
+        found, functions = decode(entry.code, what)
+    except UsageError as error:
+        raise EntryPointError(str(error)) from error
+    vars(module).update({each.__name__: each for each in (*functions, found) if hasattr(each, "__name__")})
+    return _entry_of(found, module, what, is_driver, is_elastic)
+
+
+def _entry_of(found: Any, module: ModuleType, what: str, is_driver: bool, is_elastic: bool) -> LoadedEntry:
     if inspect.isclass(found):
-        return _Class(module, found, what, is_driver)
+        return _Class(module, found, what, is_driver, is_elastic)
     if callable(found):
         return _Function(module, found, what)
     raise EntryPointError(f"{what} is a {type(found).__name__}: it must be a function or a class.")
 
 
-def _caller(function: Callable[..., Any], what: str) -> Callable[[Callable[[], Any]], None]:
-    """Return the call of a function that takes nothing, or the user's configuration."""
+def _caller(function: Callable[..., Any], what: str) -> Callable[[Callable[[], Any]], Any]:
+    """Return the call of a function or class that takes nothing, or the user's configuration."""
     if _is_generator(function):
         raise EntryPointError(_generator(what))
     needed = _required(function)
@@ -137,12 +158,13 @@ def _caller(function: Callable[..., Any], what: str) -> Callable[[Callable[[], A
             "configuration. Read the rest from current_worker()."
         )
 
-    def call(config: Callable[[], Any]) -> None:
+    def call(config: Callable[[], Any]) -> Any:
         result = function(config()) if needed else function()
         if inspect.iscoroutine(result):
             asyncio.run(result)
         elif isinstance(result, Generator | AsyncGenerator) and _is_generator(inspect.unwrap(function)):
             raise EntryPointError(_generator(what))
+        return result
 
     return call
 
@@ -232,7 +254,7 @@ class _Program(LoadedEntry):
         self._argv = argv
         self._directory = directory
 
-    def construct(self) -> None:
+    def construct(self, config: Callable[[], Any]) -> None:
         """Make this program the process's `__main__`, so that pickle and multiprocessing find its names."""
         sys.modules["__main__"] = self.module
         sys.argv = self._argv

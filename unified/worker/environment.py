@@ -13,8 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+from msgspec import structs
+
 from unified import error_file
 from unified.errors import EntryPointError
+from unified.job.driver import WORKING_DIR
 from unified.job.spec import RoleSpec
 from unified.protocol.agent_master import RunOrder
 from unified.protocol.worker_agent import Launch
@@ -47,7 +50,7 @@ def variables(launch: Launch, inherited: Mapping[str, str] = MappingProxyType({}
         return dict(launch.env)
     role = launch.spec.role(launch.role)
     who = identity(launch)
-    if role.entry_point.kind != "attribute":
+    if role.entry_point.kind in ("script", "module"):
         users = {**inherited, **role.envs}
         who = {name: value for name, value in who.items() if name not in _SHORT_NAMES or name not in users}
     return {**launch.env, **role.envs, **who}
@@ -102,9 +105,37 @@ def device(environ: Mapping[str, str]) -> str:
     return environ.get("ACCELERATE_TORCH_DEVICE") or "cpu"
 
 
+def with_shipped_code(launch: Launch) -> Launch:
+    """Return the launch with the paths of the submitter that lead into the code which travels with its job as paths of
+    this node; the working directory is its folder if it is none of these.
+    """
+    code = launch.spec.code
+    if code is None:
+        return launch
+
+    def here(path: str) -> str:
+        is_inside = path == code.root or path.startswith(f"{code.root.rstrip('/')}/")
+        return os.path.normpath(os.path.join(launch.code_dir, os.path.relpath(path, code.root))) if is_inside else path
+
+    roles = []
+    for role in launch.spec.roles:
+        entry = role.entry_point
+        target = here(entry.target) if entry.kind == "script" else entry.target
+        envs = {name: here(value) if name == WORKING_DIR else value for name, value in role.envs.items()}
+        roles.append(structs.replace(role, entry_point=structs.replace(entry, target=target), envs=envs))
+    found = here(launch.spec.working_dir or "")
+    spec = structs.replace(
+        launch.spec,
+        roles=roles,
+        working_dir=found if found != launch.spec.working_dir else launch.code_dir,
+        sys_path=list(dict.fromkeys([here(path) for path in launch.spec.sys_path] + [launch.code_dir])),
+    )
+    return structs.replace(launch, spec=spec)
+
+
 def working_directory(launch: Launch, environ: Mapping[str, str]) -> Path | None:
     """The directory to work in: ``DLROVER_WORKING_DIR``, else the job's `working_dir`; None: the present one."""
-    given = environ.get("DLROVER_WORKING_DIR") or launch.spec.working_dir
+    given = environ.get(WORKING_DIR) or launch.spec.working_dir
     if not given:
         return None
     directory = Path(given)
@@ -131,7 +162,7 @@ def new_path_entries(
     A forked worker's interpreter was started before its environment was known, so PYTHONPATH is read here.
     """
     role = launch.spec.role(launch.role)
-    is_chosen = directory is not None and directory == Path(environ.get("DLROVER_WORKING_DIR", ""))
+    is_chosen = directory is not None and directory == Path(environ.get(WORKING_DIR, ""))
     driver = _driver_path(launch)
     if role.entry_point.kind == "script":
         driver = [str(directory)] if is_chosen else []

@@ -81,7 +81,9 @@ def exit_code(error: SystemExit) -> int:
     """Return the code with which the interpreter would exit."""
     if error.code is None:
         return 0
-    return error.code & 0xFF if isinstance(error.code, int) else 1
+    if not isinstance(error.code, int):
+        return 1
+    return error.code & 0xFF if -(2**63) <= error.code < 2**63 else 0xFF
 
 
 def where(error: BaseException) -> str:
@@ -127,8 +129,6 @@ def _summary(error: BaseException) -> str:
     if isinstance(error, EntryPointError):
         return _clip(text, _MAX_SUMMARY)
     name = type(error).__qualname__
-    if "initialize the default process group twice" in text:
-        text += " Unified did it before your code began: leave it out, or call no_setup_process_group() on the job."
     return _clip(f"{name}: {text}" if text else name, _MAX_SUMMARY)
 
 
@@ -137,7 +137,8 @@ def _first_line(text: str) -> str:
 
 
 def _clip(line: str, limit: int) -> str:
-    """At most `limit` characters, the last of which say how many more there were."""
+    """At most `limit` characters, the last of which say how many more there were; all of them can be sent."""
+    line = line.encode("utf-8", "backslashreplace").decode()
     if len(line) <= limit:
         return line
     kept = limit - len(f" … {len(line)} more characters")

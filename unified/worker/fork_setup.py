@@ -154,10 +154,17 @@ def _has_glibc() -> bool:
 
 
 def preload(entry_module: str) -> None:
-    """Import the entry's module, and what it names in `PRELOAD` as far as that is installed and not broken."""
+    """Import the entry's module, and what it names in `PRELOAD` as far as that is installed and not broken.
+
+    A job's own cluster may have said that its workers need less of that, or `PRELOAD_LATER`, too.
+    """
+    wanted = os.environ.get(settings.PRELOAD, "")
     with _single_threaded():
         entry = importlib.import_module(entry_module)
         for name in getattr(entry, "PRELOAD", ()):
+            if wanted not in ("torch", "none") or (wanted == "torch" and name.partition(".")[0] in ("numpy", "torch")):
+                _try_import(name)
+        for name in preload_later(entry_module) if wanted == "all" else ():
             _try_import(name)
 
 

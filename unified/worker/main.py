@@ -17,33 +17,37 @@ from traceback import clear_frames
 from typing import NoReturn
 
 from unified import compat, error_file, process
+from unified.bus import tracing
 from unified.bus.calls.late_exports import LateExports
 from unified.bus.calls.registry import RPC_REGISTRY, adopt_instance, export_rpc_module
 from unified.bus.endpoint import BusEndpoint
 from unified.bus.identity import BusIdentity, BusNetwork
 from unified.config import settings
 from unified.config.logging import asked_level, log_from
-from unified.errors import EntryPointError
+from unified.errors import EntryPointError, QueueClosedError, RemoteError
 from unified.job import by_value
+from unified.job.report_to import REPORT_TO
+from unified.protocol import worker_agent
 from unified.protocol.agent_master import RunOrder
 from unified.protocol.records import Failure, Inbox
-from unified.protocol.worker_agent import (
-    Claimed,
-    DumpStacks,
-    Failed,
-    Finished,
-    Hello,
-    Launch,
-    Reported,
-    Running,
-    StacksDumped,
-    Stop,
-)
-from unified.worker import environment, process_group
+from unified.rounds import process_group
+from unified.rounds.rendezvous_store import needs_no_torch, require_torch
+from unified.security.keys import learn
+from unified.worker import environment
 from unified.worker.context import Worker, current_worker, set_current_worker
 from unified.worker.control import ControlChannel, Handlers
+from unified.worker.debugger import DebugTerminal, await_debugpy
 from unified.worker.entrypoint import LoadedEntry, load
-from unified.worker.exit import EXIT_CUT, clear_program, cut_after, end_program, exit_fork, exit_process, finish_work
+from unified.worker.exit import (
+    EXIT_CUT,
+    WITHIN_S,
+    clear_program,
+    cut_after,
+    end_program,
+    exit_fork,
+    exit_process,
+    finish_work,
+)
 from unified.worker.failure import describe, exit_code, where, with_written
 from unified.worker.fork_setup import (
     disown_finalizers,
@@ -54,14 +58,17 @@ from unified.worker.fork_setup import (
     take_stdin,
 )
 from unified.worker.progress import ActivityWatch, Reporter
-from unified.worker.rendezvous_store import serve_stores
 from unified.worker.rounds import Rounds
 from unified.worker.stacks import StackDumper
+from unified.worker.step_recorder import StepRecorder
 from unified.worker.stop import EXIT_INTERRUPTED, EXIT_TERMINATED, StopState, flush_output
+from unified.worker.store_host import serve_stores
 
 SWITCH_S = 0.001
 """A thread that computes in Python lets others, such as the one that answers calls, in after so long; Python's 5 ms
 would be the wait of one call in a hundred."""
+TRACKERS_WITHIN_S = 60.0
+"""Time for trackers to take what is left once a program has returned."""
 PRELOAD = (
     "numpy",
     "numpy.random",
@@ -85,7 +92,7 @@ def main(control: socket.socket) -> NoReturn:
     faulthandler.enable(all_threads=False)
     disown_finalizers()
     channel = ControlChannel(control)
-    launch = channel.receive_launch()
+    launch = environment.with_shipped_code(channel.receive_launch())
     _present(launch)
     take_stdin(launch)
     if launch.kind == "store":
@@ -94,7 +101,7 @@ def main(control: socket.socket) -> NoReturn:
 
 
 class _WorkerProcess:
-    def __init__(self, channel: ControlChannel, launch: Launch) -> None:
+    def __init__(self, channel: ControlChannel, launch: worker_agent.Launch) -> None:
         self._channel = channel
         self._launch = launch
         self._role = launch.spec.role(launch.role)
@@ -104,8 +111,12 @@ class _WorkerProcess:
             on_settled=self._rounds.on_stop,
             grace_s=launch.spec.stop_grace_s,
         )
-        self._reporter = Reporter(lambda progress: channel.send(Reported(progress=progress)))
+        self._reporter = Reporter(channel.send)
         self._stacks = StackDumper(launch)
+        self._recorder = StepRecorder(
+            launch.log_file, lambda error: channel.send(worker_agent.StepRecorded(error=error))
+        )
+        self._reporter.recorder = self._recorder
         self._bus: BusEndpoint | None = None
         self._inbox: Inbox | None = None
         self._entry: LoadedEntry | None = None
@@ -116,7 +127,7 @@ class _WorkerProcess:
         """Rpc methods and modules that were there before the user's code."""
         self._category = "crash"
         """Category of an error that happens now: the runtime's until user code runs."""
-        self._only_serves = False
+        self._only_serves = self._is_service = False
         self._pid = os.getpid()
         channel.before_exit = self._unlink_sockets
         os.register_at_fork(after_in_child=channel.disown)
@@ -124,6 +135,7 @@ class _WorkerProcess:
     def run_to_end(self) -> NoReturn:
         try:
             worker = self._set_up()
+            await_debugpy(self._launch, self._reporter.wait_for)
             self._load()
             self._exit_if_forked()
             order = self._rounds.first()
@@ -143,6 +155,7 @@ class _WorkerProcess:
 
     def _set_up(self) -> Worker:
         launch = self._launch
+        learn(launch.key)
         environment.apply(launch)
         if level := asked_level(os.environ):
             log_from(level)
@@ -163,6 +176,7 @@ class _WorkerProcess:
             ),
             BusNetwork(run_dir=launch.run_dir, address=launch.address, relay=launch.relay, key=launch.key),
             default_timeout_s=launch.spec.call_timeout_s,
+            tracer=tracing.asked(os.environ, launch.log_file),
         )
         bus.unread.on_total = self._reporter.count_unread
         self._inbox = bus.start()
@@ -176,8 +190,12 @@ class _WorkerProcess:
             rounds=self._rounds,
             bus=bus,
             device=environment.device(os.environ),
-            claim=lambda claims: self._channel.send(Claimed(claims=claims)),
+            claim=lambda claims: self._channel.send(worker_agent.Claimed(claims=claims)),
         )
+        if os.environ.get(REPORT_TO):
+            from unified.trackers.feed import Trackers
+
+            self._reporter.trackers = Trackers(launch, os.environ, lambda: worker.actor_info.rank)
         bus.on_directory(worker.names.learn)
         bus.update_directory(launch.directory)
         set_current_worker(worker)
@@ -187,21 +205,29 @@ class _WorkerProcess:
             on_stop=self._on_stop,
             on_notice=self._rounds.on_notice,
             on_dump=self._on_dump,
+            on_record=lambda order: self._recorder.begin(order.within_s),
         )
         self._channel.start(handlers)
-        self._channel.send(Hello(pid=os.getpid(), inbox=self._inbox))
+        DebugTerminal(launch, self._stop, self._reporter.wait_for)
+        self._channel.send(worker_agent.Hello(pid=os.getpid(), inbox=self._inbox))
         self._own_methods, self._own_modules = set(RPC_REGISTRY), set(sys.modules)
         return worker
 
+    def _close_trackers(self, within_s: float) -> None:
+        if self._reporter.trackers is not None:
+            self._reporter.trackers.close(min(within_s, self._stop.left_s() / 2) if self._stop.is_asked else within_s)
+
     def _load(self) -> None:
         """Import the user's code while the master gathers the other workers: it need not wait for the order to run."""
-        if self._role.kind == "elastic":
-            process_group.require_torch(self._role.name)
-            process_group.keep_destroyed()
-        if all(role.entry_point == self._role.entry_point for role in self._launch.spec.roles):
+        if self._role.kind == "elastic" and not needs_no_torch():
+            require_torch(self._role.name)
+            process_group.wrap_group_calls()
+        entry = self._role.entry_point
+        if entry.kind != "value" and all(role.entry_point == entry for role in self._launch.spec.roles):
             by_value.all_run_this_script()
         with self._stop.user_code():
-            self._entry = load(self._role.entry_point, is_driver=self._role.is_driver)
+            waits = self._role.is_driver and not self._role.is_service
+            self._entry = load(entry, is_driver=waits, is_elastic=self._role.kind == "elastic")
         self._main = self._entry.module.__name__
 
     def _on_join(self, order: RunOrder) -> None:
@@ -211,9 +237,10 @@ class _WorkerProcess:
     def _run(self, worker: Worker) -> None:
         assert self._entry is not None
         self._category = "user"
-        self._only_serves = self._entry.only_serves
+        self._only_serves = self._entry.only_serves or self._role.is_service
+        self._is_service = self._role.is_service or (self._only_serves and self._role.kind != "elastic")
         with self._stop.user_code():
-            self._entry.construct()
+            self._entry.construct(lambda: worker.job_info.user_config)
             self._exit_if_forked()
             _export(self._entry)
             late = LateExports(self._entry.module) if self._entry.is_program else None
@@ -224,6 +251,11 @@ class _WorkerProcess:
                 self._exit_if_forked(error)
                 if exit_code(error) != 0:
                     raise
+            except QueueClosedError as error:
+                self._exit_if_forked(error)
+                if isinstance(error, RemoteError):  # the end of another worker's stream
+                    raise
+                print(f"unified: ended by the end of a stream: {error}", file=sys.stderr)
             self._exit_if_forked()
         if late is not None:
             _export(self._entry, late)
@@ -234,9 +266,13 @@ class _WorkerProcess:
             exit_fork(error)
 
     def _finish(self) -> None:
+        if self._stop.is_asked and not self._stop.await_order():
+            # A signal alone, as of a SLURM that ends a step: what the program left may be anything but finished.
+            self._exit(EXIT_TERMINATED)
         self._stop.on_stop(self._hasten_end)
         current_worker()._finish()
         if not self._goes_on():
+            self._close_trackers(TRACKERS_WITHIN_S)  # before `atexit` functions, which end their libraries
             end_program(self._end_calls, self._clear)
         else:
             if not self._only_serves:
@@ -245,7 +281,7 @@ class _WorkerProcess:
         self._stop.finish()
         self._reporter.flush()
         flush_output(within_s=1.0)
-        self._channel.send(Finished())
+        self._channel.send(worker_agent.Finished(is_serving=self._is_service))
         if not self._only_serves and not RPC_REGISTRY.users_names():  # whoever answers calls may need it for them
             process_group.destroy()
 
@@ -271,11 +307,11 @@ class _WorkerProcess:
     def _hasten_end(self) -> None:
         """The stop came while the program was ending: it has the grace period for that."""
         if not self._stop.is_finished:
-            self._channel.send(Running(round=0, is_ending=True))
+            self._channel.send(worker_agent.Running(round=0, is_ending=True))
             cut_after(self._stop.left_s, EXIT_CUT, self._report_cut)
 
     def _report_cut(self, text: str) -> None:
-        self._channel.send(Failed(failure=Failure(summary=text, is_cut=True)))
+        self._channel.send(worker_agent.Failed(failure=Failure(summary=text, is_cut=True)))
 
     def _clear(self) -> None:
         self._entry = None
@@ -301,7 +337,7 @@ class _WorkerProcess:
         self._report_unread(settle=False)
         flush_output(within_s=1.0)
         self._reporter.flush()
-        self._channel.send(Failed(failure=failure))
+        self._channel.send(worker_agent.Failed(failure=failure))
         clear_frames(error.__traceback__)  # what their variables hold ends as the globals do
         code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         self._exit(exit_code(error) if isinstance(error, SystemExit) else code, is_stopped=self._stop.is_asked)
@@ -309,6 +345,7 @@ class _WorkerProcess:
     def _exit(self, code: int, *, is_stopped: bool = False, last: Callable[[], None] | None = None) -> NoReturn:
         self._stop.begin_exit()
         last = last or self._close_bus
+        self._close_trackers(WITHIN_S / 2)
         if is_stopped:
             exit_process(code, left_s=self._stop.left_s, last=last, clear=self._clear, on_cut=self._report_cut)
         exit_process(code, last=last, clear=self._clear)
@@ -322,13 +359,13 @@ class _WorkerProcess:
         else:
             self._bus.unread.tell_all()
 
-    def _on_stop(self, stop: Stop) -> None:
+    def _on_stop(self, stop: worker_agent.Stop) -> None:
         if self._bus is not None:
             self._bus.unread.is_stopping = True
         self._stop.request(stop.grace_s, is_interrupt=stop.interrupt)
 
-    def _on_dump(self, order: DumpStacks) -> None:
-        self._channel.send(StacksDumped(number=order.number, report=self._stacks.report()))
+    def _on_dump(self, order: worker_agent.DumpStacks) -> None:
+        self._channel.send(worker_agent.StacksDumped(number=order.number, report=self._stacks.report()))
 
     def _close_bus(self) -> None:
         if self._bus is not None:
@@ -343,7 +380,7 @@ class _WorkerProcess:
                     os.unlink(route.removeprefix("ipc://"))
 
 
-def _present(launch: Launch) -> None:
+def _present(launch: worker_agent.Launch) -> None:
     """Name the process for `ps` and `top`, as forks look like their zygote, and let daemons be scheduled before it."""
     if launch.kind == "store":
         process.set_title("unified-store")
@@ -358,6 +395,7 @@ def _export(entry: LoadedEntry, late: LateExports | None = None) -> None:
         if late is not None:
             late.close()
         export_rpc_module(entry.module)
+        RPC_REGISTRY.owners = [type(entry.instance), entry.module]
         if entry.instance is not None:
             adopt_instance(None, entry.instance)
     except ValueError as error:

@@ -1,7 +1,7 @@
 """`current_worker().names`: names that a worker claims in its job, so that others find whoever holds them.
 
-The master decides: the first to claim a name holds it while its life lasts, and anybody else's claim is refused. The
-answer, and who holds what, come with the job's directory, so that a look-up costs no message.
+The master decides: the first to claim a name holds it while its incarnation lasts, and anybody else's claim is refused.
+The answer, and who holds what, come with the job's directory, so that a look-up costs no message.
 """
 
 from __future__ import annotations
@@ -155,9 +155,9 @@ class Names:
         self._pid = os.getpid()
 
     def claim(self, name: str, timeout_s: float = 60.0) -> None:
-        """Hold `name` from now on, until `release` or the end of this life. Blocks until the master has agreed.
+        """Hold `name` from now on, until `release` or the end of this incarnation. Blocks until the master has agreed.
 
-        A name that this life holds already is no error. The worker's next life has to claim its names again.
+        A name that this incarnation holds already is no error. The worker's next one has to claim its names again.
 
         Args:
             name: 1 to 200 characters; at most 1000 names a worker.
@@ -185,11 +185,11 @@ class Names:
             )
 
     def journal(self, name: str) -> JournalPlace | None:
-        """Return where the file of a name that this life holds was last; None if there was none. For the runtime."""
+        """Return where the file of a name that this incarnation holds was last; None: nowhere. For the runtime."""
         return self._answered.journals.get(name) if self._answered is not None else None
 
     def keep_journal(self, name: str, path: str, timeout_s: float) -> None:
-        """Have the master remember the file of a name that this life holds, on this node; return when it does.
+        """Have the master remember the file of a name that this incarnation holds, on this node; return when it does.
 
         Raises:
             RpcTimeoutError: the master did not say so in time.
@@ -245,13 +245,13 @@ class Names:
         return holder.worker
 
     def holder(self, name: str) -> WorkerIncarnation | None:
-        """(worker, incarnation) of the life that holds `name`, as far as is known here; None if there is none."""
+        """(worker, incarnation) of the holder of `name`, as far as is known here; None if there is none."""
         return self._directory.holder(name)
 
     def on_change(self, callback: Watcher) -> Callable[[], None]:
         """Have ``callback(name, holder)`` called whenever a name of the job gets another holder, or loses it (None).
 
-        Death of the holder's life is a loss; its next life, once it claims the name, is another holder. The callback
+        Death of the holder is a loss; its next incarnation, once it claims the name, is another holder. The callback
         runs in the thread that reads the agent's orders: it must be quick, and can neither claim nor wait for a name.
         An exception of its own is printed.
 

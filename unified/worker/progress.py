@@ -1,4 +1,4 @@
-"""Progress of this worker: `current_worker().report(…)`, of which the last counts, and signs that its code goes on.
+"""Progress of this worker: `current_worker().report(…)`, its newest values and its series, and signs of activity.
 
 The latter, collectives and calls, are looked at only where a role has a `hang_timeout`.
 """
@@ -10,40 +10,62 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from unified.protocol.records import Progress
+from unified.errors import UsageError
+from unified.protocol.records import MAX_METRIC_TEXT, MAX_METRICS, MAX_POINTS, Progress, WorkerReport
+from unified.protocol.worker_agent import Reported
 from unified.threads import TimerThread
+
+if TYPE_CHECKING:
+    from unified.trackers.feed import Trackers
+    from unified.worker.step_recorder import StepRecorder
 
 INTERVAL_S = 0.1
 LOOKS = 8
 """Looks in one `hang_timeout`."""
 LONGEST_S = 10.0
-_MAX_TEXT = 200
 _LARGEST = 2**63
 
 
 class Reporter:
-    """Keeps the newest progress and sends it to the agent at most once in `interval_s`, from a thread of its own;
-    `flush` sends what is left."""
+    """Keeps the newest progress and the points of the series, and sends them to the agent once in `interval_s`, and
+    sooner where there are many, from a thread of its own; `flush` sends what is left.
 
-    def __init__(self, send: Callable[[Progress], None], interval_s: float = INTERVAL_S) -> None:
+    Where the agent does not take them as fast as they come, every other one of the older half is left out.
+    """
+
+    def __init__(self, send: Callable[[Reported], None], interval_s: float = INTERVAL_S) -> None:
         self._send = send
         self._interval_s = interval_s
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         self._newest = Progress()
+        self._points: list[WorkerReport] = []
+        self._num_values = 0
+        self._number = -1
+        self._step: int | None = None
+        """Step of the current point, which has this number."""
+        self._is_full = False
         self._sent = self._newest
         self._next_at = 0.0
         self._timer = TimerThread("unified-progress", self._ring, stays=True)
+        self.trackers: Trackers | None = None
+        """Trackers that are given each report, too."""
+        self.recorder: StepRecorder | None = None
 
     def report(self, step: Any, total: Any, metrics: dict[str, Any]) -> None:
-        """Merge into the newest progress: what is not named keeps its last value."""
-        checked = {name: _plain(name, value) for name, value in metrics.items()}
+        """Merge into the newest progress, where what is not named keeps its last value, and add to the series."""
+        checked = {_text(name): _plain(name, value) for name, value in metrics.items()}
         given = (("step", step), ("total", total))
-        self._change(checked, **{name: _whole(name, value) for name, value in given if value is not None})
+        before = self._newest.step
+        self._change(checked, True, **{name: _whole(name, value) for name, value in given if value is not None})
+        if self.trackers is not None:
+            self.trackers.report(self._newest.step, checked)
+        if self.recorder is not None and not self.recorder.is_idle and self._newest.step != before:
+            self.recorder.next_step()
 
     def count_unread(self, count: int) -> None:
         """Report the number of errors of calls that nobody has read so far."""
@@ -53,18 +75,52 @@ class Reporter:
         """Report that collectives or calls go on."""
         self._change({}, num_activities=self._newest.num_activities + 1)
 
-    def _change(self, metrics: dict[str, float | int | str], **counts: int) -> None:
+    def wait_for(self, what: str) -> None:
+        """Report the debugger that the worker waits for; empty: it goes on."""
+        self._change({}, waits_for=what[:MAX_METRIC_TEXT])
+
+    def _change(self, metrics: dict[str, float | int | str], is_report: bool = False, **counts: int | str) -> None:
         with self._lock:
-            self._newest = replace(self._newest, metrics={**self._newest.metrics, **metrics}, **counts)
-        self._timer.set(self._next_at)
+            merged = {**self._newest.metrics, **metrics}
+            left_out = list(merged)[MAX_METRICS:]
+            for name in left_out:
+                del merged[name]
+            self._newest = replace(self._newest, metrics=merged, **counts)
+            if is_report:
+                self._add({name: value for name, value in metrics.items() if name in merged})
+            is_first, self._is_full = bool(left_out) and not self._is_full, self._is_full or bool(left_out)
+        if is_first:
+            print(
+                f"unified: {MAX_METRICS} metrics of a worker are kept at most: {left_out[0]!r} and later ones are not.",
+                file=sys.stderr,
+            )
+        self._timer.set(0.0 if self._num_values > MAX_POINTS // 4 else self._next_at)
+
+    def _add(self, metrics: dict[str, float | int | str]) -> None:
+        """Add to the current point of the series, or begin the next: each step is one, and each report without any."""
+        newest = self._newest
+        if self._number < 0 or newest.step is None or newest.step != self._step:
+            self._number, self._step = self._number + 1, newest.step
+        elif not metrics:
+            return
+        at, number, values = time.time(), self._number, dict[str, float | int | str | None](metrics)
+        if self._points and self._points[-1].number == number:
+            values = {**self._points.pop().metrics, **values}
+        self._points.append(WorkerReport(at=at, step=newest.step, total=newest.total, metrics=values, number=number))
+        self._num_values += 1 + len(metrics)
+        if self._num_values >= MAX_POINTS:
+            half = len(self._points) // 2
+            self._points[:half] = self._points[:half:2]
+            self._num_values = sum(1 + len(point.metrics) for point in self._points)
 
     def flush(self) -> None:
         """Send the newest progress now, unless it was sent already. Blocks until it is out."""
         with self._sending:
-            newest = self._newest
+            with self._lock:
+                newest, points, self._points, self._num_values = self._newest, self._points, [], 0
             if newest is not self._sent:
                 self._sent = newest
-                self._send(newest)
+                self._send(Reported(progress=newest, points=points))
 
     def _ring(self) -> None:
         self._next_at = time.monotonic() + self._interval_s
@@ -119,16 +175,31 @@ def _plain(name: str, value: Any) -> float | int | str:
             raise TypeError(f"report({name}=…) takes one number; this {type(value).__name__} has {count}.")
         value = value.item()
     if isinstance(value, str):
-        return value[:_MAX_TEXT]
+        return _text(value[:MAX_METRIC_TEXT])
     if isinstance(value, bool | int):
+        if value.bit_length() >= 1024:
+            raise UsageError(f"report({name}=…) takes a number that a float can hold, not one of 2**1023 or more.")
         return int(value) if abs(value) < _LARGEST else float(value)
     if isinstance(value, float):
         return float(value)
     raise TypeError(f"report({name}={value!r}) takes a number, a text or a 0-d tensor, not {type(value).__name__}.")
 
 
+def _text(text: str) -> str:
+    """Return a name or text that can be sent."""
+    if len(text) > MAX_METRIC_TEXT:
+        raise UsageError(f"report({text[:20]}…=…): a name has {MAX_METRIC_TEXT} characters at most, not {len(text)}.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"report(): {text!r} is no text that can be sent: {error.reason}.") from None
+    return text
+
+
 def _whole(name: str, value: Any) -> int:
     plain = _plain(name, value)
     if isinstance(plain, str) or not float(plain).is_integer():
         raise TypeError(f"report({name}={value!r}) takes a whole number.")
+    if abs(plain) >= _LARGEST:
+        raise UsageError(f"report({name}={value!r}) takes a number of less than 64 bits.")
     return int(plain)

@@ -20,12 +20,13 @@ from unified.job.spec import RoleSpec
 from unified.protocol.agent_master import RoundNotice, RunOrder
 from unified.protocol.records import Failure
 from unified.protocol.worker_agent import Failed, Launch, NodesChecked, Rejoins, Running, WorkerWord
+from unified.rounds import process_group
+from unified.rounds.group_abort import Address, abort_groups, is_gloo_lost
+from unified.rounds.node_check import NodeCheck
+from unified.rounds.rendezvous_store import open_round
 from unified.threads import call_guarded, start_thread
-from unified.worker import environment, process_group
+from unified.worker import environment
 from unified.worker.failure import is_collateral
-from unified.worker.group_abort import Address, abort_groups, is_gloo_lost
-from unified.worker.node_check import NodeCheck
-from unified.worker.rendezvous_store import open_round
 from unified.worker.stop import EXIT_TERMINATED
 
 _LOST_S = 0.5

@@ -44,6 +44,7 @@ class StopState:
 
     Attributes:
         is_asked: a stop was asked for.
+        is_interrupt: for that SIGINT comes.
         is_finished: the program has ended.
     """
 
@@ -57,8 +58,9 @@ class StopState:
         self.on_settled = on_settled
         self.grace_s = grace_s
         self.is_asked = False
+        self._ordered = threading.Event()
         self._asked_at = 0.0
-        self._is_interrupt = False
+        self.is_interrupt = False
         self._is_in_user_code = False
         self._is_watched = False
         self.is_finished = False
@@ -80,6 +82,10 @@ class StopState:
         while not self.is_asked and time.monotonic() < until:
             time.sleep(0.01)
         return self.is_asked
+
+    def await_order(self) -> bool:
+        """Wait for the agent's order, for as long as the grace lasts; return whether it came."""
+        return self._ordered.wait(self.left_s())
 
     def left_s(self) -> float:
         """Seconds of the grace period that are left, less a margin; all of it before a stop was asked for."""
@@ -124,10 +130,15 @@ class StopState:
             signal.signal(signal.SIGINT, self._on_interrupt)
 
     def request(self, grace_s: float | None = None, *, is_interrupt: bool = False) -> None:
-        """Ask for a stop; a second time changes nothing. Any thread."""
+        """Ask for a stop; a second time changes nothing. Any thread.
+
+        Args:
+            grace_s: seconds that the agent's order gives; None: it is a signal, whoever sent it.
+        """
         if grace_s is not None:
             self.grace_s = grace_s
-        self._is_interrupt = self._is_interrupt or is_interrupt
+            self._ordered.set()
+        self.is_interrupt = self.is_interrupt or is_interrupt
         self._asked_at = self._asked_at or time.monotonic()
         self.is_asked = True
         self._requests.put(None)
@@ -170,7 +181,7 @@ class StopState:
             self._is_watched
             or self.is_finished
             or self._is_exiting
-            or (self._is_interrupt and self._is_in_user_code)
+            or (self.is_interrupt and self._is_in_user_code)
             or signal.getsignal(signal.SIGTERM) != self._on_signal
         )
 

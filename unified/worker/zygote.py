@@ -21,7 +21,7 @@ import socket
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import NoReturn
 
@@ -31,6 +31,7 @@ from unified.protocol.agent_zygote import ChildExited, Fork, Forked, ForkFailed,
 from unified.protocol.framing import PROTOCOL_VERSION, StreamBuffer, encode_stream
 from unified.worker.exit import exit_process
 from unified.worker.fork_setup import give_back_idle, import_if_there, open_output, preload, preload_later
+from unified.worker.stop import flush_output
 
 QUIET_S = 1.0
 """After so long without a fork or an exit the zygote does what is worth having but not worth waiting for."""
@@ -50,8 +51,9 @@ class _EndRequested(BaseException):
 class Zygote:
     """Serves one agent until it goes away."""
 
-    def __init__(self, control: socket.socket, entry: str) -> None:
+    def __init__(self, control: socket.socket, entry: str, agent: int | None = None) -> None:
         self._control = control
+        self._agent = agent
         self._module, _, self._function = entry.partition(":")
         self._buffer = StreamBuffer()
         self._descriptors: deque[int] = deque()
@@ -120,6 +122,7 @@ class Zygote:
 
     def _settle(self) -> None:
         """Let children copy nothing of what was imported, and keep nothing of it that is not needed."""
+        gc.unfreeze()
         gc.collect()
         gc.freeze()
         give_back_idle()
@@ -131,7 +134,8 @@ class Zygote:
         neither may workers outlive their agent so long, nor may the news of their death wait.
         """
         if number == signal.SIGTERM:
-            self._is_asked_to_end = True
+            # While the agent lives it changes nothing: SLURM sends it to each process of a step, and workers save then.
+            self._is_asked_to_end |= self._agent is None or os.getppid() != self._agent
         self._must_look = True
         if self._is_importing and not self._is_reaping:
             self._reap_during_import()
@@ -204,6 +208,7 @@ class Zygote:
         try:
             os.setsid()
             process.die_with_parent(signal.SIGKILL, zygote)
+            process.become_subreaper()  # its orphans are the zygote's from its end on, and of nobody else
             for number in _OWN_SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
             signal.set_wakeup_fd(-1)
@@ -271,29 +276,31 @@ class Zygote:
                     self._send(ChildExited(child=order.child, pid=pid, code=code, peak_kb=usage.ru_maxrss))
                     ended[pid] = order
         if ended:
-            kill_remains(ended)  # looks at every process of the host, so that the word is said before
+            self._kill_remains(ended)  # looks at every process of the host, so that the word is said before
 
     def _kill_all(self) -> None:
         for pid in self._children:
             process.signal_group(pid, signal.SIGKILL)
-        kill_remains(self._children)
+        ended, self._children = self._children, {}
+        self._kill_remains(ended)
         own = os.getpid()
-        # What left its worker's session: we adopted it when its parent died.
         process.kill_until_none(lambda: [found.pid for found in process.every_process() if found.parent == own])
 
+    def _kill_remains(self, workers: Collection[int]) -> None:
+        """Kill what dead workers left: their sessions, and orphans, which lead sessions of their own.
 
-def kill_remains(workers: Mapping[int, Fork]) -> None:
-    """Kill what dead workers left: their sessions, and orphans that carry a marker of theirs."""
-    own = os.getpid()
-    markers = [order.marker for order in workers.values() if order.marker]
-    process.kill_until_none(
-        lambda: [
-            found.pid
-            for found in process.every_process()
-            if found.session in workers
-            or (found.parent == own and any(process.has_environment(found.pid, marker) for marker in markers))
-        ]
-    )
+        Each worker adopts the orphans of its descendants, so that the zygote has those of dead workers alone. What an
+        import of the zygote has started is in its own session.
+        """
+        own, session = os.getpid(), os.getsid(0)
+        process.kill_until_none(
+            lambda: [
+                found.pid
+                for found in process.every_process()
+                if found.session in workers
+                or (found.parent == own and found.session != session and found.pid not in self._children)
+            ]
+        )
 
 
 def main() -> None:
@@ -309,10 +316,13 @@ def main() -> None:
     control.set_inheritable(False)
     if sys.path and sys.path[0] in ("", os.getcwd()):
         del sys.path[0]  # put there by `-m`: where the agent happens to stand is no place for a worker's imports
+    gc.disable()  # nearly all that is imported stays: to look at it again and again is a tenth of the import of torch
     preload(arguments.entry.partition(":")[0])
-    gc.collect()
     gc.freeze()  # a collection in a child must not touch, and so copy, the pages that all share
-    Zygote(control, arguments.entry).serve()
+    gc.enable()
+    Zygote(control, arguments.entry, arguments.parent).serve()
+    flush_output(within_s=1.0)
+    os._exit(0)  # the end of an interpreter with torch takes 0.2 s
 
 
 if __name__ == "__main__":

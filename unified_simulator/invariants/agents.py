@@ -9,7 +9,7 @@ from unified.protocol.worker_agent import Launch
 from unified_agent.core.agent import AgentCore
 from unified_agent.core.membership import MembershipState
 from unified_agent.core.step import AgentTimer
-from unified_master.core.scheduling.node_capacity import EPSILON, share_of
+from unified_master.core.node_capacity import EPSILON, share_of
 
 _DEADLINES = {WorkerState.STARTING: "start", WorkerState.STOPPING: "kill"}
 """Timers without which a worker would be in these states for ever."""
@@ -66,7 +66,7 @@ class RunningRanks:
         self._places: dict[tuple[str, str], tuple[str, JobWorkerIncarnation]] = {}
 
     def note(self, node: str, life: JobWorkerIncarnation, is_running: bool) -> None:
-        """Take in that a process begins to run, or is gone: AssertionError, if another life of the worker runs."""
+        """Take in that a process begins to run, or is gone: AssertionError, if another incarnation runs."""
         key, place = (life.job_id, life.worker), (node, life)
         known = self._places.get(key)
         if not is_running:

@@ -8,14 +8,28 @@ from collections.abc import Iterable, Iterator
 from unified.job.spec import RoleSpec, has_range
 from unified.protocol.agent_master import RunOrder
 from unified.protocol.records import NodeState, Reachability, Stage, WorkerState
-from unified_master.core import incarnations, rendezvous
+from unified_master.core import presence
+from unified_master.core.membership import MEMBERSHIP_MOVES, WorkerMembership, membership_of
 from unified_master.core.messages import MasterAction, MasterEvent, Received, SaveRecord, Send
-from unified_master.core.scheduling.node_capacity import EPSILON, DeviceKey, NodeCapacity
+from unified_master.core.node_capacity import EPSILON, DeviceKey, NodeCapacity
+from unified_master.core.rounds import incarnations, rendezvous
 from unified_master.core.state import Cluster, JobRecord, NodeRecord, WorkerRecord
 
 WORKERS_A_STEP = 5
 """Workers of large jobs that sparing checks look at in a step, on average."""
+MOST_MOVES = 2
+"""Most moves of a membership in one step: an end, and the next begin."""
 _ORDERED = (WorkerState.RUNNING, WorkerState.FINISHED)
+
+
+def _within(moves: int, old: WorkerMembership) -> set[WorkerMembership]:
+    nearby = {old}
+    for _ in range(moves):
+        nearby |= {new for each in nearby for new in MEMBERSHIP_MOVES.moves[each]}
+    return nearby
+
+
+_WITHIN_A_STEP = {old: _within(MOST_MOVES, old) for old in WorkerMembership}
 
 
 def check(
@@ -40,6 +54,7 @@ def check(
         broken += _budgets(job)
         broken += _charges(cluster, job)
         broken += _names(job)
+        broken += _account(job)
         for worker in job.workers.values():
             broken += _start(cluster, worker)
         broken += _leaving(cluster, job)
@@ -103,7 +118,7 @@ def _capacities(node: NodeRecord) -> Iterator[str]:
 
 
 def _places(cluster: Cluster, job: JobRecord) -> Iterator[str]:
-    """One desired life of each worker, where the worker has its place; `_node` finds those that others list."""
+    """One desired incarnation of each worker, where the worker has its place; `_node` finds those that others list."""
     devices: dict[str, set[DeviceKey]] = {}
     used: set[str] = set()
     for worker in job.workers.values():
@@ -116,8 +131,8 @@ def _places(cluster: Cluster, job: JobRecord) -> Iterator[str]:
     if len(used) > job.spec.node_num:
         yield f"job {job.job_id} uses {sorted(used)}; node_num={job.spec.node_num}"
     for name, keys in devices.items():
-        if len(keys) > job.spec.device_per_node:
-            yield f"job {job.job_id} uses {len(keys)} devices of {name}; device_per_node={job.spec.device_per_node}"
+        if len(keys) > job.spec.device_cap:
+            yield f"job {job.job_id} uses {len(keys)} devices of {name}; it may use {job.spec.device_cap}"
 
 
 def _place(cluster: Cluster, worker: WorkerRecord) -> list[str]:
@@ -285,11 +300,9 @@ def _names(job: JobRecord) -> Iterator[str]:
 
 def _waiting(cluster: Cluster) -> Iterator[str]:
     """Requests that wait have a deadline."""
-    for job_id, polls in cluster.polls.items():
-        for poll in polls:
-            key = ("poll", job_id, poll.peer.hex(), str(poll.request_id))
-            if key not in cluster.timers or job_id not in cluster.jobs:
-                yield f"a poll for {job_id} waits for ever"
+    for job_id, watches in cluster.watches.items():
+        if any(key not in cluster.timers for key in watches):
+            yield f"a watch of {job_id or 'the cluster'} waits for ever"
     for number in cluster.reads:
         if ("read", str(number)) not in cluster.timers:
             yield f"log read {number} waits for ever"
@@ -300,6 +313,21 @@ def _waiting(cluster: Cluster) -> Iterator[str]:
     for watched in cluster.hangs:
         if ("hang", *watched) not in cluster.timers and watched not in asked:
             yield f"{watched} is watched for a hang, and nothing will look"
+
+
+def _account(job: JobRecord) -> Iterator[str]:
+    """The seconds of all phases are the wall time, and the phase is the one that the job's stage and workers say."""
+    account = job.account
+    spent, seconds = job.account.spent, job.account.spent.seconds.values()
+    if abs(spent.since - job.submitted_at - sum(seconds)) > 1e-3 or min(seconds, default=0.0) < 0:
+        yield f"job {job.job_id} accounts for {sum(seconds)} s of {spent.since - job.submitted_at} s: {spent}"
+    if (away := {name for name, worker in job.workers.items() if presence.is_away(job, worker)}) != job.away:
+        yield f"job {job.job_id}: {sorted(away ^ job.away)} are away, or are taken to be"
+    is_whole = job.stage is Stage.RUNNING and not away
+    if account.is_whole != is_whole or not (is_whole or spent.phase == (presence.phase_of(job) or "")):
+        yield f"job {job.job_id} is {job.stage}, {len(away)} away, and accounted as {spent.phase}"
+    if job.stage is Stage.STOPPED and spent.since != job.ended_at:
+        yield f"job {job.job_id} ended at {job.ended_at}, and is accounted for until {spent.since}"
 
 
 def _leaving(cluster: Cluster, job: JobRecord) -> Iterator[str]:
@@ -333,6 +361,7 @@ class InvariantChecks:
         self._is_sparing = is_sparing
         self._checked: dict[str, int] = {}
         """Step at which each job was last checked."""
+        self._memberships: dict[tuple[str, str], WorkerMembership] = {}
 
     def after(
         self, cluster: Cluster, event: MasterEvent | None, actions: Iterable[MasterAction], but: bytes
@@ -341,13 +370,25 @@ class InvariantChecks:
         self.count["steps"] += event is not None
         if event is None or self.count["steps"] % self._all_every == 0:
             self.count["whole cluster"] += 1
-            return check(cluster)
+            if event is None:  # what a master had not saved is lost with it
+                self._memberships.clear()
+            every = [worker for job in cluster.jobs.values() for worker in job.workers.values()]
+            return [*self._moves(every), *check(cluster)]
         nodes, jobs, workers = touched(cluster, event, actions, but)
         jobs = [job for job in jobs if self._is_due(job)]
         self.count["nodes"] += len(nodes)
         self.count["jobs"] += len(jobs)
         self.count["workers"] += len(workers)
-        return check(cluster, nodes, jobs, workers)
+        return [*self._moves(workers), *check(cluster, nodes, jobs, workers)]
+
+    def _moves(self, workers: Iterable[WorkerRecord]) -> Iterator[str]:
+        """A worker's membership changes by legal moves, of which a step may take a few."""
+        for worker in workers:
+            new = membership_of(worker)
+            old = self._memberships.get(worker.place_key, new)
+            self._memberships[worker.place_key] = new
+            if new is not old and new not in _WITHIN_A_STEP[old]:
+                yield f"{worker.life} went from {old} to {new}, which no {MOST_MOVES} moves do"
 
     def _is_due(self, job: JobRecord) -> bool:
         steps = self.count["steps"]

@@ -1,7 +1,7 @@
 """The agent's decisions: events in, actions out, no I/O.
 
-Level-triggered: the master says which lives shall be (`DesiredWorkers`), the core compares with those that are, and
-starts or stops what differs. Anything may be lost, doubled or late; the next comparison sees it.
+Level-triggered: the master says which incarnations are to be (`DesiredWorkers`), the core compares with those that
+are, and starts or stops what differs. Anything may be lost, doubled or late; the next comparison sees it.
 """
 
 from __future__ import annotations
@@ -12,60 +12,24 @@ from msgspec import structs
 
 from unified.config.settings import Intervals
 from unified.core.directory import WorkerDirectory
-from unified.protocol.agent_master import (
-    AgentLeaving,
-    AgentRefused,
-    AgentRegistered,
-    DesiredJob,
-    DesiredWorker,
-    DesiredWorkers,
-    DirectoryChanged,
-    HeartbeatSeen,
-    MasterStopping,
-    MasterToAgent,
-    ObservedWorkers,
-    ReadAgentLog,
-    ReadStacks,
-    RegisterAgain,
-)
+from unified.protocol import agent_master
 from unified.protocol.records import DirectoryEntry, Failure, JobWorkerIncarnation, Reachability, WorkerState
 from unified.protocol.worker_agent import (
     DirectoryNews,
     Failed,
     Hello,
+    RecordStep,
     Rejoins,
     Reported,
     Running,
     StacksDumped,
+    StepRecorded,
     Stop,
     WorkerToAgent,
 )
+from unified_agent.core import messages
 from unified_agent.core.launching import JobSpecs, start_of
 from unified_agent.core.membership import Membership, MembershipState
-from unified_agent.core.messages import (
-    AgentAction,
-    AgentEvent,
-    AgentTick,
-    Exit,
-    HeldStacksRead,
-    KeepInterpreters,
-    KeepReport,
-    KeyRefused,
-    LeaseLost,
-    MasterReached,
-    MasterSaid,
-    MasterUnreadable,
-    Reconnect,
-    SendLog,
-    SignalWorker,
-    SnapshotsReported,
-    StopAsked,
-    TellWorker,
-    WorkerExited,
-    WorkerNotStarted,
-    WorkerSaid,
-    WorkerStarted,
-)
 from unified_agent.core.shutdown import Shutdown
 from unified_agent.core.stacks import StackReads
 from unified_agent.core.starting import StartQueue, max_starts
@@ -83,17 +47,26 @@ RESYNC_S = 10.0
 class AgentCore:
     """The agent's core: routes events and owns the state."""
 
-    def __init__(self, facts: NodeFacts, intervals: Intervals, *, give_up_s: float | None = None) -> None:
+    def __init__(
+        self,
+        facts: NodeFacts,
+        intervals: Intervals,
+        *,
+        give_up_s: float | None = None,
+        leave_after_s: float | None = None,
+    ) -> None:
         self.facts = facts
         self.intervals = intervals
         self._step = AgentStep()
         self.timers = self._step.timers
-        self.membership = Membership(self._step, facts, intervals, give_up_s)
+        self.membership = Membership(self._step, facts, intervals, give_up_s, leave_after_s)
         self.shutdown = Shutdown(self._step, self.membership, intervals.vacate_s)
         self.stack_reads = StackReads(self._step, facts)
+        self._recording: dict[JobWorkerIncarnation, messages.SendLog] = {}
+        """Answers about steps that workers record."""
         self.workers: dict[JobWorkerIncarnation, LocalWorker] = {}
-        self.desired: dict[JobWorkerIncarnation, DesiredWorker] = {}
-        self.jobs: dict[str, DesiredJob] = {}
+        self.desired: dict[JobWorkerIncarnation, agent_master.DesiredWorker] = {}
+        self.jobs: dict[str, agent_master.DesiredJob] = {}
         self.specs = JobSpecs()
         self.directories: dict[str, WorkerDirectory] = {}
         self.generation = 0
@@ -109,78 +82,99 @@ class AgentCore:
         """Time at which `AgentTick` is due, on the caller's clock."""
         return self.timers.next_deadline
 
-    def step(self, now: float, event: AgentEvent) -> list[AgentAction]:
+    def step(self, now: float, event: messages.AgentEvent) -> list[messages.AgentAction]:
         """Take in one event; return the actions that it leads to, in order."""
         self._step.now, self._step.actions = now, []
         match event:
-            case MasterReached():
+            case messages.MasterReached():
                 self.membership.reached(self.generation)
                 self._observe_soon()
-            case MasterSaid():
+            case messages.MasterSaid():
                 self._on_master(event.message, event.request_id)
-            case MasterUnreadable():
-                self.membership.unreadable(event.reason)
-            case KeyRefused():
+            case messages.MasterUnreadable():
+                self.membership.unreadable(event)
+            case messages.KeyRefused():
                 self.membership.locked_out(event.reason)
-            case LeaseLost():
+            case messages.LeaseLost():
                 self._on_lease_lost(event.reason)
-            case WorkerStarted():
+            case messages.WorkerStarted():
                 self._on_started(event.life, event.pid)
-            case WorkerNotStarted():
+            case messages.WorkerNotStarted():
                 self._on_not_started(event.life, event.failure)
-            case WorkerSaid():
+            case messages.WorkerSaid():
                 self._on_word(event.life, event.word)
-            case WorkerExited():
+            case messages.WorkerExited():
                 self._on_exited(event)
-            case StopAsked():
+            case messages.StopAsked():
                 self._on_stop_asked(event)
-            case SnapshotsReported():
+            case messages.SnapshotsReported():
                 self.shutdown.has_snapshots = event.is_to_persist
                 if self.shutdown.has_begun:
                     self._reconcile()
-            case HeldStacksRead():
+            case messages.HeldStacksRead():
                 self.stack_reads.take(event.life, event.number, event.report)
-            case AgentTick():
+            case messages.AgentTick():
                 for timer in self.timers.due(now):
                     self._on_timer(timer)
             case _:
                 assert_never(event)
         return self._step.actions
 
-    def _on_master(self, message: MasterToAgent, request_id: int) -> None:
+    def _on_master(self, message: agent_master.MasterToAgent, request_id: int) -> None:
         if self.membership.state is MembershipState.REFUSED:
             return
         if self.membership.heard():
             self._observe_soon()
-        if isinstance(message, AgentRegistered | HeartbeatSeen):
+        if isinstance(message, agent_master.AgentRegistered | agent_master.HeartbeatSeen):
             self.membership.answered(request_id)
         match message:
-            case AgentRegistered():
+            case agent_master.AgentRegistered():
                 if self.membership.accept(message):
                     # Nothing older can arrive on this connection, and a master that lost its memory counts anew.
                     self._floor = 0
                     self._observe_soon(0.0)
-            case AgentRefused():
+            case agent_master.AgentRefused():
                 self.membership.refuse(message)
-            case HeartbeatSeen():
+            case agent_master.HeartbeatSeen():
                 pass
-            case MasterStopping():
+            case agent_master.MasterStopping():
                 self.membership.keep(message.away_s, self.generation)
                 if self.shutdown.is_vacating:
                     self._begin_shutdown(self.shutdown.reason)
-            case RegisterAgain():
+            case agent_master.RegisterAgain():
                 self.membership.register()
-            case DesiredWorkers():
+            case agent_master.DesiredWorkers():
                 if not self.membership.is_cut_off:  # else it was sent before the master gave this node's workers up
                     self._on_desired(message)
-            case DirectoryChanged():
+            case agent_master.DirectoryChanged():
                 self._on_directory(message.job_id, message.entries)
-            case ReadStacks():
+            case agent_master.ReadStacks():
                 self.stack_reads.begin(message, request_id, self.workers.values())
-            case ReadAgentLog():
-                self._step.act(SendLog(order=message, request_id=request_id))
+            case agent_master.ReadAgentLog():
+                answer = messages.SendLog(order=message, request_id=request_id)
+                self._step.act(answer) if message.take is None else self._profile(answer)
             case _:
                 assert_never(message)
+
+    def _profile(self, answer: messages.SendLog) -> None:
+        """Have a worker profiled: from outside, or, a step of it, by itself."""
+        order = answer.order
+        life = JobWorkerIncarnation(order.job_id, order.worker, order.worker_incarnation)
+        worker = self._live(life)
+        if worker is None or worker.state is WorkerState.STARTING:
+            why = "it has ended" if worker is None else "its process has not said hello yet"
+            self._step.act(structs.replace(answer, error=why))
+        elif order.take != "torch":
+            self._step.act(messages.SampleWorker(life, worker.pid, order, answer.request_id))
+        elif life in self._recording:
+            self._step.act(structs.replace(answer, error="it is recording a step already"))
+        else:
+            self._recording[life] = answer
+            self._step.act(messages.TellWorker(life=life, message=RecordStep(within_s=order.wait_s)))
+
+    def _on_recorded(self, life: JobWorkerIncarnation, error: str) -> None:
+        if (answer := self._recording.pop(life, None)) is not None:
+            self._step.act(structs.replace(answer, error=error))
 
     def _on_lease_lost(self, reason: str) -> None:
         """End every worker at once: the master is about to start them elsewhere, or has done so."""
@@ -192,7 +186,7 @@ class AgentCore:
 
     # Desired and observed
 
-    def _on_desired(self, message: DesiredWorkers) -> None:
+    def _on_desired(self, message: agent_master.DesiredWorkers) -> None:
         if message.generation < self._floor:
             text = f"generation {message.generation} is older than {self._floor}, which is in force"
             self._step.report("desired-ignored", text, level="debug")
@@ -206,8 +200,9 @@ class AgentCore:
         self.jobs = {job.job_id: job for job in message.jobs}
         for job in message.jobs:
             self._on_directory(job.job_id, job.directory)
-        for life in [life for life, worker in self.workers.items() if life not in self.desired and worker.is_past]:
-            del self.workers[life]
+        if not self.shutdown.holds_ends:
+            for life in [life for life, worker in self.workers.items() if life not in self.desired and worker.is_past]:
+                del self.workers[life]
         self._reconcile()
         used = set(self.jobs) | {worker.job_id for worker in self.workers.values()}
         self.directories = {job_id: directory for job_id, directory in self.directories.items() if job_id in used}
@@ -239,7 +234,7 @@ class AgentCore:
         for life in self._starts.take(settled):
             self._start_if_free(life, self.desired[life])
 
-    def _start_if_free(self, life: JobWorkerIncarnation, wanted: DesiredWorker) -> None:
+    def _start_if_free(self, life: JobWorkerIncarnation, wanted: agent_master.DesiredWorker) -> None:
         """Start an incarnation, unless an earlier one of the worker still runs, the exit of which leads here again."""
         spec = self.specs.of(wanted)
         if spec is None:
@@ -267,7 +262,7 @@ class AgentCore:
     def _order_to_run(self, worker: LocalWorker) -> None:
         if (wanted := self.desired.get(worker.life)) is not None:
             for message in worker.orders(wanted):
-                self._step.act(TellWorker(life=worker.life, message=message))
+                self._step.act(messages.TellWorker(life=worker.life, message=message))
 
     def _keep_interpreters(self) -> None:
         wanted = {spec.python for spec in self.specs}
@@ -275,7 +270,7 @@ class AgentCore:
         pythons = sorted(python for python in wanted if python is not None and python != self.facts.python)
         if pythons != self._pythons:
             self._pythons = pythons
-            self._step.act(KeepInterpreters(pythons=pythons))
+            self._step.act(messages.KeepInterpreters(pythons=pythons))
 
     def _observe_soon(self, delay_s: float = OBSERVE_DELAY_S) -> None:
         due = self._step.now + max(delay_s, OBSERVE_EACH_S * len(self.workers))
@@ -288,16 +283,17 @@ class AgentCore:
         if not self.membership.is_registered:
             return  # told upon registration
         self._observed_at = self._step.now
+        holds_ends = self.shutdown.holds_ends
         self._step.send(
-            ObservedWorkers(
+            agent_master.ObservedWorkers(
                 node=self.facts.node,
                 incarnation=self.facts.incarnation,
                 generation=self.generation,
-                workers=[worker.observed() for worker in self.workers.values()],
+                workers=[worker.observed(holds_end=holds_ends) for worker in self.workers.values()],
             )
         )
         for worker in self.workers.values():
-            worker.is_end_reported = worker.is_ended
+            worker.is_end_reported = worker.is_ended and not holds_ends
 
     # Directory
 
@@ -310,7 +306,7 @@ class AgentCore:
             return
         for worker in self.workers.values():
             if worker.job_id == job_id and worker.kind == "worker" and not worker.is_ended:
-                self._step.act(TellWorker(life=worker.life, message=DirectoryNews(entries=news)))
+                self._step.act(messages.TellWorker(life=worker.life, message=DirectoryNews(entries=news)))
 
     def _tell_neighbours(self, worker: LocalWorker, how: str) -> None:
         """Tell workers here of a dead one at once, so that a call of it waits neither for the master to hear of it
@@ -350,14 +346,22 @@ class AgentCore:
         if isinstance(word, StacksDumped):
             self.stack_reads.take(life, word.number, word.report)
             return
-        if isinstance(word, Reported) and worker.is_news(word.progress):
-            self._step.act(KeepReport(life=life, progress=word.progress))
+        if isinstance(word, StepRecorded):
+            self._on_recorded(life, word.error)
+            return
+        if isinstance(word, Reported) and word.points:
+            self._step.act(messages.KeepReports(life=worker.life, reports=word.points))
+        waited = worker.waits
         worker.hear(word)
+        if waited and not worker.waits and worker.state is WorkerState.STARTING:  # now it begins
+            self._step.arm(AgentTimer("start", life), self.intervals.start_s)
         match word:
             case Hello():
                 self.timers.cancel(AgentTimer("start", life))
                 self._start_next(life)
                 self._order_to_run(worker)
+            case Reported() if word.progress.waits_for and not worker.pid:
+                self._start_next(life)  # it begins when what its job needs is there, and keeps nobody waiting
             case Running() | Rejoins():
                 self._order_to_run(worker)
             case Failed():  # it ends by itself now; a hanging atexit callback must not hold it up for ever
@@ -367,7 +371,7 @@ class AgentCore:
         delay_s = self._observed_at + PROGRESS_EVERY_S - self._step.now if is_progress else 0.0
         self._observe_soon(max(OBSERVE_DELAY_S, delay_s))
 
-    def _on_exited(self, event: WorkerExited) -> None:
+    def _on_exited(self, event: messages.WorkerExited) -> None:
         if (worker := self._live(event.life)) is None:
             return
         self._blame_shutdown(worker)
@@ -391,6 +395,7 @@ class AgentCore:
             how = worker.failure.summary
             self._step.report("worker-failed", how, worker.life, level="warning")
         self.stack_reads.ended(worker.life, how)
+        self._on_recorded(worker.life, f"it ended before a step was recorded: {how}")
         self._tell_neighbours(worker, how)
         self._observe_soon()
         self._reconcile()
@@ -422,8 +427,8 @@ class AgentCore:
             job = self.jobs.get(worker.job_id)
             is_interrupt = job is not None and job.is_interrupted and not self.shutdown.has_begun
             stop = Stop(grace_s=grace_s, reason=reason, interrupt=is_interrupt)
-            self._step.act(TellWorker(life=worker.life, message=stop))
-            self._step.act(SignalWorker(life=worker.life, how="interrupt" if is_interrupt else "terminate"))
+            self._step.act(messages.TellWorker(life=worker.life, message=stop))
+            self._step.act(messages.SignalWorker(life=worker.life, how="interrupt" if is_interrupt else "terminate"))
         self._step.arm(AgentTimer("kill", worker.life), grace_s)
 
     def _hasten(self, worker: LocalWorker, grace_s: float) -> None:
@@ -442,9 +447,9 @@ class AgentCore:
     def _kill(self, worker: LocalWorker) -> None:
         worker.is_killed = True
         self.timers.cancel(AgentTimer("kill", worker.life))
-        self._step.act(SignalWorker(life=worker.life, how="kill"))
+        self._step.act(messages.SignalWorker(life=worker.life, how="kill"))
 
-    def _on_stop_asked(self, event: StopAsked) -> None:
+    def _on_stop_asked(self, event: messages.StopAsked) -> None:
         at_once = event.at_once or self.shutdown.is_asked
         if at_once or not self.shutdown.vacates(event.reason, self.workers.values(), self.generation):
             self._begin_shutdown(event.reason, at_once=at_once)
@@ -454,11 +459,12 @@ class AgentCore:
         self._reconcile()
 
     def _leave(self, code: int, reason: str) -> None:
+        self.shutdown.has_snapshots = False  # they are on storage, or their time is over
         if self.membership.is_registered:
             self._on_observe_due()
             node, incarnation = self.facts.node, self.facts.incarnation
-            self._step.send(AgentLeaving(node=node, incarnation=incarnation, reason=reason))
-        self._step.act(Exit(code=code, reason=reason))
+            self._step.send(agent_master.AgentLeaving(node=node, incarnation=incarnation, reason=reason))
+        self._step.act(messages.Exit(code=code, reason=reason))
 
     # Timers
 
@@ -476,7 +482,7 @@ class AgentCore:
             case "complain":
                 self.membership.complain_due()
             case "reconnect":  # a connection that was refused once is not tried again by itself
-                self._step.act(Reconnect())
+                self._step.act(messages.Reconnect())
             case "vacate":
                 if not self.shutdown.still_vacates():
                     self._begin_shutdown(self.shutdown.reason)
@@ -489,6 +495,9 @@ class AgentCore:
 
     def _on_worker_timer(self, timer: AgentTimer) -> None:
         if (worker := self._live(timer.life)) is None:
+            return
+        if timer.kind == "start" and worker.waits:
+            self._step.arm(timer, self.intervals.start_s)
             return
         if timer.kind == "start":
             text = f"did not answer within {self.intervals.start_s:g} s of its start"

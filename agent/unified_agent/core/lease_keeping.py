@@ -1,43 +1,23 @@
 """The keeping of an agent's lease: when to renew it in the agent's stead, and when the node's workers have to end.
 
-The master believes in a node for `lease_s` after it has heard of it, and then starts its workers elsewhere. So a node
-that cannot renew its lease ends its workers before that. Times are of one clock, that of the whole host.
+A node that cannot renew its lease ends its workers before the master starts them elsewhere.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from unified.values import Value
-
-TELL_AT = 0.8
-"""Part of the lease after which an agent that is cut off is told to end its workers."""
-KILL_AT = 0.9
-"""Part of the lease after which they are killed, whatever the agent does."""
-DOUBT_AT = 1 / 3
-"""Part of the lease after which a connection without answers is made anew."""
-LATE_HEARTBEATS = 1.5
-"""Number of heartbeats without an answer after which the agent is taken to be busy."""
-
-
-class NodeLease(NamedTuple):
-    """The lease as the agent's loop knows it."""
-
-    lease_s: float = 0.0
-    """0: the master has never answered."""
-    heartbeat_s: float = 0.0
-    answered_at: float = 0.0
-    """Sending time of the last heartbeat that was answered: the master counts the lease from then or later."""
-    turned_at: float = 0.0
-    """Time of the last turn of the agent's loop."""
+from unified_agent.core.lease import NodeLease, request_id_at, request_time
 
 
 class Contact(StrEnum):
     """Result of an attempt to connect to the master's port."""
 
     ACCEPTED = "accepted"
-    """The master's process is there. If it answers nothing on a new connection, it hangs, and decides nothing."""
+    """The master's process is there. If it answers nothing on a new connection, it hangs, and decides nothing; or it
+    refuses this node's key, and decides about the node as about one that is gone."""
     REFUSED = "refused"
     """The master's host is there and its process is not: nobody decides anything."""
     NONE = "none"
@@ -78,6 +58,7 @@ class LeaseKeeping:
         self._answered_at = 0.0
         self._no_decision_at = 0.0
         """Last time at which the master was seen to decide nothing."""
+        self._is_locked_out = False
         self._renewed_at = float("-inf")
         self._connected_at = float("-inf")
         self._has_told = False
@@ -95,11 +76,12 @@ class LeaseKeeping:
 
     def contact(self, now: float, found: Contact) -> None:
         """Take in how a probe went."""
-        if found is not Contact.NONE:
+        if found is Contact.REFUSED or (found is Contact.ACCEPTED and not self._is_locked_out):
             self._no_decision_at = now
 
     def step(self, now: float, lease: NodeLease) -> list[KeeperAction]:
         """Return what to do now."""
+        self._is_locked_out = bool(lease.is_locked_out)
         paused_s, self._stepped_at = now - self._stepped_at, now
         if not lease.lease_s:
             return []
@@ -108,7 +90,7 @@ class LeaseKeeping:
         answered_at = max(lease.answered_at, self._answered_at)
         silent_s = now - answered_at
         hung_s = now - max(lease.turned_at, self._resumed_at)
-        if silent_s <= LATE_HEARTBEATS * lease.heartbeat_s:
+        if not lease.is_late(silent_s):
             self._has_told, self._killed = False, ""
             return []
         if hung_s > lease.lease_s:  # nobody speaks for an agent that does nothing
@@ -118,35 +100,25 @@ class LeaseKeeping:
             actions += self._renew(now, silent_s, lease)
         alone_s = now - max(answered_at, self._no_decision_at)
         reason = f"this node has been cut off from its master for {alone_s:.1f} s, and its lease ends"
-        if alone_s >= TELL_AT * lease.lease_s and not self._has_told:
+        if lease.is_ending(alone_s) and not self._has_told:
             self._has_told = True
             actions.append(TellAgent(reason))
-        if alone_s >= KILL_AT * lease.lease_s and not self._killed:
+        if lease.is_over(alone_s) and not self._killed:
             self._killed = "workers"
             actions.append(Kill("workers", reason))
         return actions
 
     def _renew(self, now: float, silent_s: float, lease: NodeLease) -> list[KeeperAction]:
         self._renewed_at = now
-        in_doubt = silent_s > DOUBT_AT * lease.lease_s
-        is_new = in_doubt and now - self._connected_at > DOUBT_AT * lease.lease_s / 2
+        in_doubt = lease.is_in_doubt(silent_s)
+        is_new = in_doubt and now - self._connected_at > lease.reconnect_s / 2
         if is_new:
             self._connected_at = now
         renew = Renew(request_id_at(now), is_new)
         return [renew, Probe()] if in_doubt else [renew]
 
     def _end_hung(self, now: float, answered_at: float, hung_s: float, lease: NodeLease) -> list[KeeperAction]:
-        if self._killed == "agent" or now - answered_at < KILL_AT * lease.lease_s:
+        if self._killed == "agent" or not lease.is_over(now - answered_at):
             return []
         self._killed = "agent"
         return [Kill("agent", f"the agent has done nothing for {hung_s:.1f} s")]
-
-
-def request_id_at(now: float) -> int:
-    """Return the request id of a heartbeat that is sent now: milliseconds, so that the answer says when that was."""
-    return int(now * 1000)
-
-
-def request_time(request_id: int) -> float:
-    """Return the sending time of the heartbeat that has this request id."""
-    return request_id / 1000

@@ -9,11 +9,13 @@ from unified.config.settings import Intervals
 from unified.protocol.agent_master import AgentHeartbeat, AgentRefused, AgentRegistered, RegisterAgent
 from unified.protocol.records import TransitionTable
 from unified.protocol.snapshots import SnapshotHost
-from unified_agent.core.lease_keeping import DOUBT_AT, NodeLease, request_id_at, request_time
-from unified_agent.core.messages import Exit, Reconnect
+from unified_agent.core.lease import NodeLease, request_id_at, request_time
+from unified_agent.core.messages import Exit, MasterUnreadable, Reconnect
 from unified_agent.core.step import AgentStep, AgentTimer
 from unified_agent.environment import NodeFacts
 
+EX_CONFIG = 78
+"""Exit code, of sysexits.h, of an agent that would end the same way if it were started again."""
 COMPLAIN_EVERY_S = 30.0
 """Period at which an agent that cannot reach its master says so."""
 
@@ -43,15 +45,23 @@ MEMBERSHIP_MOVES = TransitionTable(
 class Membership:
     """Registers, renews the lease, notices silence."""
 
-    def __init__(self, step: AgentStep, facts: NodeFacts, intervals: Intervals, give_up_s: float | None) -> None:
+    def __init__(
+        self,
+        step: AgentStep,
+        facts: NodeFacts,
+        intervals: Intervals,
+        give_up_s: float | None,
+        leave_after_s: float | None,
+    ) -> None:
         self.state = MembershipState.UNKNOWN
         self.relay = ""
         self._step = step
         self._facts = facts
-        self._heartbeat_s = intervals.heartbeat_s
-        self._lease_s = intervals.lease_s
+        self._terms = NodeLease(intervals.lease_s, intervals.heartbeat_s)
+        """The lease's length, as the master told it last."""
         self._connect_s = intervals.connect_s
-        self._give_up_s = give_up_s
+        self._give_up_s = leave_after_s if give_up_s is None else give_up_s
+        self._leave_after_s = leave_after_s
         self._heard_at = 0.0
         self._answered_at = 0.0
         self._kept_until = 0.0
@@ -61,6 +71,8 @@ class Membership:
         self._stops_at = 0.0
         self._unanswered_since: float | None = None
         self.snapshots: SnapshotHost | None = None
+        self.metrics = ""
+        """``host:port`` of this agent's metrics; empty: it has none."""
         """Fact for the master that is known only once the snapshot server can be reached."""
         self._was_ever_registered = False
         self._is_locked_out = False
@@ -79,9 +91,12 @@ class Membership:
 
     def lease(self, now: float) -> NodeLease:
         """Return the lease, for the process that keeps it."""
-        lease_s = self._lease_s if self._answered_at else 0.0
-        answered_at = max(self._answered_at, self._kept_until - self._lease_s)
-        return NodeLease(lease_s, self._heartbeat_s, answered_at, turned_at=now)
+        return self._terms._replace(
+            lease_s=self._terms.lease_s if self._answered_at else 0.0,
+            answered_at=max(self._answered_at, self._kept_until - self._terms.lease_s),
+            turned_at=now,
+            is_locked_out=float(self._is_locked_out),
+        )
 
     def keep(self, away_s: float, generation: int) -> None:
         """Keep the workers for so long while no master is there: it stops in order, and waits until it is answered."""
@@ -144,13 +159,15 @@ class Membership:
                 resources=facts.resources,
                 labels=facts.labels,
                 log_dir=facts.log_dir,
+                log_archive=facts.log_archive,
                 cut_off=self._cut_off,
                 snapshots=self.snapshots,
+                metrics=self.metrics,
             ),
             request_id_at(self._step.now),
         )
         self._await_answer()
-        self._step.arm(AgentTimer("register"), self._heartbeat_s)
+        self._step.arm(AgentTimer("register"), self._terms.heartbeat_s)
 
     def accept(self, terms: AgentRegistered) -> bool:
         """Take in that the agent is registered, on these terms; return True if it was not before."""
@@ -158,11 +175,11 @@ class Membership:
         self._was_ever_registered = True
         self._cut_off = ""
         self._kept_until = 0.0
-        self._heartbeat_s, self._lease_s, self.relay = terms.heartbeat_s, terms.lease_s, terms.relay
+        self._terms, self.relay = NodeLease(terms.lease_s, terms.heartbeat_s), terms.relay
         if is_new:
             self._move(MembershipState.REGISTERED)
             self._step.timers.cancel(AgentTimer("register"))
-            self._step.arm(AgentTimer("heartbeat"), self._heartbeat_s)
+            self._step.arm(AgentTimer("heartbeat"), self._terms.heartbeat_s)
             self._step.report("registered", f"registered with the master at {self._facts.master}")
         return is_new
 
@@ -175,37 +192,45 @@ class Membership:
         self._step.report("refused", text, level="warning")
         self._step.arm(AgentTimer("register"), message.retry_after_s)
 
-    def end(self, reason: str) -> None:
+    def end(self, reason: str, code: int = 1) -> None:
         """End the agent, for which there is no place here."""
         self._move(MembershipState.REFUSED)
-        self._step.act(Exit(code=1, reason=reason))
+        self._step.act(Exit(code=code, reason=reason))
 
-    def unreadable(self, reason: str) -> None:
+    def unreadable(self, event: MasterUnreadable) -> None:
         """Take in that master and agent do not speak one protocol. A member's workers are of use all the same."""
         if not self._was_ever_registered:
-            self.end(reason)
-        elif self._unreadable.is_new(self._step.now, reason):
-            self._step.report("master-unreadable", f"{reason} The workers stay.", level="error")
+            self.end(event.reason, 1 if event.may_pass else EX_CONFIG)
+        elif self._unreadable.is_new(self._step.now, event.reason):
+            self._step.report("master-unreadable", f"{event.reason} The workers stay.", level="error")
 
     def locked_out(self, reason: str) -> None:
-        """Take in that the master's key is not the agent's. An agent that was never registered ends; others keep their
-        workers.
+        """Take in that the master's key is not the agent's. An agent that was never registered ends; others go
+        on, and the lease keeper ends their workers in time, since this master takes the node for lost.
         """
         if not self._was_ever_registered:
-            self.end(reason)
+            self.end(reason, EX_CONFIG)
             return
         if not self._is_locked_out:
             self._is_locked_out = True
-            self._step.report("key-refused", f"{reason} The workers stay, and it is tried again.", level="error")
-        self._step.arm(AgentTimer("reconnect"), self._lease_s)
+            self._step.report(
+                "key-refused", f"{reason} It is tried again; the workers end with this node's lease.", level="error"
+            )
+        self._step.arm(AgentTimer("reconnect"), self._terms.lease_s)
 
     def register_due(self) -> None:
         if self.state is not MembershipState.UNKNOWN:
             return
-        if not self._was_ever_registered and self._give_up_s is not None and self._waited_s >= self._give_up_s:
-            self.end(f"cannot reach the master at {self._facts.master}: no answer for {self._waited_s:.0f} s.")
-        else:
+        if not self._gives_up():
             self.register()
+
+    def _gives_up(self) -> bool:
+        """End the agent if its master has been silent for too long; return whether it has."""
+        limit_s = self._leave_after_s if self._was_ever_registered else self._give_up_s
+        if limit_s is None or self._waited_s < limit_s:
+            return False
+        self.end(f"cannot reach the master at {self._facts.master}: no answer for {self._waited_s:.0f} s.")
+        return True
 
     def complain_due(self) -> None:
         if self._unanswered_since is not None:
@@ -216,17 +241,17 @@ class Membership:
     def heartbeat_due(self, generation: int) -> None:
         if not self.is_registered:
             return
-        self._step.arm(AgentTimer("heartbeat"), self._heartbeat_s)
+        self._step.arm(AgentTimer("heartbeat"), self._terms.heartbeat_s)
         self.beat(generation)
         silent_s = self._step.now - self._heard_at
-        if self.state is MembershipState.REGISTERED and silent_s > DOUBT_AT * self._lease_s:
+        if self.state is MembershipState.REGISTERED and self._terms.is_in_doubt(silent_s):
             self._move(MembershipState.SILENT)
             text = f"the master at {self._facts.master} has said nothing for {silent_s:.1f} s"
             self._step.report("master-silent", text, level="warning")
             self._await_answer()
             self._reconnect_at = self._step.now
-        if self.state is MembershipState.SILENT and self._step.now >= self._reconnect_at:
-            self._reconnect_at = self._step.now + DOUBT_AT * self._lease_s
+        if self.state is MembershipState.SILENT and not self._gives_up() and self._step.now >= self._reconnect_at:
+            self._reconnect_at = self._step.now + self._terms.reconnect_s
             self._step.act(Reconnect())
 
     def beat(self, generation: int) -> None:

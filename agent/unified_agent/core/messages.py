@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from unified.protocol.agent_master import AgentToMaster, MasterToAgent, ReadAgentLog
-from unified.protocol.records import Evidence, Failure, JobWorkerIncarnation, Progress
+from unified.protocol.records import Evidence, Failure, JobWorkerIncarnation, WorkerReport
 from unified.protocol.stacks import StackReport, WorkerStacks
 from unified.protocol.worker_agent import AgentToWorker, Launch, WorkerToAgent
 from unified.values import Value
@@ -24,6 +24,8 @@ class MasterUnreadable(Value, frozen=True):
     """The peer at the master's address does not speak this protocol, or not this version of it."""
 
     reason: str
+    may_pass: bool = False
+    """True: it met a defect of its own, and may understand the agent the next time."""
 
 
 class KeyRefused(Value, frozen=True):
@@ -161,6 +163,17 @@ class SendLog(Value, frozen=True):
 
     order: ReadAgentLog
     request_id: int
+    error: str = ""
+    """Reason for which to answer that it cannot be read."""
+
+
+class SampleWorker(Value, frozen=True):
+    """Take a profile of a worker from outside; `SendLog` what is there of it."""
+
+    life: JobWorkerIncarnation
+    pid: int
+    order: ReadAgentLog
+    request_id: int
 
 
 class ReadHeldStacks(Value, frozen=True):
@@ -172,11 +185,11 @@ class ReadHeldStacks(Value, frozen=True):
     within_s: float
 
 
-class KeepReport(Value, frozen=True):
+class KeepReports(Value, frozen=True):
     """Write down what a worker reported, beside its log."""
 
     life: JobWorkerIncarnation
-    progress: Progress
+    reports: list[WorkerReport]
 
 
 class WriteLog(Value, frozen=True):
@@ -207,8 +220,9 @@ AgentAction = (
     | SignalWorker
     | KeepInterpreters
     | SendLog
+    | SampleWorker
     | ReadHeldStacks
-    | KeepReport
+    | KeepReports
     | WriteLog
     | PersistHeld
     | Exit

@@ -41,6 +41,12 @@ class Shutdown:
         return self.has_begun or self.is_vacating
 
     @property
+    def holds_ends(self) -> bool:
+        """True while the master is not to hear that workers ended: their ranks would go on elsewhere, without the
+        snapshots that are not on storage yet."""
+        return self.is_asked and self.has_snapshots and not self.is_at_once
+
+    @property
     def is_vacating(self) -> bool:
         """True while workers go on, and the master moves them elsewhere."""
         return self._vacates_from is not None and not self.has_begun

@@ -8,6 +8,7 @@ from typing import Literal
 from msgspec import structs
 
 from unified.process import describe_end
+from unified.protocol import worker_agent
 from unified.protocol.agent_master import DesiredWorker, ObservedWorker, RoundNotice
 from unified.protocol.records import (
     WORKER_MOVES,
@@ -19,21 +20,11 @@ from unified.protocol.records import (
     Progress,
     WorkerState,
 )
-from unified.protocol.worker_agent import (
-    Claimed,
-    Failed,
-    Finished,
-    Hello,
-    NodesChecked,
-    Notice,
-    Rejoins,
-    Reported,
-    Run,
-    Running,
-    WorkerToAgent,
-)
 from unified_agent.core.ends import how
 from unified_agent.core.messages import WorkerExited
+
+MAX_SUMMARY, MAX_TRACEBACK = 1_000, 32_000
+"""Characters of a failure that are believed; workers of ours send 300 and 24 000 at most."""
 
 
 class LocalWorker:
@@ -47,6 +38,8 @@ class LocalWorker:
         self.name = life.worker
         self.kind: Literal["worker", "store"] = desired.kind
         self.rank = desired.rank
+        self.role = desired.role
+        self.devices = desired.devices
         self.grace_s = grace_s
         self.log_file = log_file
         self.python = python
@@ -87,45 +80,46 @@ class LocalWorker:
     @property
     def has_user_code(self) -> bool:
         """True if it said hello, so that user code may be at work and a graceful stop means something."""
-        return self.state in (WorkerState.READY, WorkerState.RUNNING, WorkerState.FINISHED)
+        states = (WorkerState.READY, WorkerState.RUNNING, WorkerState.SERVING, WorkerState.FINISHED)
+        return self.state in states
 
     def move(self, state: WorkerState) -> None:
         self.state = WORKER_MOVES.check(str(self.life), self.state, state)
 
-    def is_news(self, progress: Progress) -> bool:
-        """Return True if the worker's code has reported something else than it had before."""
-        known = self.progress or Progress()
-        return _reported(progress) != _reported(known)
+    @property
+    def waits(self) -> bool:
+        """True while it waits for what its job needs here, or for a debugger."""
+        return self.progress is not None and bool(self.progress.waits_for)
 
-    def hear(self, word: WorkerToAgent) -> None:
+    def hear(self, word: worker_agent.WorkerToAgent) -> None:
         """Take in a message of the worker. One that comes late, out of order, or while it stops moves no state."""
         match word:
-            case Hello():
+            case worker_agent.Hello():
                 self.pid = self.pid or word.pid
                 self.inbox, self.store_port = word.inbox, word.store_port
                 self._advance(WorkerState.STARTING, WorkerState.READY)
-            case Running():
+            case worker_agent.Running():
                 self.round = max(self.round, word.round)
                 self.is_ending = self.is_ending or word.is_ending
                 self._advance(WorkerState.READY, WorkerState.RUNNING)
-            case Rejoins():
+            case worker_agent.Rejoins():
                 self.can_rejoin = word.is_able
                 self.left_round = max(self.left_round, word.left_round)
-            case Reported():
+            case worker_agent.Reported():
                 self.progress = word.progress
-            case Claimed():
+            case worker_agent.Claimed():
                 if word.claims.number > self.claims.number:
                     self.claims = word.claims
-            case NodesChecked():
+            case worker_agent.NodesChecked():
                 self.node_check = word.report
-            case Finished():
+            case worker_agent.Finished():
                 if not self.is_stop_asked:  # one that is told to end and returns has broken off its work, not done it
                     self.is_finished = True
-                self._advance(WorkerState.RUNNING, WorkerState.FINISHED)
-            case Failed():
+                self._advance(WorkerState.RUNNING, WorkerState.SERVING if word.is_serving else WorkerState.FINISHED)
+            case worker_agent.Failed():
                 # What breaks in a worker that is told to end is no failure, unless work that was done is lost by it.
                 if not self.is_stop_asked or word.failure.is_cut:
-                    self.failure = self.failure or word.failure
+                    self.failure = self.failure or _bounded(word.failure)
 
     def _advance(self, old: WorkerState, new: WorkerState) -> None:
         if self.state is old:
@@ -162,32 +156,33 @@ class LocalWorker:
             return "exited with code 0 before it was told to run" if self.kind == "worker" else "exited unasked"
         return describe_end(code)
 
-    def orders(self, wanted: DesiredWorker) -> Iterator[Notice | Run]:
+    def orders(self, wanted: DesiredWorker) -> Iterator[worker_agent.Notice | worker_agent.Run]:
         """Yield what the worker is to be sent of what the master wants: each notice and each round once."""
         notice, order = wanted.notice, wanted.run
         if notice is not None and notice != self.notice and self.state is WorkerState.RUNNING:
             self.notice = notice
-            yield Notice(notice=notice)
+            yield worker_agent.Notice(notice=notice)
         is_void = order is not None and notice is not None and notice.round >= order.round
         is_awaited = self.state is WorkerState.READY or (self.state is WorkerState.RUNNING and self.can_rejoin)
         if order is not None and order.round > self.ordered_round and is_awaited and not is_void:
             self.ordered_round = order.round
-            yield Run(order=order)
+            yield worker_agent.Run(order=order)
 
-    def observed(self) -> ObservedWorker:
-        """Return the report for the master."""
+    def observed(self, *, holds_end: bool = False) -> ObservedWorker:
+        """Return the report for the master. `holds_end`: an end is not to be heard of yet."""
+        is_held = holds_end and self.is_ended and self.kind == "worker"
         return ObservedWorker(
             job_id=self.job_id,
             name=self.name,
             worker_incarnation=self.life.incarnation,
             kind=self.kind,
-            state=self.state,
+            state=WorkerState.STOPPING if is_held else self.state,
             pid=self.pid,
             round=self.round,
             inbox=self.inbox,
             store_port=self.store_port,
             progress=self.progress,
-            failure=self.failure,
+            failure=None if is_held else self.failure,
             log_file=self.log_file,
             node_check=self.node_check,
             claims=self.claims,
@@ -196,5 +191,11 @@ class LocalWorker:
         )
 
 
-def _reported(progress: Progress) -> tuple[int | None, int | None, dict[str, float | int | str]]:
-    return progress.step, progress.total, progress.metrics
+def _bounded(failure: Failure) -> Failure:
+    """Return a failure that is not longer than it may be: every look at the job carries it."""
+    return structs.replace(
+        failure,
+        summary=failure.summary[:MAX_SUMMARY],
+        exception_type=failure.exception_type[:MAX_SUMMARY],
+        traceback=failure.traceback[-MAX_TRACEBACK:],
+    )

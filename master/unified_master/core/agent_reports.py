@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from unified.protocol.agent_master import ObservedWorker, ObservedWorkers
+from unified.protocol.agent_master import ObservedWorker, ObservedWorkers, OutputTails
 from unified.protocol.records import Failure, JobWorkerIncarnation, Progress, WorkerState
-from unified_master.core import (
-    directory,
-    incarnations,
-    jobs,
-    recovery,
-)
+from unified_master.core import directory, presence
 from unified_master.core.health import hangs
 from unified_master.core.health.node_faults import judge_nodes
 from unified_master.core.nodes import catch_up
-from unified_master.core.scheduling import exclusion
+from unified_master.core.rounds import exclusion, incarnations, jobs, recovery
 from unified_master.core.state import JobRecord, NodeRecord, TimerKey, WorkerRecord
 from unified_master.core.step import MasterStep
 
@@ -58,11 +53,22 @@ def observe(step: MasterStep, node: NodeRecord, report: ObservedWorkers) -> None
     catch_up(step, node, report.generation)
 
 
+def keep_tails(step: MasterStep, message: OutputTails) -> None:
+    """Keep what workers printed lately."""
+    for tail in message.tails:
+        if step.cluster.worker(tail.job_id, tail.worker) is not None:
+            life = JobWorkerIncarnation(tail.job_id, tail.worker, tail.worker_incarnation)
+            step.cluster.tails.add(life, tail.stream, tail.offset, tail.data)
+
+
 def overdue(step: MasterStep, key: TimerKey) -> None:
     """Fail an incarnation that has had its time to start and did not say hello, or its time to join a round."""
     job = step.cluster.jobs.get(key[1])
     worker = job.workers.get(key[2]) if job is not None else None
     if job is None or worker is None or str(worker.incarnation) != key[3] or job.is_ending:
+        return
+    if worker.waits_for:
+        step.cluster.timers.arm(key, step.now + step.cluster.intervals.start_s)
         return
     if worker.is_joining and worker.run is not None:
         text = f"did not leave round {worker.round} and join round {worker.run.round} in time; it may hang"
@@ -80,9 +86,20 @@ def _update(step: MasterStep, job: JobRecord, worker: WorkerRecord, observed: Ob
         return  # a state is never left for an earlier one: this report was overtaken
     if observed.progress is not None and observed.progress != worker.progress:
         if worker.progress is None or _shown(observed.progress) != _shown(worker.progress):
-            step.touch_progress(job)
+            step.touch_progress(job, worker)
+        waited = worker.waits_for
         worker.progress = observed.progress
-        hangs.progressed(step, job, worker)
+        _count_step(step, job, worker, observed.progress)
+        if worker.waits_for and not waited:
+            text = f"waits for {worker.waits_for}"
+            step.report("worker-waits", text, job, worker.role, worker.name, worker.node)
+        if waited and not worker.waits_for and worker.state is WorkerState.STARTING:  # now it begins
+            step.cluster.timers.arm(incarnations.start_timer(worker), step.now + step.cluster.intervals.start_s)
+        for each in [worker] if worker.waits_for == waited else job.workers.values():
+            hangs.progressed(step, job, each)  # all may have had to wait for it
+    if not worker.has_stepped and observed.progress is not None and observed.progress.step is not None:
+        worker.has_stepped = True
+        step.save_worker(worker)
     if observed.node_check is not None and observed.node_check != worker.node_check:
         worker.node_check = observed.node_check
         if judge_nodes(step, job, worker, observed.node_check):
@@ -112,6 +129,14 @@ def _update(step: MasterStep, job: JobRecord, worker: WorkerRecord, observed: Ob
     directory.publish(step, job, worker)
 
 
+def _count_step(step: MasterStep, job: JobRecord, worker: WorkerRecord, progress: Progress) -> None:
+    if progress.step is not None and (job.account.role or presence.leads(job, worker.role)):
+        is_last, spent = progress.total is not None and progress.step >= progress.total, job.account.spent
+        job.account.stepped(step.now, worker.role, progress.step, is_last=is_last)
+        if job.account.spent is not spent:
+            step.show_times(job)
+
+
 def _shown(progress: Progress) -> Progress:
     """Return what people see of it."""
     return msgspec.structs.replace(progress, num_activities=0)
@@ -120,10 +145,15 @@ def _shown(progress: Progress) -> Progress:
 def _moved(step: MasterStep, job: JobRecord, worker: WorkerRecord, observed: ObservedWorker, was: WorkerState) -> None:
     if worker.state is not WorkerState.STARTING:
         step.cluster.timers.cancel(incarnations.start_timer(worker))
-    if worker.state in (WorkerState.RUNNING, WorkerState.FINISHED) and worker.running_at is None:
+    if worker.state in (WorkerState.RUNNING, WorkerState.SERVING, WorkerState.FINISHED) and worker.running_at is None:
         worker.running_at = step.now
         if worker.kind == "worker":
             exclusion.on_running(step, job, worker.role)
+    if worker.state is WorkerState.SERVING:
+        job.roles[worker.role].has_served = True
+        step.touch_job(job)
+        worker.reason = "serves: it answers calls until it is stopped"
+        step.report("worker-serves", worker.reason, job, worker.role, worker.name, worker.node)
     if worker.state is WorkerState.FINISHED:
         text = "its entry point returned; it goes on answering calls"
         worker.reason = "finished: its entry point returned"

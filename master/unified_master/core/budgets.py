@@ -7,6 +7,7 @@ taken back.
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import NamedTuple
 
 from unified.core.backoff import Backoff
@@ -19,12 +20,40 @@ from unified_master.core.step import MasterStep
 QUICK_S = 1.0
 """Time of running below which each failure in a row makes the wait before the next incarnation longer."""
 
+EARLY_S = 300.0
+"""Time of running after which a worker may have done something, although no step was reported."""
+_MAY_PASS = (
+    *("Connect", "Timeout", "Unavailable", "Unreachable", "URLError", "gaierror"),
+    *("AcceleratorError", "torch.distributed."),
+)
+"""Parts of the types of errors of a network or a device, which may not come again."""
+
 
 class Refusal(NamedTuple):
     """The limit that forbids to repair a failure, and a sentence about it."""
 
     limit: str
     why: str
+
+
+def charge(
+    step: MasterStep, job: JobRecord, worker: WorkerRecord, failure: Failure, *, lost: NodeRecord | None = None
+) -> Refusal | None:
+    """Charge a failure of a worker or of the store host, or the loss of a node; return what forbids to repair it.
+
+    Args:
+        lost: the node that took `worker` along: charged once, and to it alone.
+    """
+    if (refusal := policy_refusal(job.spec)) is not None:
+        return refusal
+    if lost is not None:
+        return _charge_loss(step, job, lost)
+    if failure.category == "node":
+        return None
+    if worker.kind == "store":
+        return _charge_store(step, job, worker)
+    refusal = _charge_failure(step, job, job.spec.role(worker.role), worker)
+    return refusal or _permanent_refusal(step, job, worker, failure)
 
 
 def policy_refusal(spec: JobSpec) -> Refusal | None:
@@ -36,7 +65,7 @@ def policy_refusal(spec: JobSpec) -> Refusal | None:
     return None
 
 
-def charge_failure(step: MasterStep, job: JobRecord, role: RoleSpec, worker: WorkerRecord) -> Refusal | None:
+def _charge_failure(step: MasterStep, job: JobRecord, role: RoleSpec, worker: WorkerRecord) -> Refusal | None:
     """Charge a root cause to its worker, its role and its node; return the limit that this is beyond."""
     record = job.roles[role.name]
     is_quick = worker.running_at is None or step.now - worker.running_at < QUICK_S
@@ -52,7 +81,31 @@ def charge_failure(step: MasterStep, job: JobRecord, role: RoleSpec, worker: Wor
     return None
 
 
-def charge_store(step: MasterStep, job: JobRecord, store: WorkerRecord) -> Refusal | None:
+def _permanent_refusal(step: MasterStep, job: JobRecord, worker: WorkerRecord, failure: Failure) -> Refusal | None:
+    """Return the refusal of a restart after which the same error came again before any step; else remember the error.
+
+    Ranks that fail alike are one: the second failure has to be of an incarnation that began after the first.
+    """
+    record = job.roles[worker.role]
+    digest = sha256(failure.traceback.encode()).hexdigest()[:16] if _is_early(step, job, worker, failure) else ""
+    if digest and digest == record.early_failure:
+        if worker.began_at < record.early_failure_at:
+            return None
+        return Refusal("permanent", "permanent: the same error at the same line before any step, twice")
+    record.early_failure, record.early_failure_at = digest, step.now
+    step.touch_job(job)
+    return None
+
+
+def _is_early(step: MasterStep, job: JobRecord, worker: WorkerRecord, failure: Failure) -> bool:
+    """Return True for an exception of a worker's own code before any step, of a kind that comes again."""
+    is_own = failure.category == "user" and bool(failure.traceback) and not failure.is_collateral
+    has_run_long = worker.running_at is not None and step.now - worker.running_at >= EARLY_S
+    has_stepped = any(peer.has_stepped for peer in job.workers.values())
+    return is_own and not (has_run_long or has_stepped or any(part in failure.exception_type for part in _MAY_PASS))
+
+
+def _charge_store(step: MasterStep, job: JobRecord, store: WorkerRecord) -> Refusal | None:
     """Charge the end of the job's torch store, which has the largest `max_restart` of the roles that need it."""
     _charge(step, job, Charge(at=step.now, worker=store.name))
     limit = max(role.max_restart for role in job.elastic_roles())
@@ -61,7 +114,7 @@ def charge_store(step: MasterStep, job: JobRecord, store: WorkerRecord) -> Refus
     return None
 
 
-def charge_loss(step: MasterStep, job: JobRecord, node: NodeRecord) -> Refusal | None:
+def _charge_loss(step: MasterStep, job: JobRecord, node: NodeRecord) -> Refusal | None:
     """Charge a lost node, once for all workers that it took along."""
     _charge(step, job, Charge(at=step.now, node=node.name))
     limit = job.spec.node_max_restart
@@ -87,7 +140,7 @@ def in_use(job: JobRecord) -> list[BudgetUse]:
     """Return the limits of which anything is used up."""
     uses: list[tuple[str, str, int, int]] = []
     roles = {role.name: role for role in job.spec.roles}
-    for worker in job.workers.values():
+    for worker in [each for each in job.workers.values() if each.num_failures]:  # few: of many workers each look asks
         role = roles.get(worker.role)
         if role is None:  # the store host
             allowed = max((role.max_restart for role in job.elastic_roles()), default=0)
@@ -111,11 +164,14 @@ def in_use(job: JobRecord) -> list[BudgetUse]:
 
 
 def is_used_up(job: JobRecord, node: str) -> bool:
-    """Return True if more failures of a role are charged to the node than the role allows for one node."""
-    return any(
-        role.role_max_restart is None and job.roles[role.name].node_failures.get(node, 0) > role.per_node_max_failure
-        for role in job.spec.roles
-    )
+    """Return True if a role has used up what it allows for failures on this node."""
+    return any(is_used_up_by(job, role, node) for role in job.spec.roles)
+
+
+def is_used_up_by(job: JobRecord, role: RoleSpec, node: str) -> bool:
+    """Return True if more failures of this role are charged to the node than the role allows for one node."""
+    num_failures = job.roles[role.name].node_failures.get(node, 0)
+    return role.role_max_restart is None and num_failures > role.per_node_max_failure
 
 
 def delay_s(job: JobRecord, num_quick: int) -> float:

@@ -9,96 +9,100 @@ import msgspec
 from unified.errors import UsageError, listed, nearest
 from unified.job.names import parse_worker
 from unified.job.spec import EntryPoint, JobSpec
+from unified.protocol import client_master
 from unified.protocol.agent_master import LogRead, ReadAgentLog
-from unified.protocol.client_master import (
-    Accepted,
-    ClientToMaster,
-    Done,
-    DrainNode,
-    Explain,
-    GetDirectory,
-    GetJob,
-    GetStacks,
-    JobDirectory,
-    JobList,
-    JobStatus,
-    ListJobs,
-    ListNodes,
-    LogChunk,
-    MasterToClient,
-    NodeList,
-    ReadLog,
-    Refused,
-    RestartWorkers,
-    StopJob,
-    SubmitJob,
-)
-from unified.protocol.records import JobWorkerIncarnation, Stage, WorkerState
-from unified_master.core import (
-    directory,
-    jobs,
-    nodes,
-    status,
-)
+from unified.protocol.records import MAX_PROFILE_S, JobWorkerIncarnation, Stage, WorkerState
+from unified_master.core import directory, job_queue, nodes
+from unified_master.core.clients import status, watching
 from unified_master.core.health import stacks
-from unified_master.core.restart import all_workers, restart, restart_job
-from unified_master.core.scheduling import job_queue, waiting
-from unified_master.core.state import STORE, JobRecord, ParkedPoll, ParkedRead, TimerKey, WorkerRecord
+from unified_master.core.job_faults import faults_of
+from unified_master.core.rounds import jobs
+from unified_master.core.rounds.restart import Cause, restart
+from unified_master.core.scheduling import waiting
+from unified_master.core.state import STORE, JobRecord, ParkedRead, WorkerRecord
 from unified_master.core.step import MasterStep
 
-MAX_WAIT_S = 300.0
 MAX_READ = 8 * 1024 * 1024
+MAX_PATTERN = 500
+"""Characters of a regular expression that logs are searched for."""
+PROFILE_SLACK_S = 40.0
+"""Time in which a profile is written, beyond that of its samples: memray takes seconds to begin and to end."""
 MAX_NAMED = 3
 """Jobs that an error about an unknown one names."""
-Answer = MasterToClient | None
+Answer = client_master.MasterToClient | None
 """The answer; None: a later step gives it."""
 
 
-def answer(step: MasterStep, peer: bytes, request_id: int, request: ClientToMaster) -> Answer:
+def answer(step: MasterStep, peer: bytes, request_id: int, request: client_master.ClientToMaster) -> Answer:
     """Do what is asked, or return the reason why not."""
     match request:
-        case SubmitJob():
+        case client_master.SubmitJob():
             return _submit(step, request)
-        case ListJobs():
-            asked = request.labels.items()
-            jobs_of_labels = (job for job in step.cluster.jobs.values() if asked <= job.spec.labels.items())
-            return JobList(jobs=[status.job_line(job) for job in jobs_of_labels])
-        case ListNodes():
+        case client_master.ListJobs():
+            return _list(step, request)
+        case client_master.ListNodes():
             known = step.cluster.nodes
-            return NodeList(nodes=[status.node_status(step.now, known[name]) for name in sorted(known)])
-        case DrainNode():
+            nodes = [status.node_status(step.now, known[name]) for name in sorted(known)]
+            return client_master.NodeList(nodes=nodes, at=step.now, relay=step.cluster.relay)
+        case client_master.DrainNode():
             return _drain(step, request)
+        case client_master.SuspendJob() | client_master.ResumeJob():
+            return _suspend(step, request)
+        case client_master.WatchCluster(job=""):
+            return watching.watch(step, peer, request_id, request, "")
     job = find_job(step, request.job)
-    if isinstance(job, Refused):
+    if isinstance(job, client_master.Refused):
         return job
     match request:
-        case GetJob():
-            return _get(step, peer, request_id, request, job)
-        case ReadLog():
+        case client_master.GetJob():
+            found = status.job_status(step.cluster, job)
+            return msgspec.structs.replace(found, annotations=job.spec.annotations) if request.annotations else found
+        case client_master.WatchCluster():
+            return watching.watch(step, peer, request_id, request, job.job_id)
+        case client_master.ReadLog():
             return _read(step, peer, request_id, request, job)
-        case StopJob():
+        case client_master.StopJob():
             return _stop(step, request, job)
-        case RestartWorkers():
+        case client_master.RestartWorkers():
             return _restart(step, request, job)
-        case Explain():
+        case client_master.Explain():
             worker = find_worker(job, request.worker) if request.worker else None
-            return worker if isinstance(worker, Refused) else status.story(step.cluster, job, worker, request.limit)
-        case GetStacks():
+            return (
+                worker
+                if isinstance(worker, client_master.Refused)
+                else status.story(step.cluster, job, worker, request.limit, request.before)
+            )
+        case client_master.GetStacks():
             return stacks.get(step, peer, request_id, request, job)
-        case GetDirectory():
+        case client_master.GetDirectory():
             return _directory(step, request, job)
         case _:
             assert_never(request)
 
 
-def find_job(step: MasterStep, word: str) -> JobRecord | Refused:
+def _list(step: MasterStep, request: client_master.ListJobs) -> Answer:
+    end = find_job(step, request.before) if request.before else None
+    if isinstance(end, client_master.Refused):
+        return end
+    found = [
+        job
+        for job in step.cluster.jobs.values()
+        if request.labels.items() <= job.spec.labels.items()
+        and (end is None or job.sequence < end.sequence)
+        and (not request.stages or job.stage in request.stages)
+        and (request.text in job.job_id or request.text in job.spec.submitted_by)
+    ]
+    return client_master.JobList(jobs=[status.job_line(job) for job in found[-max(0, request.limit) :]])
+
+
+def find_job(step: MasterStep, word: str) -> JobRecord | client_master.Refused:
     """Return the job of this id, or the newest of this name."""
     known = step.cluster.jobs
     if word in known:
         return known[word]
     if (newest := _newest(step, word)) is not None:
         return newest
-    return Refused(code="not-found", reason=f"there is no job {word[:100]!r}.{_hint(known, word)}")
+    return client_master.Refused(code="not-found", reason=f"there is no job {word[:100]!r}.{_hint(known, word)}")
 
 
 def _newest(step: MasterStep, name: str) -> JobRecord | None:
@@ -115,36 +119,20 @@ def _hint(known: dict[str, JobRecord], word: str) -> str:
     return nearest(word, names) or " `unified jobs` lists those that are known."
 
 
-def find_worker(job: JobRecord, word: str) -> WorkerRecord | Refused:
+def find_worker(job: JobRecord, word: str) -> WorkerRecord | client_master.Refused:
     """Return the worker of this full name, or of the short form ``role-rank``."""
     if word in job.workers and word != STORE:
         return job.workers[word]
     try:
         ref = parse_worker(word)
     except UsageError as error:
-        return Refused(code="not-found", reason=str(error))
+        return client_master.Refused(code="not-found", reason=str(error))
     for worker in job.workers.values():
         if worker.kind == "worker" and (worker.role, worker.rank) == ref:
             return worker
     names = [f"{worker.role}-{worker.rank}" for worker in job.workers.values() if worker.kind == "worker"]
     hint = nearest(word, names) or f" Its roles are {listed(job.roles)}."
-    return Refused(code="not-found", reason=f"job {job.job_id} has no worker {word[:100]!r}.{hint}")
-
-
-def answer_polls(step: MasterStep, job: JobRecord, overdue: TimerKey = ()) -> None:
-    """Answer those who waited for news of a job, and with the state as it is the one whose timer is `overdue`."""
-    parked = step.cluster.polls.pop(job.job_id, [])
-    due = [poll for poll in parked if job.version > poll.after_version or _poll_timer(poll) == overdue]
-    if len(due) < len(parked):
-        step.cluster.polls[job.job_id] = [poll for poll in parked if poll not in due]
-    news: JobStatus | None = None
-    for poll in due:
-        step.cluster.timers.cancel(_poll_timer(poll))
-        if job.version <= poll.after_version:
-            step.send(poll.peer, status.job_status(step.cluster, job, has_workers=False), poll.request_id)
-            continue
-        news = news or status.job_status(step.cluster, job)
-        step.send(poll.peer, news, poll.request_id)
+    return client_master.Refused(code="not-found", reason=f"job {job.job_id} has no worker {word[:100]!r}.{hint}")
 
 
 def log_read(step: MasterStep, request_id: int, read: LogRead) -> None:
@@ -154,11 +142,20 @@ def log_read(step: MasterStep, request_id: int, read: LogRead) -> None:
         return
     step.cluster.timers.cancel(("read", str(request_id)))
     life = parked.life
+    if read.error and parked.request.take:
+        reason = f"{life.worker} on {parked.node} cannot be profiled: {read.error}."
+        step.send(parked.peer, client_master.Refused(code="unavailable", reason=reason), parked.request_id)
+        return
+    if read.is_missing and (kept := _kept_tail(step, life, parked.request, f"node {parked.node} has lost the file")):
+        step.send(parked.peer, kept, parked.request_id)
+        return
     if read.error:
         reason = f"the log of {life.worker} on {parked.node} cannot be read: {read.error}"
-        step.send(parked.peer, Refused(code="not-found", reason=reason), parked.request_id)
+        may_be_read = not (read.is_missing or parked.request.grep)
+        refused = client_master.Refused(code="unavailable" if may_be_read else "not-found", reason=reason)
+        step.send(parked.peer, refused, parked.request_id)
         return
-    chunk = LogChunk(
+    chunk = client_master.LogChunk(
         worker=life.worker,
         incarnation=life.incarnation,
         data=read.data,
@@ -167,6 +164,7 @@ def log_read(step: MasterStep, request_id: int, read: LogRead) -> None:
         size=read.size,
         is_final=_is_over(step, life) and read.next_offset >= read.size,
         path=read.path,
+        is_busy=read.is_busy,
     )
     step.send(parked.peer, chunk, parked.request_id)
 
@@ -175,17 +173,20 @@ def read_overdue(step: MasterStep, number: int) -> None:
     """Answer a read whose agent did not answer."""
     parked = step.cluster.reads.pop(number, None)
     if parked is not None:
-        waited = step.cluster.intervals.connect_s
-        reason = f"the agent of {parked.node} did not send the log of {parked.life.worker} within {waited:g} s."
-        step.send(parked.peer, Refused(code="unavailable", reason=reason), parked.request_id)
+        what = "a profile" if parked.request.take else "the log"
+        waited = _read_within_s(step, parked.request)
+        reason = f"the agent of {parked.node} did not send {what} of {parked.life.worker} within {waited:g} s."
+        step.send(parked.peer, client_master.Refused(code="unavailable", reason=reason), parked.request_id)
 
 
-def _directory(step: MasterStep, request: GetDirectory, job: JobRecord) -> Answer:
+def _directory(step: MasterStep, request: client_master.GetDirectory, job: JobRecord) -> Answer:
     if job.stage is Stage.STOPPED:
         code = "" if job.exit_code is None else f" with exit code {job.exit_code}"
-        return Refused(code="ended", reason=f"job {job.job_id} has ended{code}: nobody is there to be called.")
+        return client_master.Refused(
+            code="ended", reason=f"job {job.job_id} has ended{code}: nobody is there to be called."
+        )
     revision = step.cluster.first_number + job.revision
-    return JobDirectory(
+    return client_master.JobDirectory(
         job_id=job.job_id,
         revision=revision,
         relay=step.cluster.relay,
@@ -194,29 +195,33 @@ def _directory(step: MasterStep, request: GetDirectory, job: JobRecord) -> Answe
     )
 
 
-def _submit(step: MasterStep, request: SubmitJob) -> Answer:
+def _submit(step: MasterStep, request: client_master.SubmitJob) -> Answer:
     spec = request.spec
-    if faults := list(jobs.faults_of(spec)):
-        return Refused(code="bad-request", reason=" ".join(faults[:5]))
+    if faults := list(faults_of(spec)):
+        return client_master.Refused(code="bad-request", reason=" ".join(faults[:5]))
     for other in step.cluster.jobs.values():
         if other.spec.name == spec.name and other.stage is not Stage.STOPPED:
             if request.joins and _work(other.spec) == _work(spec):
-                return Accepted(job_id=other.job_id, submitted_by=other.spec.submitted_by or "another host")
+                job_queue.resume(step, other)
+                return client_master.Accepted(
+                    job_id=other.job_id, submitted_by=other.spec.submitted_by or "another host"
+                )
             reason = (
                 f"job {other.job_id} has this name and is {other.stage}: choose another name, "
-                f"or stop it with `unified stop {other.job_id}`."
+                f"or stop it with `unified stop {other.job_id}`"
+                f"{'.' if other.suspended is None else f', or let it go on: `unified resume {other.job_id}`.'}"
             )
-            return Refused(code="name-taken", reason=reason)
+            return client_master.Refused(code="name-taken", reason=reason)
     if refused := _taken_label(step, request) or _not_followed(step, request):
         return refused
     if not request.wait and (why := _why_not_now(step, request)):
-        return Refused(code="does-not-fit", reason=f"job {spec.name} does not fit now: {why}.")
+        return client_master.Refused(code="does-not-fit", reason=f"job {spec.name} does not fit now: {why}.")
     if request.follows and request.kept_env:
         spec = _with_kept_env(spec, step.cluster.jobs[request.follows].spec, request.kept_env)
-    return Accepted(job_id=jobs.accept(step, spec).job_id)
+    return client_master.Accepted(job_id=jobs.accept(step, spec).job_id)
 
 
-def _taken_label(step: MasterStep, request: SubmitJob) -> Refused | None:
+def _taken_label(step: MasterStep, request: client_master.SubmitJob) -> client_master.Refused | None:
     """Return a refusal if a living job has the same value of a label that is to be unique."""
     labels = {name: request.spec.labels.get(name) for name in request.unique_labels}
     for other in step.cluster.jobs.values() if labels else ():
@@ -224,11 +229,11 @@ def _taken_label(step: MasterStep, request: SubmitJob) -> Refused | None:
             for name, value in labels.items():
                 if value is not None and other.spec.labels.get(name) == value:
                     reason = f"job {other.job_id} has the label {name}={value} too and is {other.stage}."
-                    return Refused(code="name-taken", reason=reason)
+                    return client_master.Refused(code="name-taken", reason=reason)
     return None
 
 
-def _not_followed(step: MasterStep, request: SubmitJob) -> Refused | None:
+def _not_followed(step: MasterStep, request: client_master.SubmitJob) -> client_master.Refused | None:
     """Return a refusal if the newest job of this name is not the one that the submitter knows of."""
     if request.follows is None:
         return None
@@ -237,7 +242,9 @@ def _not_followed(step: MasterStep, request: SubmitJob) -> Refused | None:
     if found == request.follows:
         return None
     known = f"job {found} is the newest of this name" if found else "no job of this name is known any more"
-    return Refused(code="name-taken", reason=f"{known}, not {request.follows or 'none'}: look again before you submit.")
+    return client_master.Refused(
+        code="name-taken", reason=f"{known}, not {request.follows or 'none'}: look again before you submit."
+    )
 
 
 def _with_kept_env(spec: JobSpec, earlier: JobSpec, names: list[str]) -> JobSpec:
@@ -254,51 +261,42 @@ def _work(spec: JobSpec) -> list[tuple[str, int, EntryPoint]]:
     return [(role.name, role.total, role.entry_point) for role in spec.roles]
 
 
-def _why_not_now(step: MasterStep, request: SubmitJob) -> str:
-    if (ahead := job_queue.blocker(step.cluster)) is not None:
-        return job_queue.behind(ahead)
+def _why_not_now(step: MasterStep, request: client_master.SubmitJob) -> str:
+    if (ahead := waiting.blocker(step.cluster)) is not None:
+        return waiting.behind(ahead)
     probe = JobRecord(job_id="", sequence=0, spec=request.spec)
     return waiting.plan_for(step.cluster, probe).reason
 
 
-def _get(step: MasterStep, peer: bytes, request_id: int, request: GetJob, job: JobRecord) -> Answer:
-    has_news = job.version > request.after_version or job.stage is Stage.STOPPED
-    if has_news or not request.wait_s > 0:
-        found = status.job_status(step.cluster, job)
-        return msgspec.structs.replace(found, annotations=job.spec.annotations) if request.annotations else found
-    poll = ParkedPoll(peer=peer, request_id=request_id, job_id=job.job_id, after_version=request.after_version)
-    parked = step.cluster.polls.setdefault(job.job_id, [])
-    parked[:] = [other for other in parked if _poll_timer(other) != _poll_timer(poll)] + [poll]
-    step.cluster.timers.arm(_poll_timer(poll), step.now + min(request.wait_s, MAX_WAIT_S))
-    return None
-
-
-def _poll_timer(poll: ParkedPoll) -> TimerKey:
-    return ("poll", poll.job_id, poll.peer.hex(), str(poll.request_id))
-
-
-def _read(step: MasterStep, peer: bytes, request_id: int, request: ReadLog, job: JobRecord) -> Answer:
+def _read(step: MasterStep, peer: bytes, request_id: int, request: client_master.ReadLog, job: JobRecord) -> Answer:
     worker = find_worker(job, request.worker)
-    if isinstance(worker, Refused):
+    if isinstance(worker, client_master.Refused):
         return worker
     incarnation = worker.incarnation if request.incarnation is None else request.incarnation
     life = JobWorkerIncarnation(job.job_id, worker.name, incarnation)
     if worker.incarnation < 0:
         is_final = job.stage is Stage.STOPPED
-        return LogChunk(worker=worker.name, incarnation=0, data=b"", offset=0, next_offset=0, size=0, is_final=is_final)
+        return client_master.LogChunk(
+            worker=worker.name, incarnation=0, data=b"", offset=0, next_offset=0, size=0, is_final=is_final
+        )
     earlier = (past.node for past in worker.past if past.incarnation == incarnation)
     name = worker.node if incarnation == worker.incarnation else next(earlier, "")
     if not name:
         reason = f"nothing is known of incarnation {incarnation} of {worker.name}; its newest is {worker.incarnation}."
-        return Refused(code="not-found", reason=reason)
+        return client_master.Refused(code="not-found", reason=reason)
     node = step.connected_node(name)
     if node is None:
+        if kept := _kept_tail(step, life, request, f"node {name} is not connected"):
+            return kept
         reason = f"the log of {worker.name} is on node {name}, which is not connected."
-        return Refused(code="unavailable", reason=reason)
+        return client_master.Refused(code="unavailable", reason=reason)
+    if len(request.grep) > MAX_PATTERN:
+        reason = f"a pattern of {len(request.grep)} characters is longer than {MAX_PATTERN}."
+        return client_master.Refused(code="bad-request", reason=reason)
     number = step.cluster.next_read
     step.cluster.next_read += 1
-    step.cluster.reads[number] = ParkedRead(peer=peer, request_id=request_id, life=life, node=name)
-    step.cluster.timers.arm(("read", str(number)), step.now + step.cluster.intervals.connect_s)
+    step.cluster.reads[number] = ParkedRead(peer=peer, request_id=request_id, life=life, node=name, request=request)
+    step.cluster.timers.arm(("read", str(number)), step.now + _read_within_s(step, request))
     order = ReadAgentLog(
         job_id=job.job_id,
         worker=worker.name,
@@ -307,18 +305,60 @@ def _read(step: MasterStep, peer: bytes, request_id: int, request: ReadLog, job:
         offset=request.offset,
         max_bytes=max(1, min(request.max_bytes, MAX_READ)),
         keep=request.keep,
+        grep=request.grep,
+        since=request.since,
+        until=request.until,
+        take=request.take,
+        wait_s=_profile_s(request),
     )
     step.send(node.peer, order, number)
     return None
 
 
-def _drain(step: MasterStep, request: DrainNode) -> Answer:
+def _profile_s(request: client_master.ReadLog) -> float:
+    return max(0.0, min(request.wait_s, MAX_PROFILE_S))
+
+
+def _read_within_s(step: MasterStep, request: client_master.ReadLog) -> float:
+    more_s = _profile_s(request) + PROFILE_SLACK_S if request.take else 0.0
+    return step.cluster.intervals.connect_s + more_s
+
+
+def _kept_tail(
+    step: MasterStep, life: JobWorkerIncarnation, request: client_master.ReadLog, why: str
+) -> client_master.LogChunk | None:
+    """Return what is kept of a log whose node cannot be asked; None if nothing is, or the reader is to wait for all."""
+    part = step.cluster.tails.read(life, request.stream, request.offset, max(1, min(request.max_bytes, MAX_READ)))
+    if part is None:
+        return None
+    job = step.cluster.jobs[life.job_id]
+    is_over = job.stage is Stage.STOPPED
+    if request.keep and not is_over:  # the node may come back, with what is missing here
+        return None
+    next_offset = part.offset + len(part.data)
+    worker = step.cluster.worker(life.job_id, life.worker)
+    node = step.cluster.nodes.get(worker.node) if worker is not None else None
+    at = node.info.log_archive.rstrip("/") if node is not None else ""
+    archive = f"; the whole is in {at}/{job.spec.folder(job.job_id)}/{life.worker}" if at else ""
+    return client_master.LogChunk(
+        worker=life.worker,
+        incarnation=life.incarnation,
+        data=part.data,
+        offset=part.offset,
+        next_offset=next_offset,
+        size=part.size,
+        is_final=is_over and next_offset >= part.size,
+        note=f"{why}: this is the end of the log, as far as the master has it{archive}",
+    )
+
+
+def _drain(step: MasterStep, request: client_master.DrainNode) -> Answer:
     name = request.node
     if name not in step.cluster.nodes:
         hint = nearest(name, step.cluster.nodes) or " `unified nodes` lists those that are known."
-        return Refused(code="not-found", reason=f"there is no node {name[:100]!r}.{hint}")
-    nodes.drain(step, name, None if request.is_over else request.reason)
-    return Done(note=f"node {name} is {'in' if request.is_over else 'out of'} service.")
+        return client_master.Refused(code="not-found", reason=f"there is no node {name[:100]!r}.{hint}")
+    nodes.drain(step, name, request.reason, is_over=request.is_over)
+    return client_master.Done(note=f"node {name} is {'in' if request.is_over else 'out of'} service.")
 
 
 def _is_over(step: MasterStep, life: JobWorkerIncarnation) -> bool:
@@ -329,40 +369,57 @@ def _is_over(step: MasterStep, life: JobWorkerIncarnation) -> bool:
     return life.incarnation < worker.incarnation or worker.state is WorkerState.EXITED
 
 
-def _stop(step: MasterStep, request: StopJob, job: JobRecord) -> Answer:
+def _stop(step: MasterStep, request: client_master.StopJob, job: JobRecord) -> Answer:
     if job.stage is Stage.STOPPED:
-        return Done(note=f"job {job.job_id} had already ended with exit code {job.exit_code}.")
+        return client_master.Done(note=f"job {job.job_id} had already ended with exit code {job.exit_code}.")
     if request.force and not job.is_forced:
         job.is_forced = True
         step.touch_job(job)
         for leaving in step.cluster.leaving_of(job.job_id):
             step.touch_node(leaving.node)
     if job.stage is Stage.STOPPING:
-        return Done(note=f"job {job.job_id} is being stopped{' by force' if job.is_forced else ''}.")
+        return client_master.Done(note=f"job {job.job_id} is being stopped{' by force' if job.is_forced else ''}.")
     job.is_interrupted = request.interrupt
     jobs.begin_stop(step, job, jobs.EXIT_STOPPED, f"stopped: {request.reason}")
-    return Done(note=f"job {job.job_id} stops{' by force' if request.force else ''}.")
+    return client_master.Done(note=f"job {job.job_id} stops{' by force' if request.force else ''}.")
 
 
-def _restart(step: MasterStep, request: RestartWorkers, job: JobRecord) -> Answer:
+def _suspend(step: MasterStep, request: client_master.SuspendJob | client_master.ResumeJob) -> Answer:
+    """Suspend or resume one job, or all."""
+    found = [job for job in step.cluster.jobs.values() if not job.is_ending]
+    if request.job:
+        job = find_job(step, request.job)
+        if isinstance(job, client_master.Refused):
+            return job
+        if job.is_ending:
+            return client_master.Refused(code="ended", reason=f"job {job.job_id} is {job.stage}: submit it again.")
+        found = [job]
+    for job in found:
+        if isinstance(request, client_master.SuspendJob):
+            job_queue.suspend(step, job, request.reason)
+        else:
+            job_queue.resume(step, job, request.reason)
+    word = "suspended" if isinstance(request, client_master.SuspendJob) else "resumed"
+    return client_master.Done(note=f"{word}: {listed([job.job_id for job in found]) if found else 'no job'}.")
+
+
+def _restart(step: MasterStep, request: client_master.RestartWorkers, job: JobRecord) -> Answer:
     if job.is_ending:
-        return Refused(code="ended", reason=f"job {job.job_id} is {job.stage}: submit it again.")
+        return client_master.Refused(code="ended", reason=f"job {job.job_id} is {job.stage}: submit it again.")
     if job.is_waiting:
-        return Done(note=f"job {job.job_id} has not begun: {job.reason.rstrip('.')}.")
+        return client_master.Done(note=f"job {job.job_id} has not begun: {job.reason.rstrip('.')}.")
     names: list[str] = []
     for word in request.workers:
         worker = find_worker(job, word)
-        if isinstance(worker, Refused):
+        if isinstance(worker, client_master.Refused):
             return worker
         names.append(worker.name)
     why = f"restarted on request: {listed(names) if names else 'the whole job'}"
-    step.decide("restart-asked", why, job)
-    before = {name: job.workers[name].incarnation for name in all_workers(job)}
-    found = restart(step, job, names, why) if names else restart_job(step, job, why)
-    job_queue.requeue_unless(step, job, found)
+    before = {worker.name: worker.incarnation for worker in job.workers.values() if worker.kind == "worker"}
+    restart(step, job, names or None, Cause("restart-asked", why))
     coming = {
         name: number + 1
         for name, number in before.items()
         if job.is_waiting or job.workers[name].is_held or job.workers[name].incarnation > number
     }
-    return Done(note=why, lives=coming)
+    return client_master.Done(note=why, lives=coming)

@@ -28,7 +28,9 @@ def settle(step: MasterStep, job: JobRecord) -> None:
     job.copy_node = copy_node
     step.touch_job(job)
     if copy_node:
-        step.report("copy-node-chosen", f"copies of its snapshots go to {copy_node}, as all ranks are on one node", job)
+        # For the log alone: whether the job ever takes a snapshot is not known here.
+        reason = f"copies of snapshots of {job.job_id}, if it takes any, go there: all its ranks are on one node"
+        step.report("copy-node-chosen", reason, node=copy_node)
     _notify(step, job)
 
 

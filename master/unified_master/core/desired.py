@@ -46,7 +46,7 @@ def _send(step: MasterStep, node: NodeRecord) -> None:
             job_id=job.job_id,
             spec=None if job.job_id in notified else job.spec,
             directory=[] if notified.get(job.job_id) == job.revision else directory.entries_of(job),
-            stop_grace_s=_stop_grace_s(job),
+            stop_grace_s=_stop_grace_s(job, node),
             is_interrupted=job.is_interrupted,
             copy_node=copy_nodes.address_of(step.cluster, job),
         )
@@ -56,10 +56,10 @@ def _send(step: MasterStep, node: NodeRecord) -> None:
     step.send(node.peer, desired)
 
 
-def _stop_grace_s(job: JobRecord) -> float | None:
+def _stop_grace_s(job: JobRecord, node: NodeRecord) -> float | None:
     if job.is_forced:
         return 0.0
-    if job.is_ending:
+    if job.is_ending or job.was_suspended or not node.is_in_service:  # planned, so that they may save what they have
         return None
     return min(job.spec.stop_grace_s, RESTART_GRACE_S)
 

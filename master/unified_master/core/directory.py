@@ -75,7 +75,7 @@ def _entry(job: JobRecord, worker: WorkerRecord) -> DirectoryEntry | None:
         return None
     is_alive = job.can_call(worker)
     if not is_alive and worker.state is not WorkerState.EXITED and worker.is_desired and not job.is_ending:
-        return worker.entry  # a life that is being born: the end of the one before it stays published
+        return worker.entry  # one that starts: the end of the incarnation before it stays published
     is_last = job.is_ending or worker.has_ended_well or job.is_absent(worker) or _is_ended(worker)
     over = Reachability.ENDED if is_last else Reachability.DEAD
     return DirectoryEntry(

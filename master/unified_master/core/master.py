@@ -7,17 +7,7 @@ from typing import assert_never
 
 from unified.config.settings import Intervals
 from unified.core.timers import earliest
-from unified.protocol.agent_master import (
-    AgentDied,
-    AgentHeartbeat,
-    AgentLeaving,
-    AgentPulse,
-    LogRead,
-    ObservedWorkers,
-    RegisterAgain,
-    RegisterAgent,
-    StacksRead,
-)
+from unified.protocol import agent_master
 from unified.protocol.records import EventRecord
 from unified_master.core import (
     agent_reports,
@@ -26,16 +16,14 @@ from unified_master.core import (
     copy_nodes,
     desired,
     directory,
-    jobs,
+    job_queue,
     nodes,
-    recovery,
-    restart,
-    rounds,
 )
+from unified_master.core.clients import watching
 from unified_master.core.health import hangs, stacks
 from unified_master.core.messages import MasterAction, MasterEvent, MasterTick, Received, ReportEvent
 from unified_master.core.restore import Record, restore
-from unified_master.core.scheduling import exclusion, job_queue
+from unified_master.core.rounds import exclusion, jobs, next_round, recovery, restart
 from unified_master.core.state import Cluster, JobRecord, TimerKey
 from unified_master.core.step import LARGE_JOB, MasterStep, may_run_now
 
@@ -87,27 +75,30 @@ class MasterCore:
     def _received(self, step: MasterStep, event: Received) -> None:
         peer, number, message = event.peer, event.request_id, event.message
         match message:
-            case RegisterAgent():
+            case agent_master.RegisterAgent():
                 nodes.register(step, peer, number, message)
-            case AgentHeartbeat():
+            case agent_master.AgentHeartbeat():
                 nodes.heartbeat(step, peer, number, message)
-            case AgentPulse():
+            case agent_master.AgentPulse():
                 nodes.pulse(step, peer, number, message)
-            case AgentDied():
+            case agent_master.AgentDied():
                 nodes.died(step, peer, number, message)
-            case ObservedWorkers():
+            case agent_master.ObservedWorkers():
                 node = nodes.renew(step, message.node, message.incarnation)
                 if node is None:
-                    step.send(peer, RegisterAgain(), number)
+                    step.send(peer, agent_master.RegisterAgain(), number)
                 else:
                     agent_reports.observe(step, node, message)
-            case LogRead():
+            case agent_master.LogRead():
                 if nodes.renew(step, message.node, message.incarnation) is not None:
                     client_requests.log_read(step, number, message)
-            case StacksRead():
+            case agent_master.OutputTails():
+                if nodes.renew(step, message.node, message.incarnation) is not None:
+                    agent_reports.keep_tails(step, message)
+            case agent_master.StacksRead():
                 if nodes.renew(step, message.node, message.incarnation) is not None:
                     hangs.diagnosed(step, stacks.take(step, number, message))
-            case AgentLeaving():
+            case agent_master.AgentLeaving():
                 nodes.leave(step, message)
             case _:
                 answer = client_requests.answer(step, peer, number, message)
@@ -129,11 +120,8 @@ class MasterCore:
 
     def _timer_fired(self, step: MasterStep, key: TimerKey) -> None:
         match key[0]:
-            case "poll":
-                if (job := self.cluster.jobs.get(key[1])) is not None:
-                    client_requests.answer_polls(step, job, key)
-                else:
-                    self.cluster.polls.pop(key[1], None)
+            case "watch":
+                watching.overdue(step, key)
             case "read":
                 client_requests.read_overdue(step, int(key[1]))
             case "stacks":
@@ -163,7 +151,7 @@ class MasterCore:
                 budgets.refill(step, job)
                 exclusion.readmit(step, job)
             case "grow":
-                rounds.growth_due(step, job, key[2])
+                next_round.growth_due(step, job, key[2])
             case "replace" | "change":
                 step.touch_job(job)
             case "group":
@@ -177,7 +165,7 @@ class MasterCore:
                 job = self.cluster.jobs.get(job_id)
                 if job is not None and (len(job.workers) < LARGE_JOB or may_run_now(step, ("advance", job_id))):
                     recovery.judge_pending(step, job)
-                    rounds.gather(step, job)
+                    next_round.gather(step, job)
                     jobs.advance(step, job)
                     copy_nodes.settle(step, job)
             if not step.to_advance:
@@ -185,11 +173,11 @@ class MasterCore:
                 step.wants_schedule = step.has_new_job = False
                 if may_run_now(step, ("schedule",)):
                     job_queue.schedule(step)
-                    rounds.grow(step)
+                    next_round.grow(step)
         if step.has_ended_job:
             jobs.prune(step)
-        for job in step.flush_saves():
-            client_requests.answer_polls(step, job)
+        step.flush_saves()
+        watching.settle(step)
         directory.flush(step)
         for name in sorted(step.to_send):
             if (node := self.cluster.nodes.get(name)) is not None:

@@ -7,23 +7,13 @@ import re
 
 import msgspec
 
-from unified.protocol.agent_master import (
-    AgentDied,
-    AgentHeartbeat,
-    AgentLeaving,
-    AgentPulse,
-    AgentRefused,
-    AgentRegistered,
-    HeartbeatSeen,
-    MasterStopping,
-    RegisterAgain,
-    RegisterAgent,
-)
+from unified.core.changes import ChangedPart
+from unified.protocol import agent_master
 from unified.protocol.client_master import Refused
 from unified.protocol.records import NODE_MOVES, NodeState
 from unified.values import Value
-from unified_master.core import copy_nodes, desired, moving, recovery
-from unified_master.core.scheduling import exclusion
+from unified_master.core import copy_nodes, desired
+from unified_master.core.rounds import exclusion, moving, recovery
 from unified_master.core.state import NodeRecord
 from unified_master.core.step import MasterStep, count
 
@@ -41,20 +31,20 @@ _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")
 class NodeMemory(Value, frozen=True, kw_only=True):
     """The part of a node's record that the store keeps."""
 
-    info: RegisterAgent
+    info: agent_master.RegisterAgent
     state: NodeState
     reason: str
     drained: str | None = None
     check: str = ""
 
 
-def register(step: MasterStep, peer: bytes, request_id: int, info: RegisterAgent) -> None:
+def register(step: MasterStep, peer: bytes, request_id: int, info: agent_master.RegisterAgent) -> None:
     """Register an agent, or tell it why not."""
     known = step.cluster.nodes.get(info.node)
     refusal = _refusal(known, info)
     if refusal:
         step.report("agent-refused", refusal, node=info.node)
-        step.send(peer, AgentRefused(reason=refusal), request_id)
+        step.send(peer, agent_master.AgentRefused(reason=refusal), request_id)
         return
     loss = ""
     if known is not None and known.state is NodeState.ALIVE:
@@ -67,23 +57,27 @@ def register(step: MasterStep, peer: bytes, request_id: int, info: RegisterAgent
     copy_nodes.on_change(step, node)
     step.cluster.leases.renew(node.name, step.now)
     times, relay = step.cluster.intervals, step.cluster.relay
-    step.send(peer, AgentRegistered(lease_s=times.lease_s, heartbeat_s=times.heartbeat_s, relay=relay), request_id)
+    step.send(
+        peer,
+        agent_master.AgentRegistered(lease_s=times.lease_s, heartbeat_s=times.heartbeat_s, relay=relay),
+        request_id,
+    )
     step.touch_node(node.name)
     step.wants_schedule = True
 
 
-def heartbeat(step: MasterStep, peer: bytes, request_id: int, message: AgentHeartbeat) -> None:
+def heartbeat(step: MasterStep, peer: bytes, request_id: int, message: agent_master.AgentHeartbeat) -> None:
     """Renew a lease; send the desired set again if the agent seems to have missed it."""
     node = renew(step, message.node, message.incarnation)
     if node is None:
-        step.send(peer, RegisterAgain(), request_id)
+        step.send(peer, agent_master.RegisterAgain(), request_id)
         return
-    step.send(peer, HeartbeatSeen(), request_id)
+    step.send(peer, agent_master.HeartbeatSeen(), request_id)
     if node.peer != peer:
         # A new connection: what was on its way in the old one may be lost, in both directions.
         node.peer = peer
         node.notified.clear()
-        step.send(peer, RegisterAgain())
+        step.send(peer, agent_master.RegisterAgain())
     elif message.generation < node.generation and step.now - node.sent_at > 2 * step.cluster.intervals.heartbeat_s:
         desired.send_again(step, node)
     catch_up(step, node, message.generation)
@@ -91,18 +85,18 @@ def heartbeat(step: MasterStep, peer: bytes, request_id: int, message: AgentHear
         _vacate(step, node, message.stops, message.stops_in_s)
 
 
-def pulse(step: MasterStep, peer: bytes, request_id: int, message: AgentPulse) -> None:
+def pulse(step: MasterStep, peer: bytes, request_id: int, message: agent_master.AgentPulse) -> None:
     """Renew the lease of an agent that is busy, whose keeper speaks for it."""
     if renew(step, message.node, message.incarnation) is not None:
-        step.send(peer, HeartbeatSeen(), request_id)
+        step.send(peer, agent_master.HeartbeatSeen(), request_id)
 
 
-def died(step: MasterStep, peer: bytes, request_id: int, message: AgentDied) -> None:
+def died(step: MasterStep, peer: bytes, request_id: int, message: agent_master.AgentDied) -> None:
     """Take in that an agent's process has ended. The word of an earlier agent's keeper changes nothing."""
     node = step.cluster.nodes.get(message.node)
     if node is not None and node.state is NodeState.ALIVE and node.info.incarnation == message.incarnation:
         lose(step, node, message.reason)
-    step.send(peer, HeartbeatSeen(), request_id)
+    step.send(peer, agent_master.HeartbeatSeen(), request_id)
 
 
 def renew(step: MasterStep, name: str, incarnation: str) -> NodeRecord | None:
@@ -123,7 +117,7 @@ def catch_up(step: MasterStep, node: NodeRecord, generation: int) -> None:
         step.touch_node(node.name)
 
 
-def leave(step: MasterStep, message: AgentLeaving) -> None:
+def leave(step: MasterStep, message: agent_master.AgentLeaving) -> None:
     """Take in that an agent stopped in order; its workers are gone."""
     node = renew(step, message.node, message.incarnation)
     if node is not None:
@@ -153,7 +147,7 @@ def stop(step: MasterStep) -> None:
     step.save("meta", "away_until", repr(until).encode())
     for node in step.cluster.nodes.values():
         if node.is_connected:
-            step.send(node.peer, MasterStopping(away_s=step.cluster.intervals.away_s))
+            step.send(node.peer, agent_master.MasterStopping(away_s=step.cluster.intervals.away_s))
 
 
 def lose(step: MasterStep, node: NodeRecord, reason: str) -> None:
@@ -187,18 +181,18 @@ def _recover(step: MasterStep, node: NodeRecord, reason: str) -> None:
             recovery.on_node_lost(step, job, node, reason)
 
 
-def drain(step: MasterStep, name: str, reason: str | None) -> None:
-    """Take a node out of service, with a reason, or put it back (None)."""
+def drain(step: MasterStep, name: str, reason: str, *, is_over: bool = False) -> None:
+    """Take a node out of service, with a reason, or put it back."""
     node = step.cluster.nodes[name]
-    if (node.drained is None) is (reason is None):
+    if (node.drained is None) is is_over:
         return
-    node.drained = reason
+    node.drained = None if is_over else reason
     step.cluster.num_node_changes += 1
     remember(step, node)
     copy_nodes.on_change(step, node)
     step.wants_schedule = True
-    if reason is None:
-        step.report("node-undrained", "it is in service again", node=name)
+    if is_over:
+        step.report("node-undrained", f"it is in service again: {reason}", node=name)
         if node.state is NodeState.LOST:
             step.cluster.timers.arm(("forget", name), step.now + FORGET_S)
         return
@@ -209,6 +203,7 @@ def drain(step: MasterStep, name: str, reason: str | None) -> None:
 def _vacate(step: MasterStep, node: NodeRecord, reason: str, within_s: float) -> None:
     """Take a node out of service whose agent stops what is left there after so many seconds, and then itself."""
     node.stops = reason
+    step.show_node(node.name)
     step.wants_schedule = True
     step.report("node-stops", f"its agent stops: {reason}; its workers have {within_s:g} s to move", node=node.name)
     _move_away(step, node, min(within_s, step.cluster.intervals.change_s))
@@ -225,6 +220,7 @@ def forget(step: MasterStep, name: str) -> None:
     if node is not None and node.state is NodeState.LOST and node.drained is None:
         step.cluster.hosts.get(node.info.host_id, set()).discard(name)
         del step.cluster.nodes[name]
+        step.cluster.changes.remove(ChangedPart("node", "", name))
         step.save("node", name, None)
 
 
@@ -232,9 +228,10 @@ def remember(step: MasterStep, node: NodeRecord) -> None:
     info = msgspec.structs.replace(node.info, snapshots=None)  # its secret stays in memory
     memory = NodeMemory(info=info, state=node.state, reason=node.reason, drained=node.drained, check=node.check)
     step.save("node", node.name, msgspec.msgpack.encode(memory))
+    step.show_node(node.name)
 
 
-def _refusal(known: NodeRecord | None, info: RegisterAgent) -> str:
+def _refusal(known: NodeRecord | None, info: agent_master.RegisterAgent) -> str:
     """Return why an agent may not register; empty if it may."""
     if not _NODE_NAME.match(info.node):
         return f"node id {info.node[:64]!r} is not allowed: at most 63 letters, digits and ._- only."
@@ -259,7 +256,7 @@ def _refusal(known: NodeRecord | None, info: RegisterAgent) -> str:
     return ""
 
 
-def _join(step: MasterStep, known: NodeRecord | None, info: RegisterAgent, peer: bytes) -> NodeRecord:
+def _join(step: MasterStep, known: NodeRecord | None, info: agent_master.RegisterAgent, peer: bytes) -> NodeRecord:
     """Return the record of a node that registers, brought up to date."""
     node = known or NodeRecord(info=info, generation=step.cluster.first_number)
     step.cluster.nodes[info.node] = node
@@ -269,7 +266,7 @@ def _join(step: MasterStep, known: NodeRecord | None, info: RegisterAgent, peer:
     if node.info.incarnation != info.incarnation:
         node.replaced = [*node.replaced, node.info.incarnation][-MAX_REPLACED:]
     if known is None or node.info.incarnation != info.incarnation:
-        node.has_reported = True  # a new life of an agent has no workers
+        node.has_reported = True  # a new incarnation of an agent has no workers
         node.stops = ""
         exclusion.on_agent_started(step, info.node)
     node.info = info

@@ -7,12 +7,16 @@ from collections.abc import Iterable
 
 import msgspec
 
+from unified.core.changes import ChangeLog
 from unified.errors import UnifiedError
 from unified.job.spec import JobSpec
 from unified.protocol.records import EventRecord, JobWorkerIncarnation, NodeState, Stage, WorkerState
-from unified_master.core import incarnations, rendezvous
+from unified_master.core import presence
+from unified_master.core.clients.watching import MAX_TOLD
 from unified_master.core.health import hangs
 from unified_master.core.nodes import FORGET_S, GRACE_LEASES, NodeMemory
+from unified_master.core.rounds import incarnations, rendezvous
+from unified_master.core.rounds.jobs import new_workers
 from unified_master.core.state import MAX_EVENTS, JobRecord, NodeRecord, WorkerRecord
 from unified_master.core.step import MasterStep, count
 
@@ -40,6 +44,13 @@ def restore(step: MasterStep, records: Iterable[Record], events: Iterable[EventR
             f"a record of the store cannot be read ({error}): it was written by another version, or is damaged. "
             "Move the state directory away to start with an empty one; running workers will then be stopped."
         ) from error
+    for name in step.cluster.nodes:
+        step.show_node(name)
+    for job in step.cluster.jobs.values():
+        step.show_job(job)
+        for worker in job.workers.values():
+            step.touch_progress(job, worker)
+    step.cluster.recent_events.extendleft((step.cluster.changes.tick(), event) for event in kept[: -MAX_TOLD - 1 : -1])
     for event in kept:
         if event.job in step.cluster.jobs:
             step.cluster.events.setdefault(event.job, deque(maxlen=MAX_EVENTS)).append(event)
@@ -48,6 +59,7 @@ def restore(step: MasterStep, records: Iterable[Record], events: Iterable[EventR
 def _meta(step: MasterStep, meta: dict[str, bytes]) -> None:
     if "reign" in meta:  # the term, by the name that state directories have for it
         step.cluster.term = int(meta["reign"]) + 1
+        step.cluster.changes = ChangeLog(step.cluster.first_number)
         step.report("master-restarted", f"the master is back ({count(step.cluster.term, 'restart')} so far)")
     step.save("meta", "reign", str(step.cluster.term).encode())
     step.cluster.next_sequence = int(meta.get("next_sequence", b"1"))
@@ -81,8 +93,7 @@ def _jobs(step: MasterStep, by_kind: dict[str, dict[str, bytes]]) -> None:
     loaded = [msgspec.msgpack.decode(data, type=JobRecord) for data in by_kind.get("job", {}).values()]
     for job in sorted(loaded, key=lambda job: job.sequence):
         job.spec = msgspec.msgpack.decode(by_kind["spec"][job.job_id], type=JobSpec)
-        job.workers = {}
-        job.version = step.cluster.first_number
+        job.workers = new_workers(job)
         step.cluster.jobs[job.job_id] = job
     workers = [msgspec.msgpack.decode(data, type=WorkerRecord) for data in by_kind.get("worker", {}).values()]
     order = {
@@ -98,6 +109,7 @@ def _jobs(step: MasterStep, by_kind: dict[str, dict[str, bytes]]) -> None:
                 _past(step, worker)
             hangs.progressed(step, owner, worker)
     for job in step.cluster.jobs.values():
+        presence.restore(job)
         job.holders = {name: worker.name for worker in job.workers.values() for name in worker.names}
         if job.restart_at is not None:
             step.cluster.timers.arm(("restart", job.job_id), job.restart_at)

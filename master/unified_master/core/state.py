@@ -9,29 +9,18 @@ from typing import Literal
 import msgspec
 
 from unified.config.settings import Intervals
+from unified.core.changes import ChangedPart, ChangeLog
 from unified.core.lease import LeaseTable
 from unified.core.timers import TimerTable
 from unified.job.spec import JobSpec, RoleSpec, has_range
+from unified.protocol import records
 from unified.protocol.agent_master import RegisterAgent, RoundNotice, RunOrder
-from unified.protocol.client_master import EndReport
-from unified.protocol.records import (
-    DirectoryEntry,
-    EventRecord,
-    Failure,
-    Inbox,
-    JobWorkerIncarnation,
-    JournalPlace,
-    NameClaims,
-    NameRefusal,
-    NodeCheckReport,
-    NodeState,
-    Progress,
-    Stage,
-    WorkerState,
-)
+from unified.protocol.client_master import EndReport, ReadLog
 from unified.protocol.stacks import StackReport
 from unified.values import Value
-from unified_master.core.scheduling.node_capacity import Allocation, NodeCapacity, PlacementAttempt
+from unified_master.core.accounting import Account
+from unified_master.core.log_tails import KeptTails
+from unified_master.core.node_capacity import Allocation, NodeCapacity, PlacementAttempt
 
 STORE = "store"
 """Name of a job's store host among its workers."""
@@ -69,30 +58,33 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
     """True if its next incarnation waits for a back-off."""
     is_seen: bool = False
     """True if the agent has reported this incarnation."""
-    state: WorkerState = WorkerState.PENDING
+    state: records.WorkerState = records.WorkerState.PENDING
     pid: int = 0
     round: int = 0
-    inbox: Inbox | None = None
+    inbox: records.Inbox | None = None
     store_port: int = 0
-    progress: Progress | None = None
-    failure: Failure | None = None
+    progress: records.Progress | None = None
+    failure: records.Failure | None = None
     log_file: str = ""
     node_rank: int = -1
     """Rank of its group in the newest round; -1: its group was in none, or has lost its place since."""
     run: RunOrder | None = None
     notice: RoundNotice | None = None
     """Notice that its round ends; None once it is ordered into the next one."""
-    node_check: NodeCheckReport | None = None
+    node_check: records.NodeCheckReport | None = None
     can_rejoin: bool = False
     left_round: int = 0
     running_at: float | None = None
-    entry: DirectoryEntry | None = None
+    began_at: float = 0.0
+    has_stepped: bool = False
+    """True if this incarnation has reported a step."""
+    entry: records.DirectoryEntry | None = None
     """The directory entry as last published."""
-    claims: NameClaims = NameClaims()
+    claims: records.NameClaims = records.NameClaims()
     """Names that this incarnation claims, as last heard."""
     names: dict[str, int] = {}
     """Names that were granted, each with the number of its claim."""
-    refused: dict[str, NameRefusal] = {}
+    refused: dict[str, records.NameRefusal] = {}
     revision: int = 0
     """Number of changes of `names` and `refused` in this incarnation."""
     num_failures: int = 0
@@ -103,8 +95,8 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
     reason: str = ""
 
     @property
-    def life(self) -> JobWorkerIncarnation:
-        return JobWorkerIncarnation(self.job_id, self.name, self.incarnation)
+    def life(self) -> records.JobWorkerIncarnation:
+        return records.JobWorkerIncarnation(self.job_id, self.name, self.incarnation)
 
     @property
     def devices(self) -> list[int]:
@@ -116,30 +108,36 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
         return (self.job_id, self.name)
 
     @property
+    def waits_for(self) -> str:
+        """Debugger that its program waits for; empty: none."""
+        is_over = self.state in (records.WorkerState.STOPPING, records.WorkerState.EXITED)
+        return "" if self.progress is None or is_over else self.progress.waits_for
+
+    @property
     def has_failed(self) -> bool:
         """True if its newest incarnation ended badly, and nothing was done about it yet."""
-        return self.state is WorkerState.EXITED and self.failure is not None and not self.is_held
+        return self.state is records.WorkerState.EXITED and self.failure is not None and not self.is_held
 
     @property
     def has_ended_well(self) -> bool:
         """True if its newest incarnation ended without a failure, and no other is to follow after a back-off."""
-        return self.state is WorkerState.EXITED and self.failure is None and not self.is_held
+        return self.state is records.WorkerState.EXITED and self.failure is None and not self.is_held
 
     @property
     def rejoins(self) -> bool:
         """True if its process runs and can take part in a further round."""
-        return self.is_desired and self.state is WorkerState.RUNNING and self.can_rejoin
+        return self.is_desired and self.state is records.WorkerState.RUNNING and self.can_rejoin
 
     @property
     def is_joining(self) -> bool:
         """True if it runs and was ordered into a further round, which it has not said to join."""
         is_behind = self.run is not None and self.round < self.run.round
-        return self.is_desired and self.state is WorkerState.RUNNING and is_behind
+        return self.is_desired and self.state is records.WorkerState.RUNNING and is_behind
 
     @property
     def is_done(self) -> bool:
         """True if its entry point returned, or its process ended without a failure."""
-        return self.state is WorkerState.FINISHED or self.has_ended_well
+        return self.state in (records.WorkerState.SERVING, records.WorkerState.FINISHED) or self.has_ended_well
 
 
 class Charge(Value, frozen=True, kw_only=True, omit_defaults=True):
@@ -177,16 +175,22 @@ class RoleRecord(msgspec.Struct, kw_only=True):
     """Charged failures of all its workers; compared with `role_max_restart`."""
     num_quick: int = 0
     """Charged failures in a row that came within a second of running."""
+    early_failure: str = ""
+    """Digest of the traceback of the last charged failure, if that came before any step and may come again."""
+    early_failure_at: float = 0.0
+    """Time at which such a failure came first."""
     checked_nodes: list[str] = []
     """Nodes that have passed a check before a round since a worker of the role last failed there."""
     failed_groups: dict[str, str] = {}
     """Nodes that were lost or excluded since the role last ran, each with its value of the role's `failover_label`."""
     group_due_at: float | None = None
     """Time at which these nodes' groups are given up."""
+    has_served: bool = False
+    """True once a worker of it was SERVING, so that it is a service."""
 
 
 _NO_SPEC = JobSpec(name="", roles=[])
-_REACHABLE = (WorkerState.READY, WorkerState.RUNNING, WorkerState.FINISHED, WorkerState.STOPPING)
+_UNREACHABLE = (records.WorkerState.PENDING, records.WorkerState.STARTING, records.WorkerState.EXITED)
 
 
 class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -194,7 +198,7 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     job_id: str
     sequence: int
-    stage: Stage = Stage.INIT
+    stage: records.Stage = records.Stage.INIT
     is_placed: bool = False
     outcome: int | None = None
     """Exit code to be, once the job is STOPPING."""
@@ -203,6 +207,10 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     is_forced: bool = False
     is_interrupted: bool = False
     """True if the job is stopped by SIGINT."""
+    suspended: str | None = None
+    """Reason for which it has no place until it is resumed; None: it is not suspended."""
+    was_suspended: bool = False
+    """True from a suspend until it is placed again: its workers that still end have the grace of a stop."""
     submitted_at: float = 0.0
     started_at: float | None = None
     ended_at: float | None = None
@@ -224,8 +232,9 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     roles: dict[str, RoleRecord] = {}
     copy_node: str = ""
     """Node that holds copies of the job's snapshots, beside those of its workers."""
-    journals: dict[str, JournalPlace] = {}
+    journals: dict[str, records.JournalPlace] = {}
     """Places of the files that belong to names, which outlive their holders."""
+    account: Account = msgspec.field(default_factory=Account)
     spec: JobSpec = _NO_SPEC
     workers: dict[str, WorkerRecord] = {}
     holders: dict[str, str] = {}
@@ -235,25 +244,26 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     by_role: dict[str, list[WorkerRecord]] = {}
     """Workers of each role, as `ranks` has found them."""
     num_by_role: int = 0
-    version: int = 0
     revision: int = 0
     """Number of changes of its directory in this term."""
     notified_revision: int = 0
     """The `revision` at which agents were last notified of changes."""
+    away: set[str] = set()
+    """Workers because of which the job is not whole; `health.presence` keeps it."""
 
     def saved(self) -> bytes:
         empty = {"spec": _NO_SPEC, "workers": {}, "holders": {}, "attempt": None, "by_role": {}}
-        empty |= {"num_by_role": 0, "version": 0, "revision": 0, "notified_revision": 0}
+        empty |= {"num_by_role": 0, "revision": 0, "notified_revision": 0, "away": set()}
         return msgspec.msgpack.encode(msgspec.structs.replace(self, **empty))
 
     @property
     def is_waiting(self) -> bool:
         """True if the job has no place yet, or lost it."""
-        return self.stage is Stage.INIT and not self.is_placed
+        return self.stage is records.Stage.INIT and not self.is_placed
 
     @property
     def is_ending(self) -> bool:
-        return self.stage in (Stage.STOPPING, Stage.STOPPED)
+        return self.stage in (records.Stage.STOPPING, records.Stage.STOPPED)
 
     @property
     def store(self) -> WorkerRecord | None:
@@ -261,7 +271,7 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def can_call(self, worker: WorkerRecord) -> bool:
         """Return True if others may take the worker's newest incarnation for alive, so that it may hold names."""
-        is_up = worker.inbox is not None and worker.state in _REACHABLE
+        is_up = worker.inbox is not None and worker.state not in _UNREACHABLE
         return is_up and (worker.is_desired or self.is_ending)
 
     def ranks(self, role: str) -> list[WorkerRecord]:
@@ -290,15 +300,22 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
         """Return the roles that train together and need the store."""
         return [role for role in self.spec.roles if role.kind == "elastic" and role.total > 0]
 
+    def is_service(self, role: RoleSpec) -> bool:
+        """Return True for a role that answers calls until the others are done: the user said so, or a worker did."""
+        return role.is_service or self.roles[role.name].has_served
+
     def driver_roles(self) -> list[RoleSpec]:
-        """Return the roles that the job waits for: those marked so, or all if none is."""
-        return [role for role in self.spec.roles if role.is_driver] or self.spec.roles
+        """Return the roles that the job waits for: of those that are no services the ones marked so, or all if none is
+        marked. A job of services alone waits for none.
+        """
+        others = [role for role in self.spec.roles if not self.is_service(role)]
+        return [role for role in others if role.is_driver] or others
 
 
 class Leaving(msgspec.Struct, kw_only=True):
     """An incarnation that is no longer desired, whose end its agent has not confirmed."""
 
-    life: JobWorkerIncarnation
+    life: records.JobWorkerIncarnation
     node: str
     generation: int
     """Generation from which on a report that does not list the incarnation confirms its end."""
@@ -311,7 +328,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     """A node, and one incarnation of its agent."""
 
     info: RegisterAgent
-    state: NodeState = NodeState.ALIVE
+    state: records.NodeState = records.NodeState.ALIVE
     reason: str = ""
     drained: str | None = None
     """Reason for which it was taken out of service; None: it was not."""
@@ -331,10 +348,10 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     """Outcome of the last node check."""
     grace_at: float = -1.0
     """The `seen_at` of the silence for which its lease was prolonged, because the master itself was late."""
-    incarnations: dict[JobWorkerIncarnation, WorkerRecord] = {}
+    incarnations: dict[records.JobWorkerIncarnation, WorkerRecord] = {}
     """Workers desired here, by incarnation."""
     allocations: dict[tuple[str, str], Allocation] = {}
-    leaving: dict[JobWorkerIncarnation, Leaving] = {}
+    leaving: dict[records.JobWorkerIncarnation, Leaving] = {}
     notified: dict[str, int] = {}
     """Revision of the directory that its agent has, by jobs whose description it has, too; empty: all is sent again."""
     capacities: dict[tuple[str, int, bool], NodeCapacity] = {}
@@ -351,7 +368,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     @property
     def is_connected(self) -> bool:
         """True if its agent can be sent messages."""
-        return self.state is NodeState.ALIVE and self.is_registered
+        return self.state is records.NodeState.ALIVE and self.is_registered
 
     @property
     def is_open(self) -> bool:
@@ -384,13 +401,18 @@ class NodeRecord(msgspec.Struct, kw_only=True):
         return found
 
 
-class ParkedPoll(Value, frozen=True, kw_only=True):
-    """A `GetJob` that waits for news."""
+class ParkedWatch(Value, frozen=True, kw_only=True):
+    """A `WatchCluster` that waits for changes."""
 
     peer: bytes
     request_id: int
     job_id: str
+    """Job that is watched; empty: the cluster."""
     after_version: int
+    has_workers: bool
+    settled_at: float
+    """Time from which on any change is told, and not only a decision about the job."""
+    ends_at: float
 
 
 class ParkedRead(Value, frozen=True, kw_only=True):
@@ -398,8 +420,9 @@ class ParkedRead(Value, frozen=True, kw_only=True):
 
     peer: bytes
     request_id: int
-    life: JobWorkerIncarnation
+    life: records.JobWorkerIncarnation
     node: str
+    request: ReadLog
 
 
 class HangWatch(msgspec.Struct, kw_only=True):
@@ -442,19 +465,25 @@ class Cluster:
         """Nodes that have registered from each host, by host id; some may be elsewhere by now."""
         self.snapshot_nodes: dict[str, NodeRecord] = {}
         self.jobs: dict[str, JobRecord] = {}
-        self.events: dict[str, deque[EventRecord]] = {}
+        self.events: dict[str, deque[records.EventRecord]] = {}
         self.timers: TimerTable[TimerKey] = TimerTable()
         self.leases: LeaseTable[str] = LeaseTable(intervals.lease_s)
-        self.polls: dict[str, list[ParkedPoll]] = {}
+        self.changes = ChangeLog()
+        """Changes that clients see."""
+        self.recent_events: deque[tuple[int, records.EventRecord]] = deque(maxlen=MAX_EVENTS)
+        """Events of all jobs and nodes, each with the version of the state that it came with."""
+        self.watches: dict[str, dict[TimerKey, ParkedWatch]] = {}
+        """Requests that wait for changes, by job; under the empty name those about the cluster."""
         self.reads: dict[int, ParkedRead] = {}
+        self.tails = KeptTails()
         self.collections: dict[int, StackCollection] = {}
         self.hangs: dict[tuple[str, str, str], HangWatch] = {}
         """Watches by job, role and worker; the worker is empty where the ranks of a role are watched together."""
         self.batched_at: dict[TimerKey, float] = {}
         """Time at which work that large clusters do in batches was last done."""
-        self.news: dict[str, dict[str, DirectoryEntry]] = {}
+        self.news: dict[str, dict[str, records.DirectoryEntry]] = {}
         """Changed directory entries by job and worker, of which agents are to be notified."""
-        self.leaving: dict[str, dict[tuple[str, JobWorkerIncarnation], Leaving]] = {}
+        self.leaving: dict[str, dict[tuple[str, records.JobWorkerIncarnation], Leaving]] = {}
         """The `leaving` of all nodes, by job."""
 
     @property
@@ -464,7 +493,7 @@ class Cluster:
 
     def alive_nodes(self) -> list[NodeRecord]:
         """Return the nodes believed alive, heard from in this term or not."""
-        return [node for node in self.nodes.values() if node.state is NodeState.ALIVE]
+        return [node for node in self.nodes.values() if node.state is records.NodeState.ALIVE]
 
     def nodes_of_host(self, host_id: str) -> list[NodeRecord]:
         """Return the nodes whose agent runs on this host."""
@@ -481,14 +510,21 @@ class Cluster:
     def add_leaving(self, node: NodeRecord, leaving: Leaving) -> None:
         node.leaving[leaving.life] = leaving
         node.capacities.clear()
+        self._leaving_changed(node, leaving.life)
         self.leaving.setdefault(leaving.life.job_id, {})[node.name, leaving.life] = leaving
 
-    def remove_leaving(self, node: NodeRecord, life: JobWorkerIncarnation) -> bool:
+    def remove_leaving(self, node: NodeRecord, life: records.JobWorkerIncarnation) -> bool:
         """Return False if the incarnation was not expected to leave."""
         if node.leaving.pop(life, None) is None:
             return False
         node.capacities.clear()
+        self._leaving_changed(node, life)
         del self.leaving[life.job_id][node.name, life]
         if not self.leaving[life.job_id]:
             del self.leaving[life.job_id]
         return True
+
+    def _leaving_changed(self, node: NodeRecord, life: records.JobWorkerIncarnation) -> None:
+        self.changes.touch(ChangedPart("node", "", node.name))
+        if life.job_id in self.jobs:
+            self.changes.touch(ChangedPart("job", life.job_id))

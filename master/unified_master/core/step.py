@@ -6,9 +6,11 @@ from collections import deque
 
 import msgspec
 
+from unified.core.changes import ChangedPart
 from unified.protocol.agent_master import MasterToAgent
 from unified.protocol.client_master import MasterToClient
 from unified.protocol.records import EventRecord, Stage
+from unified_master.core import presence
 from unified_master.core.messages import MasterAction, ReportEvent, SaveRecord, Send
 from unified_master.core.state import MAX_EVENTS, Cluster, JobRecord, NodeRecord, TimerKey, WorkerRecord
 
@@ -31,9 +33,10 @@ class MasterStep:
         self.wants_schedule = False
         """True if what waiting jobs wait for may have changed."""
         self.has_new_job = self.has_ended_job = False
+        self.first_version = cluster.changes.version
+        """Version of what clients see, before this step."""
         self._jobs: dict[str, JobRecord] = {}
         self._workers: dict[tuple[str, str], WorkerRecord] = {}
-        self._visible: dict[str, JobRecord] = {}
 
     def save(self, kind: str, key: str, data: bytes | None) -> None:
         self.actions.append(SaveRecord(kind=kind, key=key, data=data))
@@ -45,13 +48,13 @@ class MasterStep:
     def touch_job(self, job: JobRecord) -> None:
         """Save a job whose record changed, show it, and see whether it can go on."""
         self._jobs[job.job_id] = job
-        self.touch_progress(job)
+        self.show_job(job)
         self.to_advance[job.job_id] = None
 
     def touch_worker(self, job: JobRecord, worker: WorkerRecord) -> None:
         """Save a worker whose record changed, show it, and see whether its job can go on."""
         self._workers[worker.place_key] = worker
-        self.touch_progress(job)
+        self.touch_progress(job, worker)
         self.to_advance[job.job_id] = None
 
     def save_worker(self, worker: WorkerRecord) -> None:
@@ -61,6 +64,7 @@ class MasterStep:
     def forget(self, job: JobRecord) -> None:
         """Save nothing of a job any more, and delete what was saved."""
         self._jobs.pop(job.job_id, None)
+        self.cluster.changes.remove(ChangedPart("job", job.job_id))
         self.save("spec", job.job_id, None)
         self.save("job", job.job_id, None)
         for worker in job.workers.values():
@@ -73,13 +77,28 @@ class MasterStep:
             if job.stage is Stage.STOPPING:
                 self.to_advance[job.job_id] = None
 
-    def touch_progress(self, job: JobRecord) -> None:
-        """Show a change that only people see."""
-        self._visible[job.job_id] = job
+    def show_job(self, job: JobRecord) -> None:
+        """Show a change of a job that only people see."""
+        self.cluster.changes.touch(ChangedPart("job", job.job_id))
+
+    def show_times(self, job: JobRecord) -> None:
+        """Show that the account of a job's time goes on in another way."""
+        self.cluster.changes.touch(ChangedPart("times", job.job_id))
+
+    def touch_progress(self, job: JobRecord, worker: WorkerRecord) -> None:
+        """Show a change of a worker that only people see."""
+        if worker.kind == "worker":
+            self.cluster.changes.touch(ChangedPart("worker", job.job_id, worker.name))
 
     def touch_node(self, name: str) -> None:
         """Send the node its desired set, which changed."""
         self.to_send[name] = None
+        self.show_node(name)
+
+    def show_node(self, name: str) -> None:
+        """Show a change of a node that only people see."""
+        if name in self.cluster.nodes:
+            self.cluster.changes.touch(ChangedPart("node", "", name))
 
     def report(
         self, event: str, reason: str, job: JobRecord | None = None, role: str = "", worker: str = "", node: str = ""
@@ -102,6 +121,7 @@ class MasterStep:
             sequence=self.cluster.next_event,
         )
         self.cluster.next_event += 1
+        self.cluster.recent_events.append((self.cluster.changes.tick(), record))
         if job is not None:
             self.cluster.events.setdefault(job.job_id, deque(maxlen=MAX_EVENTS)).append(record)
         return record
@@ -112,16 +132,15 @@ class MasterStep:
         self.touch_job(job)
         self.report(event, reason, job, role, worker, node)
 
-    def flush_saves(self) -> list[JobRecord]:
-        """Save what was touched; return the jobs whose appearance changed, each with its version raised."""
+    def flush_saves(self) -> None:
+        """Save what was touched."""
+        for job in presence.follow(self.now, self.cluster.jobs, self._jobs.values(), self._workers.values()):
+            self._jobs[job.job_id] = job
+            self.show_times(job)
         for job in self._jobs.values():
             self.save("job", job.job_id, job.saved())
         for worker in self._workers.values():
             self.save("worker", f"{worker.job_id}/{worker.name}", msgspec.msgpack.encode(worker))
-        changed = list(self._visible.values())
-        for job in changed:
-            job.version += 1
-        return changed
 
     def connected_node(self, name: str) -> NodeRecord | None:
         """Return the node, if its agent can be sent messages."""

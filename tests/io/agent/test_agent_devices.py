@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from unified_agent.host_resources import FoundDevice, find_amd, find_ascend, find_devices, restrict
+from unified.devices import FoundDevice
+from unified_agent.host_resources import find_amd, find_ascend, find_devices, restrict
 
 ASK = (
     "import json, os, msgspec; from unified_agent.host_resources import find_devices\n"

@@ -1,12 +1,16 @@
 """A real agent and the cluster key: who its master is, what its workers get, and what it does when the keys differ."""
 
+import os
 import signal
+import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.agents import AgentProcess, PlayedMaster, a_job, a_worker, eventually, read_log
+from tests.support.deadlines import missed
 from unified import process
 from unified.protocol.agent_master import AgentRegistered, HeartbeatSeen, ObservedWorkers, RegisterAgent
 from unified.protocol.client_master import Refused
@@ -83,7 +87,7 @@ def test_an_agent_whose_key_is_not_its_masters_ends_with_one_line(
     start: Start, play: Play, masters: ClusterKey | None, own: ClusterKey | None, reason: str
 ) -> None:
     agent = start(play(masters), own)
-    assert agent.wait() == 1
+    assert agent.wait() == os.EX_CONFIG
     last = agent.stderr.splitlines()[-1]
     assert last.startswith("unified-agent: the master at tcp://127.0.0.1:")
     assert reason in last
@@ -115,7 +119,7 @@ def test_a_member_bears_frames_of_another_version(start: Start, play: Play) -> N
     pid = master.reaches("w-0#0", WorkerState.FINISHED).pid
     for _ in range(3):
         master.say(HeartbeatSeen(), version=PROTOCOL_VERSION + 1)
-        master.say(AgentRegistered(lease_s=2.0, heartbeat_s=0.1), version=PROTOCOL_VERSION + 1)
+        master.say(AgentRegistered(lease_s=20.0, heartbeat_s=0.1), version=PROTOCOL_VERSION + 1)
         master.say(Refused(code="version", reason="speak version 2."))
     assert eventually(lambda: agent.stderr.count("event=master-unreadable") >= 2)
     master.generation += 1
@@ -129,7 +133,7 @@ def test_workers_may_not_listen_beyond_loopback_without_a_key(start: Start, play
     """Nobody listens in this test: the agent says no before it starts any worker, and the other has none to start."""
     master = play(None)
     refused = start(master, None, "--address", "10.1.2.3")
-    assert refused.wait() == 1
+    assert refused.wait() == 2
     (line,) = refused.stderr.splitlines()
     assert "a worker of unified-agent n1 would listen on 10.1.2.3" in line
     assert "`unified key new`" in line
@@ -138,3 +142,42 @@ def test_workers_may_not_listen_beyond_loopback_without_a_key(start: Start, play
     assert insecure.stderr.count("event=insecure") == 1
     insecure.process.send_signal(signal.SIGTERM)
     assert insecure.wait() == 0
+
+
+def test_a_key_comes_through_stdin_whose_end_has_the_agent_leave_in_order(
+    agents: list[AgentProcess], play: Play, tmp_path: Path
+) -> None:
+    """As SLURM has it: srun copies its stdin to every task, and the key is in no file, environment or command line."""
+    master = play(KEY)
+    flags = ("--key-fd", "0", "--leave-at-eof", "0")
+    agents.append(agent := AgentProcess(tmp_path, master.address, *flags, stdin=subprocess.PIPE))
+    write_key(tmp_path / "key", KEY)
+    stdin = agent.process.stdin
+    assert stdin is not None
+    stdin.write((tmp_path / "key").read_bytes())
+    stdin.flush()
+    master.welcome()
+    master.desire(a_worker(), jobs=[a_job("key")])
+    worker = master.reaches("w-0#0", WorkerState.RUNNING)
+    stdin.close()
+    assert agent.wait() == 0
+    assert "whoever started it has closed its input" in agent.stderr
+    assert not process.is_alive(worker.pid)
+
+
+def test_a_second_sigterm_right_behind_the_first_takes_no_grace_away(
+    agents: list[AgentProcess], play: Play, tmp_path: Path
+) -> None:
+    """SLURM sends it for a step, and then for its job."""
+    master = play(None)
+    agents.append(agent := AgentProcess(tmp_path, master.address))
+    master.welcome()
+    master.desire(a_worker(), jobs=[a_job("stubborn", grace_s=missed(0.5))])
+    master.reaches("w-0#0", WorkerState.RUNNING)
+    began = time.monotonic()
+    agent.process.send_signal(signal.SIGTERM)
+    time.sleep(0.02)
+    agent.process.send_signal(signal.SIGTERM)
+    took_s = time.monotonic() - began
+    assert agent.wait() == 0
+    assert "kill deadline passed" in agent.stderr or took_s > 0.4, "else this process was held up"

@@ -3,18 +3,35 @@
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from tests.support.agents import AgentProcess, PlayedMaster, a_job, a_worker, eventually
 from unified import process
 from unified.bus.shm.files import GRACE_S
+from unified.config.cgroups import Limits
+from unified.config.ports import address_towards
 from unified.protocol.records import WorkerState
-from unified_agent.cgroups import Limits
-from unified_agent.host_resources import address_towards, cpus, disk_mb, interface_of, last_cache_bytes, memory_mb
-from unified_agent.orphans import AgentRecord, AgentTakenError, NodeLock, claim, clean_up, hold_name, kill_processes
+from unified_agent.host_resources import cpus, disk_mb, interface_of, memory_mb
+from unified_agent.orphans import (
+    AgentRecord,
+    AgentTakenError,
+    NodeLock,
+    claim,
+    clean_up,
+    clean_up_all,
+    hold_name,
+    kill_processes,
+)
+from unified_agent.spawn import last_cache_bytes
+
+MASTER = "tcp://127.0.0.1:1"
+AAA, BBB = f"aaa-{os.getpid()}", f"bbb-{os.getpid()}"
+"""Lives of agents: of these tests alone, as others of this file end theirs in another process at the same time."""
 
 
 class Sleepers:
@@ -40,13 +57,13 @@ def sleepers() -> Iterator[Sleepers]:
         one.communicate()
 
 
-def record(run_dir: Path, *, node: str = "n1", life: str = "aaa", start_ticks: int = 0) -> AgentRecord:
+def record(run_dir: Path, *, node: str = "n1", life: str = AAA, start_ticks: int = 0) -> AgentRecord:
     return AgentRecord(node=node, pid=1, life=life, run_dir=str(run_dir), start_ticks=start_ticks)
 
 
 def test_only_what_carries_node_and_life_is_ended(sleepers: Sleepers, tmp_path: Path) -> None:
-    ours = sleepers.start("n1", "aaa")
-    others = [sleepers.start("n1", "bbb"), sleepers.start("n2", "aaa")]
+    ours = sleepers.start("n1", AAA)
+    others = [sleepers.start("n1", BBB), sleepers.start("n2", AAA)]
     run_dir = tmp_path / "a-aaa"
     run_dir.mkdir()
     (run_dir / "inbox.sock").touch()
@@ -57,16 +74,26 @@ def test_only_what_carries_node_and_life_is_ended(sleepers: Sleepers, tmp_path: 
 
 
 def test_what_holds_snapshots_may_outlive_the_workers(sleepers: Sleepers) -> None:
-    worker, server = sleepers.start("n1", "aaa"), sleepers.start("n1", "aaa", UNIFIED_AGENT_SNAPSHOTS="1")
-    assert kill_processes("n1", "aaa", 0, with_snapshots=False) == [worker.pid]
+    worker, server = sleepers.start("n1", AAA), sleepers.start("n1", AAA, UNIFIED_AGENT_SNAPSHOTS="1")
+    assert kill_processes("n1", AAA, 0, with_snapshots=False) == [worker.pid]
     assert process.is_alive(server.pid)
-    assert kill_processes("n1", "aaa", 0) == [server.pid]
+    assert kill_processes("n1", AAA, 0) == [server.pid]
 
 
 def test_what_is_older_than_the_killed_agent_is_not_its(sleepers: Sleepers, tmp_path: Path) -> None:
-    one = sleepers.start("n1", "aaa")
+    one = sleepers.start("n1", AAA)
     assert clean_up(record(tmp_path / "a-x", start_ticks=1 << 60), tmp_path) == []
     assert process.is_alive(one.pid)
+
+
+def test_what_they_have_started_is_ended_too_whatever_its_environment(tmp_path: Path) -> None:
+    script = "env -i setsid sleep 60 & echo $!; wait"
+    env = {**os.environ, "UNIFIED_AGENT_NODE": "n1", "UNIFIED_AGENT_LIFE": AAA}
+    with subprocess.Popen(["sh", "-c", script], env=env, stdout=subprocess.PIPE, text=True) as ours:
+        assert ours.stdout is not None
+        child = int(ours.stdout.readline())
+        assert {ours.pid, child} <= set(kill_processes("n1", AAA, 0))
+    assert not process.is_alive(child)
 
 
 @pytest.mark.parametrize("name", ["other", "deeper/a-x"])
@@ -77,16 +104,16 @@ def test_only_a_run_folder_of_an_agent_is_removed(tmp_path: Path, name: str) -> 
     assert folder.exists()
 
 
-def test_a_node_id_is_held_once(tmp_path: Path) -> None:
-    first = NodeLock(tmp_path, "n1")
+def test_a_node_id_is_held_once_in_a_cluster(tmp_path: Path) -> None:
+    first = NodeLock(tmp_path, "n1", MASTER)
     first.write(record(tmp_path))
-    NodeLock(tmp_path, "n2").release()
+    for free in (("n2", MASTER), ("n1", "tcp://127.0.0.1:2")):
+        NodeLock(tmp_path, *free).release()
     with pytest.raises(AgentTakenError, match="already runs on this host as pid 1: stop it, or give this one another"):
-        NodeLock(tmp_path, "n1")
+        NodeLock(tmp_path, "n1", MASTER)
+    clean_up_all(tmp_path)
     first.release()
-    second = NodeLock(tmp_path, "n1")
-    assert second.previous() is None
-    second.release()
+    NodeLock(tmp_path, "n1", MASTER).release()
     assert not list((tmp_path / "agents").iterdir())
 
 
@@ -98,16 +125,30 @@ def test_a_node_id_is_held_once_whatever_run_folder_each_agent_has() -> None:
     hold_name("tcp://127.0.0.1:1", "n1").close()
 
 
-def test_a_claim_takes_over_from_a_killed_agent_and_leaves_nothing(sleepers: Sleepers, tmp_path: Path) -> None:
-    old = sleepers.start("n1", "aaa")
-    killed = NodeLock(tmp_path, "n1")
+@pytest.mark.parametrize("node", ["n1", "another"])
+def test_a_claim_cleans_up_after_killed_agents_of_any_cluster(sleepers: Sleepers, tmp_path: Path, node: str) -> None:
+    old, other = sleepers.start("n1", AAA), sleepers.start("n1", BBB)
+    killed, living = NodeLock(tmp_path, "n1", MASTER), NodeLock(tmp_path, "n1", "tcp://127.0.0.1:2")
     killed.write(record(tmp_path / "a-aaa"))
+    living.write(record(tmp_path / "a-bbb", life=BBB))
     os.close(killed._descriptor)  # as the kernel does for a process that is killed
-    with claim(tmp_path, "n1", "tcp://127.0.0.1:1") as own:
+    with claim(tmp_path, node, MASTER) as own:
         assert not process.is_alive(old.pid)
+        assert process.is_alive(other.pid)
         assert own.run_dir.stat().st_mode & 0o777 == 0o700
     assert not own.run_dir.exists()
+    living.release()
     assert not list((tmp_path / "agents").iterdir())
+
+
+def test_an_agent_waits_for_another_one_that_cleans_up_after_its_predecessor(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    killed = NodeLock(tmp_path, "n1", MASTER)
+    killed.write(structs.replace(record(tmp_path / "a-aaa"), pid=ended.pid))
+    threading.Timer(0.5, killed.release).start()
+    with claim(tmp_path, "n1", MASTER) as own:
+        assert own.run_dir.is_dir()
 
 
 OWNER = """
@@ -133,10 +174,10 @@ def test_shared_memory_of_the_dead_goes_when_an_agent_starts_and_when_it_stops(t
         owner.stdout.readline()
         assert len(segments(inbox_id)) == 1
         if when == "start":
-            with claim(tmp_path, "n1", "tcp://127.0.0.1:1"):
+            with claim(tmp_path, "n1", MASTER):
                 assert len(segments(inbox_id)) == 1, "its process is alive"
         else:
-            with claim(tmp_path, "n1", "tcp://127.0.0.1:1"):
+            with claim(tmp_path, "n1", MASTER):
                 owner.kill()
                 owner.wait()
             assert not segments(inbox_id)

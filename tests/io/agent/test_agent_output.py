@@ -3,38 +3,59 @@
 import math
 import os
 import select
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from msgspec import json
 
-from unified.protocol.agent_master import ReadAgentLog
+from unified.protocol.agent_master import OutputTail, ReadAgentLog
 from unified.protocol.records import JobWorkerIncarnation, WorkerReport
-from unified_agent.logfile import LogFile, LogSlice, last_lines, read_slice
-from unified_agent.output import KEEP_S, Destination, OutputClosed, OutputFailed, OutputReader, SliceRead
+from unified_agent.logs.logfile import LogFile, LogSlice, last_lines, read_slice
+from unified_agent.logs.output import (
+    KEEP_S,
+    Destination,
+    OutputClosed,
+    OutputFailed,
+    OutputReader,
+    SliceRead,
+    TailsRead,
+)
+from unified_agent.logs.series import MAX_SERIES_BYTES
 
-PATIENCE_MS = 10_000
+PATIENCE_MS = 60_000
 LIFE = JobWorkerIncarnation("job-1", "w-0", 2)
 FOLLOWED = Destination(is_followed=True)
+
+
+def run(command: list[str], within_s: float, passed: list[int]) -> tuple[bytes, bytes]:
+    """Run a program without an agent's `Processes`."""
+    done = subprocess.run(command, capture_output=True, timeout=within_s, pass_fds=passed)
+    return done.stdout, done.stderr
 
 
 class Desk:
     """An `OutputReader` with a test at it."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self.reader = OutputReader(folder, max_bytes=1000, max_files=3, clock=clock)
+        self.reader = OutputReader(folder, max_bytes=1000, max_files=3, run=run, clock=clock)
         self._results: list[OutputClosed | SliceRead | OutputFailed] = []
+        self.tails: list[OutputTail] = []
 
     def next(self) -> OutputClosed | SliceRead | OutputFailed:
         while not self._results:
             poll = select.poll()
             poll.register(self.reader.ready, select.POLLIN)
             assert poll.poll(PATIENCE_MS), "no answer"
-            self._results += self.reader.take()
+            for result in self.reader.take():
+                if isinstance(result, TailsRead):
+                    self.tails += result.tails
+                else:
+                    self._results.append(result)
         return self._results.pop(0)
 
     def read(
@@ -44,6 +65,7 @@ class Desk:
         life: JobWorkerIncarnation = LIFE,
         max_bytes: int = 65536,
         keep: bool = False,
+        **lines: Any,
     ) -> LogSlice:
         order = ReadAgentLog(
             job_id=life.job_id,
@@ -53,6 +75,7 @@ class Desk:
             offset=offset,
             max_bytes=max_bytes,
             keep=keep,
+            **lines,
         )
         self.reader.read(order, request_id=5)
         answer = self.next()
@@ -183,7 +206,9 @@ def test_a_disk_that_refuses_costs_the_output_and_nothing_else(
 def report(
     step: int, total: int | None = None, metrics: dict[str, float | int | str | None] | None = None
 ) -> WorkerReport:
-    return WorkerReport(at=100.0 + step, step=step, total=total, metrics=metrics or {}, incarnation=LIFE.incarnation)
+    return WorkerReport(
+        at=100.0 + step, step=step, total=total, metrics=metrics or {}, incarnation=LIFE.incarnation, number=step
+    )
 
 
 def test_reports_are_lines_beside_the_log_until_the_end_of_a_life(desk: Desk, tmp_path: Path) -> None:
@@ -193,29 +218,61 @@ def test_reports_are_lines_beside_the_log_until_the_end_of_a_life(desk: Desk, tm
     streams = desk.reader.open(LIFE)
     assert desk.read(stream="metrics") == LogSlice()
     kept = report(3, total=9, metrics={"loss": 0.5, "phase": "fit\n"})
-    desk.reader.keep_report(LIFE, kept)
-    desk.reader.keep_report(LIFE, report(4, metrics={"loss": math.nan}))
+    desk.reader.keep_reports(LIFE, [kept])
+    desk.reader.keep_reports(LIFE, [report(4, metrics={"loss": math.nan})])
     found = desk.read(stream="metrics")
     lines = [json.decode(line, type=WorkerReport) for line in found.data.splitlines()]
     assert lines == [kept, report(4, metrics={"loss": None})]
     assert desk.read(found.size - 2, stream="metrics", keep=True).data == b"}\n"
     desk.reader.finish(LIFE, 0)
     desk.next()
-    desk.reader.keep_report(LIFE, report(5))
+    desk.reader.keep_reports(LIFE, [report(5)])
     assert desk.read(stream="metrics").size == found.size
     for descriptor in streams:
         os.close(descriptor)
 
 
-def test_reports_are_bounded_as_output_is(desk: Desk, tmp_path: Path) -> None:
+def test_of_old_reports_evenly_spaced_ones_are_kept(desk: Desk, tmp_path: Path) -> None:
     streams = desk.reader.open(LIFE)
     for step in range(1000):
-        desk.reader.keep_report(LIFE, report(step))
+        desk.reader.keep_reports(LIFE, [report(step)])
     end = desk.read(-80, stream="metrics")
-    assert b'"step":999' in end.data
+    assert b'"number":999' in end.data
     files = sorted(tmp_path.rglob("2.metrics.jsonl*"))
     assert [file.name.removeprefix("2.metrics.jsonl") for file in files] == ["", ".1", ".2", ".base"]
-    assert sum(file.stat().st_size for file in files[:3]) <= 3000 < end.size
+    assert all(file.stat().st_size <= 1000 for file in files)
+    newest, newer, oldest = (
+        [json.decode(line)["number"] for line in file.read_bytes().splitlines()] for file in files[:3]
+    )
+    assert oldest == list(range(0, oldest[-1] + 1, oldest[1]))
+    assert len(oldest) >= 4
+    assert newer + newest == list(range(newer[0], 1000)), "the newest are all there"
+    assert oldest[-1] + oldest[1] >= newer[0]
+    for descriptor in streams:
+        os.close(descriptor)
+
+
+def test_what_the_disk_does_not_take_is_not_kept_in_memory(desk: Desk) -> None:
+    """The thread that writes is busy, as if the disk did not answer."""
+    streams = desk.reader.open(LIFE)
+    goes_on = threading.Event()
+
+    def block() -> None:
+        goes_on.wait(100)
+
+    desk.reader._order(block)
+    text = "x" * 200
+    many = [report(0, metrics={str(name): text for name in range(100)})] * 300
+    for _ in range(30):
+        desk.reader.keep_reports(LIFE, many)
+    assert desk.reader._num_given < 9 * MAX_SERIES_BYTES
+    desk.reader.keep_reports(LIFE, many * 2)
+    goes_on.set()
+    desk.read(stream="metrics")
+    before = desk.reader._num_given
+    assert desk.reader._num_written == before
+    desk.reader.keep_reports(LIFE, [report(7)])
+    assert desk.read(-12, stream="metrics").data == b'"number":7}\n'
     for descriptor in streams:
         os.close(descriptor)
 
@@ -243,7 +300,9 @@ def test_a_reader_that_wants_everything_gets_it_however_fast_the_worker_prints(d
         assert found.offset == len(seen)
         seen += found.data
     assert seen == b"".join(b"%09d\n" % number for number in range(size // 10))
-    assert sum(file.stat().st_size for file in tmp_path.rglob("2.out*") if file.suffix != ".base") <= 3000
+    assert (
+        sum(file.stat().st_size for file in tmp_path.rglob("2.out*") if file.suffix not in (".base", ".times")) <= 3000
+    )
     os.close(err)
 
 
@@ -277,3 +336,35 @@ def test_a_reader_that_asks_no_more_is_not_waited_for(tmp_path: Path) -> None:
 def test_the_end_of_a_fault_is_left_out_of_the_last_lines(tmp_path: Path) -> None:
     (tmp_path / "err").write_text(f"Fatal\n  File x, line 3\n\nExtension modules: {', '.join(['numpy'] * 500)}\n")
     assert last_lines(tmp_path / "err") == "Fatal\n  File x, line 3\n"
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o077, 0o277], ids=oct)
+def test_output_is_for_its_user_alone_and_a_copy_for_whom_the_umask_says(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        for name, is_private in (("own", True), ("copy", False)):
+            LogFile(tmp_path / name / "job/0.out", 100, 2, is_private=is_private).close()
+    finally:
+        os.umask(before)
+    modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("own", "own/job", "own/job/0.out", "copy/job/0.out")]
+    assert modes == [0o700, 0o700, 0o600, 0o666 & ~umask]
+
+
+def test_what_was_printed_since_a_time_is_read_from_the_beginning_of_its_line(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    out, err = desk.reader.open(LIFE)
+    os.write(out, b"early\nhalf a ")
+    desk.read_until(b"early\nhalf a ")
+    time.sleep(1.5)  # one record of time a second
+    between = time.time()
+    os.write(out, b"line\nlate\n")
+    desk.read_until(b"early\nhalf a line\nlate\n")
+    found = desk.read(since=between)
+    assert (found.data, found.offset) == (b"half a line\nlate\n", 6)
+    assert desk.read(until=between).data == b"early\nhalf a "
+    assert desk.read(since=between + 100).data == b""
+    assert desk.read(since=between, grep="l").data == b"half a line\nlate\n"
+    assert desk.read(until=between, grep="a").data == b"early\nhalf a \n"
+    os.close(out)
+    os.close(err)
+    desk.reader.close()

@@ -74,3 +74,12 @@ def test_kills_until_no_more_come_to_light() -> None:
 
     process.kill_until_none(find)
     assert [one.wait(0) for one in started] == [-signal.SIGKILL] * 12
+
+
+def test_kills_what_was_hidden_by_a_parent_that_died_during_the_look() -> None:
+    parent, child = subprocess.Popen(["true"]), subprocess.Popen(["sleep", "60"])
+    os.waitid(os.P_PID, parent.pid, os.WEXITED | os.WNOWAIT)
+    looks = iter([[parent.pid], [parent.pid, child.pid]])
+    process.kill_until_none(lambda: next(looks, [parent.pid, child.pid]))
+    assert child.wait(100) == -signal.SIGKILL
+    assert parent.wait(100) == 0

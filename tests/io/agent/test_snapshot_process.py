@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.support.agent_core import FACTS
+from tests.support.deadlines import missed
 from unified.errors import SnapshotError
 from unified.protocol.snapshots import AttachSeries, SnapshotSeries
 from unified.snapshot.client import SnapshotClient
@@ -73,7 +74,7 @@ def test_a_worker_that_waits_for_a_server_that_cannot_live_is_told_so(
     worker.start()
     deadline = time.monotonic() + WITHIN_S
     while worker.is_alive() and time.monotonic() < deadline:
-        loop.wait(0.05)
+        loop.wait(missed(0.05))
         children.reap()
     server.close()
     worker.join(WITHIN_S)

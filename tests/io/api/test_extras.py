@@ -55,7 +55,7 @@ TORCH = "needs torch, which is not installed: pip install 'unified-runtime[torch
 def run(script: str, absent: set[str], *arguments: str) -> list[str]:
     code = BLOCK.format(absent=absent) + script
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False, timeout=50
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False, timeout=100
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.deadlines import missed
+from tests.support.fake_master import changes_of
 from tests.support.runtime import InstantBus, worker_of
 from unified.api.runtime import PrimeMasterApi
 from unified.api.runtime.master_api import MasterStatus, _connected
@@ -13,14 +15,27 @@ from unified.client.handle import JobHandle
 from unified.errors import RefusedError, UsageError
 from unified.job.enums import MasterStage
 from unified.job.names import parse_worker
-from unified.protocol.client_master import Done, GetJob, JobStatus, Refused, RestartWorkers, StopJob, WorkerStatus
+from unified.protocol.client_master import (
+    Changes,
+    Done,
+    GetJob,
+    JobStatus,
+    Refused,
+    RestartWorkers,
+    StopJob,
+    WorkerStatus,
+)
 from unified.protocol.records import Reachability, Stage, WorkerState
 from unified.worker.context import current_worker, set_current_worker
 
 
-def status(stage: Stage, version: int = 1, exit_code: int | None = None, **more: Any) -> JobStatus:
-    code = exit_code
-    return JobStatus(job_id="job-1", name="job", stage=stage, version=version, exit_code=code, num_restarts=2, **more)
+def status(stage: Stage, exit_code: int | None = None, **more: Any) -> JobStatus:
+    return JobStatus(job_id="job-1", name="job", stage=stage, exit_code=exit_code, num_restarts=2, **more)
+
+
+def told(stage: Stage, version: int, **more: Any) -> Changes:
+    """Return the answer to a watch."""
+    return changes_of(status(stage, **more), version)
 
 
 def life(worker: str, incarnation: int, state: WorkerState) -> WorkerStatus:
@@ -49,7 +64,7 @@ async def test_status(master: Any) -> None:
 
 
 def test_wait_asks_again_until_the_outcome_is_decided(master: Any) -> None:
-    answers = iter([status(Stage.RUNNING, 4), status(Stage.STOPPING, 5, outcome=130)])
+    answers = iter([told(Stage.RUNNING, 4), told(Stage.STOPPING, 5, outcome=130)])
     master.respond = lambda message: next(answers)
     assert PrimeMasterApi.wait() == 130
     assert [request.after_version for request in master.requests] == [-1, 4]
@@ -78,7 +93,7 @@ def test_a_restart_returns_when_the_new_lives_are_ready(master: Any) -> None:
             return Done(lives={ROLLOUT: 1, "trainer_1-0_1-0": 3})
         seen.append((message.after_version, len(heard)))
         trainer = life("trainer_1-0_1-0", 3, WorkerState.FINISHED)
-        return status(Stage.RUNNING, len(seen), workers=[life(ROLLOUT, *next(lives)), trainer])
+        return told(Stage.RUNNING, len(seen), workers=[life(ROLLOUT, *next(lives)), trainer])
 
     master.respond = respond
     PrimeMasterApi.restart_actors(["rollout-1"])
@@ -88,7 +103,7 @@ def test_a_restart_returns_when_the_new_lives_are_ready(master: Any) -> None:
 
 
 def test_a_restart_in_a_job_that_ends_is_an_error(master: Any) -> None:
-    answers = iter([Done(lives={ROLLOUT: 1}), status(Stage.STOPPING, 2, outcome=1, reason="failed: why")])
+    answers = iter([Done(lives={ROLLOUT: 1}), told(Stage.STOPPING, 2, outcome=1, reason="failed: why")])
     current_worker().bus.update_directory = lambda entries: None  # type: ignore[method-assign]
     master.respond = lambda message: next(answers)
     with pytest.raises(RefusedError, match="job-1 ends before all workers have restarted: failed: why") as caught:
@@ -97,11 +112,11 @@ def test_a_restart_in_a_job_that_ends_is_an_error(master: Any) -> None:
 
 
 def test_a_handle_restarts_its_job_or_some_of_its_workers(master: Any) -> None:
-    answers = iter([Done(lives={ROLLOUT: 1}), *[status(Stage.INIT, number) for number in range(1000)]])
+    answers = iter([Done(lives={ROLLOUT: 1}), *[told(Stage.INIT, number) for number in range(1000)]])
     master.respond = lambda message: next(answers)
     with JobHandle(MasterConnection(master.address), "job-1") as handle:
         with pytest.raises(TimeoutError, match=r"rollout_2-1_1-0 of job job-1 restarted, and not within 0\.05 s"):
-            handle.restart("rollout-1", timeout=0.05)
+            handle.restart("rollout-1", timeout=missed(0.05))
         master.respond = lambda message: Done()
         handle.restart()
     asked = [request for request in master.requests if isinstance(request, RestartWorkers)]

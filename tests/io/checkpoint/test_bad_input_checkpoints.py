@@ -135,7 +135,7 @@ def test_disk_that_is_full(tmp_path: Path) -> None:
     """A real one where that may be made, else a limit of the system on the size of a file. It goes on with less."""
     how = ["unshare", "-m"] if can_mount() else []
     program = [sys.executable, "-c", SAVE_UNTIL_FULL, str(tmp_path), "tmpfs" if how else "limit"]
-    done = subprocess.run([*how, *program], capture_output=True, text=True, timeout=50)
+    done = subprocess.run([*how, *program], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
 
 
@@ -160,7 +160,7 @@ def look_at_credentials(s3_environment: S3Server) -> Iterator[Callable[[bool], N
     def set_to(is_checked: bool) -> None:
         body = b"0" if is_checked else b"inf"
         request = urllib.request.Request(f"{s3_environment.url}/moto-api/reset-auth", data=body, headers=PLAIN)
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=100) as answer:
             assert answer.status == 200
 
     yield set_to

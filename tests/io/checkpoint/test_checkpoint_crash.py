@@ -96,9 +96,9 @@ def test_a_crash_at_every_action_leaves_the_latest_loadable(tmp_path: Path) -> N
     assert num_loaded > 20
 
 
-def kill_at_random(place: str, num_points: int, *what: str, timeout_s: float = 280.0) -> dict[str, Any]:
+def kill_at_random(place: str, num_points: int, *what: str, seed: int = 7, timeout_s: float = 280.0) -> dict[str, Any]:
     """Kill so many processes inside a save; the latest step then, and at which stages they were."""
-    command = [sys.executable, str(KILLER), place, str(num_points), "7", *what]
+    command = [sys.executable, str(KILLER), place, str(num_points), str(seed), *what]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)

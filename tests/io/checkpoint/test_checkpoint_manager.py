@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.deadlines import missed
 from unified.checkpoint import (
     CheckpointFallbackWarning,
     CheckpointManager,
@@ -49,7 +50,7 @@ class Gated(LocalBackend):
 
     def write(self, key: str, data: Source, *, if_absent: bool = False) -> Stat:
         self.begun.set()
-        assert self.may_go.wait(30)
+        assert self.may_go.wait(100)
         if self.errors:
             raise self.errors.pop(0)
         return super().write(key, data, if_absent=if_absent)
@@ -85,7 +86,7 @@ def save_now(manager: CheckpointManager, data: bytes, step: int) -> None:
 def begin_held_up(gated: Gated, manager: CheckpointManager) -> None:
     gated.may_go.clear()
     manager.save_bytes(b"1", 1)
-    assert gated.begun.wait(10)
+    assert gated.begun.wait(100)
 
 
 def flip(path: Path) -> None:
@@ -265,7 +266,7 @@ def test_of_saves_that_wait_the_newest_win(gated: Gated, caplog: pytest.LogCaptu
         for step in (2, 3, 4):
             manager.save_bytes(b"%d" % step, step)
         with pytest.raises(CheckpointTimeoutError, match="steps 1, 4"):
-            manager.wait(timeout=0.01)
+            manager.wait(timeout=missed(0.01))
         gated.may_go.set()
         assert manager.steps() == [1, 4]
     assert caplog.text.count("event=checkpoint-skipped") == 2
@@ -277,10 +278,10 @@ def test_with_wait_every_save_is_written(gated: Gated) -> None:
         manager.save_bytes(b"2", 2)
         third = threading.Thread(target=manager.save_bytes, args=(b"3", 3))
         third.start()
-        third.join(0.05)
+        third.join(missed(0.05))
         assert third.is_alive()
         gated.may_go.set()
-        third.join(10)
+        third.join(100)
         assert manager.steps() == [1, 2, 3]
 
 

@@ -36,7 +36,7 @@ class Heard(EmbeddedCoordinator):
         self.may_answer.set()
 
     def submit(self, request: CoordinatorRequest, expected: type[A], *, timeout_s: float | None = None) -> Future[A]:
-        assert self.may_answer.wait(30)
+        assert self.may_answer.wait(100)
         if self.is_away:
             raise MasterUnreachableError("nobody is there")
         self.asked.append(request)

@@ -122,7 +122,7 @@ def test_of_several_that_replace_one_version_one_succeeds(storage: StorageBacken
     start = threading.Barrier(4)
 
     def replace(number: int) -> Stat | AlreadyExistsError:
-        start.wait(10)
+        start.wait(100)
         try:
             return storage.replace("a", b"%d" % number, etag)
         except AlreadyExistsError as error:

@@ -176,11 +176,11 @@ assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
 
 
 def test_a_program_that_ends_has_its_saves_written(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", END_WITHOUT_WAITING, str(tmp_path)], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", END_WITHOUT_WAITING, str(tmp_path)], check=True, timeout=100)
     with CheckpointManager(tmp_path) as reader:
         assert reader.steps() == [1, 2]
         assert len(reader.load_bytes()) == 10_000_000
 
 
 def test_a_forked_process_is_told_to_make_its_own(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", SAVE_AFTER_FORK, str(tmp_path)], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", SAVE_AFTER_FORK, str(tmp_path)], check=True, timeout=100)

@@ -1,19 +1,25 @@
 """The embedded cluster's supervision, with daemons that are stand-ins: started, watched, started again, ended."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.support.deadlines import missed
 from unified import process
+from unified.cli.main import main
+from unified.client import submission
 from unified.client.connection import MasterConnection
 from unified.client.daemons import marked_processes
 from unified.client.embedded import CLUSTER_VARIABLE, EmbeddedCluster
 from unified.errors import ClusterError
+from unified.job.spec import JobSpec
 from unified.protocol.client_master import ListNodes, NodeList
 from unified.testing import Belongings, eventually, left_behind
 
@@ -22,7 +28,7 @@ import os, pathlib, signal, sys, zmq
 from unified.process import die_with_parent
 from unified.protocol.client_master import NodeList, NodeStatus, client_to_master, master_to_client
 from unified.protocol.records import NodeResources, NodeState
-die_with_parent(signal.SIGTERM)
+die_with_parent(signal.SIGTERM, int(sys.argv[sys.argv.index("--die-with-parent") + 1]))
 signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # no answer on its way may hold up the end
 if os.environ.get("FAKE_MASTER") == "port-taken":
     print("unified-master: tcp://127.0.0.1:0 is taken", file=sys.stderr)
@@ -48,13 +54,19 @@ while True:
     router.send_multipart([sender, *master_to_client.encode(NodeList(nodes=nodes), request_id)])
 """
 AGENT = """
-import os, pathlib, signal, subprocess, sys, time
+import json, os, pathlib, signal, subprocess, sys, time
 from unified.process import die_with_parent
-die_with_parent(signal.SIGTERM)
+owner = "--early" if sys.argv[1] == "--early" else "--die-with-parent"
+die_with_parent(signal.SIGTERM, int(sys.argv[sys.argv.index(owner) + 1]))
 how = os.environ.get("FAKE_AGENT", "")
 if how == "breaks":
     print("unified-agent: no such device", file=sys.stderr)
     sys.exit(3)
+if sys.argv[1] == "--early":
+    sys.argv += json.loads(sys.stdin.readline() or "[]")
+    if "--state-dir" not in sys.argv:
+        sys.exit("the driver has ended")
+(pathlib.Path(os.environ["PYTHONPATH"]).parent / f"{sys.argv[3]}.flags").write_text(json.dumps(sys.argv))
 state = pathlib.Path(sys.argv[sys.argv.index("--state-dir") + 1])
 if how == "leaves":
     subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
@@ -72,6 +84,11 @@ cluster = EmbeddedCluster(2, 1, home=Path(sys.argv[1])).start()
 print(cluster.cluster_id, flush=True)
 if sys.argv[2] == "wait":
     signal.pause()
+"""
+BEGUN = """
+import signal
+from unified.client.embedded import EmbeddedCluster
+print(EmbeddedCluster().begin().cluster_id, flush=True)
 """
 
 
@@ -91,6 +108,25 @@ def processes(cluster_id: str) -> list[str]:
     return [str(found) for found in marked_processes(f"{CLUSTER_VARIABLE}={cluster_id}")]
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["unified run --standalone hello.py", "unified up", "unified jobs --master tcp://127.0.0.1:1", "unified_master",
+     "unified_agent --master tcp://127.0.0.1:1"],
+)  # fmt: skip
+def test_too_few_descriptors_are_one_sentence_and_exit_code_2(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hello.py").write_text("print(1)")
+    for name in ("UNIFIED_HOME", "UNIFIED_RUN_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.delenv("UNIFIED_MASTER", raising=False)
+    command = ["bash", "-c", f"ulimit -n 16 && exec {sys.executable} -m {words}"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    program = words.split()[0].replace("_", "-")
+    assert ended.stderr == f"{program}: `ulimit -n` is 16, which is too few open files: 64 is the least.\n"
+
+
 def test_it_starts_answers_and_leaves_nothing(stand_ins: Path) -> None:
     before = Belongings()
     with EmbeddedCluster(2, 4) as cluster:
@@ -98,15 +134,83 @@ def test_it_starts_answers_and_leaves_nothing(stand_ins: Path) -> None:
         assert len(processes(cluster.cluster_id)) == 3
         assert process.is_alive(cluster.master_pid)
         assert cluster.home.parent == stand_ins / "unified-home" / "embedded"
-        command = Path(f"/proc/{cluster.agent_pids[1]}/cmdline").read_bytes().split(b"\0")
-        assert command[command.index(b"--devices") + 1] == b"4"
-        assert command[command.index(b"--node-id") + 1] == b"node-2"
+        flags = json.loads(eventually((stand_ins / "node-2.flags").read_text, message="it has no flags"))
+        assert flags[flags.index("--devices") + 1] == "4"
+        assert flags[flags.index("--node-id") + 1] == "node-2"
         assert os.getsid(cluster.master_pid) != os.getsid(0)  # Ctrl-C at the terminal is for the driver
     cluster.stop()
     assert processes(cluster.cluster_id) == []
     assert cluster.leftovers == []
     assert list((stand_ins / "run").iterdir()) == []
     assert left_behind(before) == []
+
+
+def test_it_begins_before_its_size_is_known(stand_ins: Path) -> None:
+    cluster = EmbeddedCluster(home=stand_ins / "home").begin()
+    eventually(lambda: len(processes(cluster.cluster_id)) == 2, message="master and first agent did not start")
+    assert not (stand_ins / "node-1.flags").exists()
+    cluster.set_nodes(2)
+    cluster.devices_per_node = 4
+    cluster.start()
+    for name in ("node-1", "node-2"):
+        flags = json.loads((stand_ins / f"{name}.flags").read_text())
+        assert flags[flags.index("--devices") + 1] == "4"
+    cluster.stop()
+    assert processes(cluster.cluster_id) == []
+
+
+@pytest.mark.parametrize("how", ["it is stopped", "its driver is killed"])
+def test_one_that_was_begun_and_is_not_wanted_leaves_nothing(stand_ins: Path, how: str) -> None:
+    code = BEGUN if how == "it is stopped" else f"{BEGUN}\nsignal.pause()"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        cluster_id = driver.stdout.readline().strip()
+        assert cluster_id
+        if how != "it is stopped":
+            driver.kill()
+    eventually(lambda: not processes(cluster_id), timeout=100, message="the cluster outlived its driver")
+
+
+def test_a_begun_cluster_is_taken_by_the_job_whose_environment_it_has(
+    stand_ins: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[object] = []
+    monkeypatch.setattr("unified.client.submission._send_embedded", lambda spec, cluster, archive: sent.append(cluster))
+    monkeypatch.setattr(submission, "check_sendable", lambda spec: None)
+    for change, is_taken in (("", True), ("set by the job's file", False)):
+        cluster = EmbeddedCluster(home=stand_ins / "home")
+        cluster.begin()
+        submission.begun.append(cluster)
+        if change:
+            monkeypatch.setenv("MARK", change)
+        submission.submit_job(JobSpec(name="j", roles=[]), master="local")
+        assert (sent.pop() is cluster) == is_taken
+        if is_taken:
+            eventually(partial(processes, cluster.cluster_id), timeout=100, message="it was not begun")
+        else:
+            assert processes(cluster.cluster_id) == []
+        cluster.stop()
+        assert cluster not in submission.begun
+
+
+def test_a_begun_cluster_that_no_job_takes_ends_with_the_command(
+    stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[EmbeddedCluster] = []
+    begin = EmbeddedCluster.begin
+
+    def noted(cluster: EmbeddedCluster) -> EmbeddedCluster:
+        begun.append(cluster)
+        return begin(cluster)
+
+    monkeypatch.setattr(EmbeddedCluster, "begin", noted)
+    file = tmp_path / "job.py"
+    for text in ("class Job:\n    def submit(self, name, blocking): return 5\njob = Job()\n", "raise SystemExit(5)\n"):
+        file.write_text(text)
+        assert main(["submit", str(file)]) == 5
+        assert not any(cluster in submission.begun for cluster in begun)
+        assert processes(begun[-1].cluster_id) == []
+    assert len(begun) == 2
 
 
 def test_an_agent_that_dies_is_started_again_until_it_has_died_too_often(stand_ins: Path) -> None:
@@ -135,7 +239,7 @@ def test_a_master_that_dies_is_started_again_until_it_has_died_too_often(stand_i
         os.kill(first, signal.SIGKILL)
         eventually(lambda: cluster.master_pid != first, message="the master was not started again")
         with MasterConnection(address) as connection:
-            assert len(connection.ask(ListNodes(), NodeList, timeout_s=30).nodes) == 1
+            assert len(connection.ask(ListNodes(), NodeList, timeout_s=100).nodes) == 1
         assert cluster.problem is None
         os.kill(cluster.master_pid, signal.SIGKILL)
         problem = eventually(lambda: cluster.problem, message="nothing was reported")
@@ -181,7 +285,7 @@ def test_a_forked_child_of_the_driver_does_not_end_the_cluster(
 @pytest.mark.parametrize("how", ["stubborn", "leaves"])
 def test_what_does_not_end_is_killed_and_named(stand_ins: Path, how: str) -> None:
     cluster = EmbeddedCluster(1, 1, home=stand_ins / "home", env={"FAKE_AGENT": how}).start()
-    cluster.stop(timeout_s=0.2)
+    cluster.stop(timeout_s=missed(0.2))
     assert processes(cluster.cluster_id) == []
     assert [left.split()[0] for left in cluster.leftovers] == (["process"] if how == "leaves" else [])
 
@@ -196,7 +300,7 @@ def test_ctrl_c_while_it_ends_has_all_killed_before_it_is_raised(stand_ins: Path
     interrupter = threading.Thread(target=interrupt)
     interrupter.start()
     with pytest.raises(KeyboardInterrupt):
-        cluster.stop(timeout_s=60)
+        cluster.stop(timeout_s=100)
     interrupter.join()
     assert processes(cluster.cluster_id) == []
     assert list((stand_ins / "run").iterdir()) == []
@@ -218,7 +322,7 @@ def test_the_end_of_the_driver_is_the_end_of_the_cluster(stand_ins: Path, end: s
             assert len(processes(cluster_id)) == 3
             driver.kill()
     assert driver.returncode == (-signal.SIGKILL if end == "kill" else 0)
-    eventually(lambda: not processes(cluster_id), timeout=20, message="the cluster outlived its driver")
+    eventually(lambda: not processes(cluster_id), timeout=100, message="the cluster outlived its driver")
 
 
 def test_the_run_folder_of_a_killed_driver_is_swept_by_the_next(stand_ins: Path) -> None:
@@ -250,6 +354,6 @@ def test_a_daemon_whose_driver_died_before_it_looked_ends(tmp_path: Path, daemon
     with subprocess.Popen(["true"]) as driver:
         pass
     command = [sys.executable, "-m", daemon, *flags, "--state-dir", str(tmp_path), "--die-with-parent"]
-    done = subprocess.run([*command, str(driver.pid)], capture_output=True, check=False, timeout=20)
+    done = subprocess.run([*command, str(driver.pid)], capture_output=True, check=False, timeout=100)
     assert done.returncode == -signal.SIGTERM
     assert list(tmp_path.iterdir()) == []

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from msgspec import json
+from msgspec import json, structs
 
 from tests.support.fake_master import FakeMaster
 from unified.client import reports
@@ -12,9 +12,21 @@ from unified.client.reports import read_reports
 from unified.errors import RefusedError
 from unified.protocol.client_master import ClientToMaster, LogChunk, MasterAnswer, ReadLog, Refused
 from unified.protocol.records import WorkerReport
-from unified_agent.logfile import LogFile, read_slice
+from unified_agent.logs.logfile import LogFile, read_slice
+from unified_agent.logs.series import SeriesFile
 
 MAX_FILES = 3
+
+
+def point(step: int, incarnation: int = 0, **metrics: float | int | str | None) -> WorkerReport:
+    return WorkerReport(
+        at=100.0 + step,
+        step=step,
+        total=None,
+        metrics=metrics or {"loss": 0.5},
+        incarnation=incarnation,
+        number=step,
+    )
 
 
 class Lives:
@@ -28,10 +40,7 @@ class Lives:
     def write(self, incarnation: int, steps: range, *, max_bytes: int = 1 << 20, rest: bytes = b"") -> None:
         file = LogFile(self.folder / f"{incarnation}.metrics.jsonl", max_bytes, MAX_FILES)
         for step in steps:
-            report = WorkerReport(
-                at=100.0 + step, step=step, total=None, metrics={"loss": 0.5}, incarnation=incarnation
-            )
-            file.write(json.encode(report) + b"\n")
+            file.write(json.encode(point(step, incarnation)) + b"\n")
         file.write(rest)
         file.close()
 
@@ -79,7 +88,7 @@ def test_reports_of_all_lives_in_order_whatever_the_blocks(
     with connection:
         found = read_reports(connection, "job", "w-0", 2)
         assert [(report.incarnation, report.step) for report in found.reports] == [(n // 5, n) for n in range(15)]
-        assert found.reports[0] == WorkerReport(at=100, step=0, total=None, metrics={"loss": 0.5}, incarnation=0)
+        assert found.reports[0] == point(0)
         assert found.missing == []
         some = read_reports(connection, "job", "w-0", 2, limit=7).reports
         assert [report.step for report in some] == list(range(8, 15))
@@ -98,6 +107,36 @@ def test_what_was_rotated_away_is_not_missed(
         steps = [report.step for report in read_reports(connection, "job", "w-0", 0).reports]
     assert steps == list(range(1000 - len(steps), 1000))
     assert 10 < len(steps) < 30
+
+
+@pytest.mark.parametrize("block", [10, 300, 1 << 18])
+def test_a_series_whose_old_points_are_thinned_is_read_from_the_first_on(
+    block: int, lives: Lives, connection: MasterConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reports, "BLOCK_BYTES", block)
+    file = SeriesFile(lives.folder / "0.metrics.jsonl", 1000, MAX_FILES)
+    for step in range(500):
+        file.write_lines(json.encode(point(step)) + b"\n")
+    file.close()
+    with connection:
+        found = read_reports(connection, "job", "w-0", 0)
+    assert (found.reports[0], found.reports[-1]) == (point(0), point(499))
+    assert found.num_thinned == 500 - len(found.reports) > 400
+
+
+def test_parts_of_a_point_are_put_together_and_a_line_that_came_twice_changes_nothing(
+    lives: Lives, connection: MasterConnection
+) -> None:
+    later = structs.replace(point(2, eval_loss=0.25), at=200.0)
+    parts = [point(0), point(0), point(2, loss=0.5, lr=1.0), point(2, loss=0.75), later, later]
+    lives.write(0, range(0), rest=b"".join(json.encode(part) + b"\n" for part in parts))
+    lives.write(1, range(7, 8))
+    with connection:
+        found = read_reports(connection, "job", "w-0", 1)
+        whole = structs.replace(later, metrics={"loss": 0.75, "lr": 1.0, "eval_loss": 0.25})
+        assert found.reports == [point(0), whole, point(7, 1)]
+        assert found.num_thinned == 1, "of incarnation 0 number 1 is missing"
+        assert read_reports(connection, "job", "w-0", 0, since=150.0).reports == [whole]
 
 
 def test_the_newest_reports_of_a_long_file_cost_one_request(lives: Lives, connection: MasterConnection) -> None:

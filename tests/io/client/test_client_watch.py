@@ -7,11 +7,14 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from queue import Empty
 from unittest.mock import Mock
 
 import pytest
+from msgspec import structs
 
+from tests.support.deadlines import met, missed
 from tests.support.fake_master import WORKER, FakeMaster, Job
 from unified import process
 from unified.cli.main import main
@@ -19,33 +22,44 @@ from unified.client.connection import MasterConnection
 from unified.client.display import PlainDisplay, QuietDisplay
 from unified.client.foreground import Watch
 from unified.client.handle import JobHandle
+from unified.client.output import Prefix
 from unified.client.submission import run_job, submit_job
 from unified.errors import ClusterError, MasterUnreachableError, RefusedError
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.client_master import (
     ClientToMaster,
     EndReport,
-    GetJob,
     JobStatus,
     MasterAnswer,
     Refused,
     StopJob,
     SubmitJob,
+    WatchCluster,
 )
 from unified.protocol.records import Failure, Stage
-from unified.testing import eventually
+from unified.testing import Belongings, eventually, left_behind
 
+PATIENCE_S = met(100.0)
 SPEC = JobSpec(
     name="gpt",
     roles=[RoleSpec(name="trainer", kind="simple", entry_point=EntryPoint(kind="script", target="t.py"))],
 )
 
 
-def test_a_blocking_submit_shows_output_and_returns_the_exit_code(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_blocking_submit_shows_output_and_returns_the_exit_code(
+    job: Job, fake_master: FakeMaster, capsys: pytest.CaptureFixture[str]
+) -> None:
     threads_before = process.num_threads()
     job.output = {"out": b"hello\nworld\n", "err": b"careful\n"}
-    threading.Timer(0.2, job.finish, (0,)).start()
+
+    def finish() -> None:
+        eventually(lambda: len(fake_master.requests_of(WatchCluster)) >= 2, message="the status was not asked for")
+        job.finish(0)
+
+    finisher = threading.Thread(target=finish)
+    finisher.start()
     assert run_job(SPEC) == 0
+    finisher.join()
     said = capsys.readouterr()
     assert said.out == "[trainer-0] hello\n[trainer-0] world\n"
     lines = said.err.splitlines()
@@ -55,6 +69,31 @@ def test_a_blocking_submit_shows_output_and_returns_the_exit_code(job: Job, caps
     assert "gpt-1  trainer: 1 RUNNING, step 3/10" in lines
     assert lines[-1] == "job gpt-1 finished"
     eventually(lambda: process.num_threads() <= threads_before, message="threads are left")
+
+
+def test_the_end_of_a_job_does_not_wait_for_a_stream_that_is_read_again_later(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unified.client.logs.LogReader.pause_s", lambda self: 3600.0)
+    threading.Timer(0.2, job.finish, (0,)).start()
+    ended = threading.Event()
+
+    def run() -> None:
+        if run_job(SPEC) == 0:
+            ended.set()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert ended.wait(100)
+    thread.join()
+
+
+def test_no_output_comes_behind_the_end(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    job.output = {"out": b"", "err": b"last\n"}
+    job.finish(0, "done")
+    assert run_job(SPEC) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines.index("[trainer-0] last") < lines.index("gpt-1  STOPPED  done")
 
 
 def test_a_failed_job_ends_with_its_first_failure(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +107,38 @@ def test_a_failed_job_ends_with_its_first_failure(job: Job, capsys: pytest.Captu
     lines = capsys.readouterr().err.splitlines()
     assert "  failure  ValueError: no" in lines
     assert "  limit    max_restart" in lines
+    assert "    ValueError: no" in lines
     assert lines[-1].startswith("  next     unified explain gpt-1 --master tcp://")
+
+
+@pytest.mark.parametrize("is_printed", [True, False])
+def test_a_traceback_is_shown_once(job: Job, capsys: pytest.CaptureFixture[str], is_printed: bool) -> None:
+    text = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\nValueError: no\n'
+    job.num_workers = 2  # which print the same
+    job.output = {"out": b"", "err": text.encode() if is_printed else b""}
+    failure = Failure(summary="ValueError: no", traceback=text)
+    end = EndReport(worker=WORKER, incarnation=0, node="n1", failure=failure, limit="permanent")
+    job.finish(1, "failed: trainer_2-0_1-0 on n1: ValueError: no; permanent: twice", end)
+    assert run_job(SPEC) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert sum("Traceback (most recent call last)" in line for line in lines) == 1
+    assert ("[trainer-1] ValueError: no (the same traceback as trainer-0, above)" in lines) == is_printed
+    assert ("  trace    above, in the output of the workers" in lines) == is_printed
+    assert "  limit    permanent: twice" in lines
+
+
+@pytest.mark.parametrize(("num_workers", "prefix"), [(1, "auto"), (2, "auto"), (2, "never")])
+def test_lines_of_several_workers_carry_their_prefix_in_a_pipe(
+    job: Job, capsys: pytest.CaptureFixture[str], num_workers: int, prefix: Prefix
+) -> None:
+    job.num_workers = num_workers
+    job.output["out"] = b"hi\n"
+    job.finish(0)
+    spec = structs.replace(SPEC, roles=[structs.replace(SPEC.roles[0], total=num_workers)])
+    assert run_job(spec, prefix=prefix) == 0
+    has_prefix = (num_workers, prefix) == (2, "auto")
+    expected = [f"[trainer-{rank}] hi" if has_prefix else "hi" for rank in range(num_workers)]
+    assert sorted(capsys.readouterr().out.splitlines()) == expected
 
 
 def test_a_refused_submit_raises_and_leaves_nothing(job: Job, fake_master: FakeMaster) -> None:
@@ -86,14 +156,14 @@ def test_a_handle_waits_reads_and_stops(job: Job) -> None:
         assert list(handle.logs()) == ["[trainer-0] one", "[trainer-0] two"]
         assert list(handle.logs(role="other")) == []
         with pytest.raises(TimeoutError, match=r"still runs after 0\.05 s"):
-            handle.wait(timeout=0.05)
+            handle.wait(timeout=missed(0.05))
         handle.stop()
-        assert handle.wait(timeout=5) == 130
+        assert handle.wait(timeout=PATIENCE_S) == 130
         assert list(handle.logs(follow=True)) == ["[trainer-0] one", "[trainer-0] two"]
 
 
 def test_a_watch_ends_when_its_cluster_is_of_no_use(job: Job, fake_master: FakeMaster) -> None:
-    with MasterConnection(fake_master.address, timeout_s=0.1) as connection:
+    with MasterConnection(fake_master.address, timeout_s=missed(0.1)) as connection:
         display = PlainDisplay(io.StringIO(), io.StringIO())
         check = Mock(side_effect=ClusterError("the embedded master was killed by SIGKILL"))
         watch = Watch(connection, "gpt-1", display, check=check)
@@ -113,33 +183,36 @@ def test_an_error_of_the_display_ends_a_watch(job: Job, fake_master: FakeMaster)
 
 
 def test_a_wait_survives_a_master_that_comes_back(job: Job, fake_master: FakeMaster) -> None:
-    with MasterConnection(fake_master.address, timeout_s=0.2) as connection:
+    with MasterConnection(fake_master.address, timeout_s=missed(0.2)) as connection:
         codes: list[int] = []
         waiting = threading.Thread(target=lambda: codes.append(JobHandle(connection, "gpt-1").wait()))
         waiting.start()
         fake_master.close()
-        waiting.join(0.5)
+        waiting.join(missed(0.5))
         assert waiting.is_alive()
         with contextlib.closing(FakeMaster(fake_master.address)) as again:
             job.finish(0)
             again.respond = job.respond
             again.start()
-            waiting.join(10)
+            waiting.join(PATIENCE_S)
             assert codes == [0]
 
 
 def test_a_master_that_is_away_is_told_once_and_its_return_too(
     job: Job, fake_master: FakeMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unified.client.foreground.SILENT_S", 0.1)
+    # A slow answer of a busy machine is no silence: only the one that the test makes is as short as this.
+    monkeypatch.setattr("unified.client.foreground.SILENT_S", PATIENCE_S)
     monkeypatch.setattr("unified.client.foreground.POLL_S", 0.0)
     monkeypatch.setattr("unified.client.connection.RESEND_S", 0.02)
     asked = 0
 
     def respond(message: ClientToMaster) -> MasterAnswer | None:
         nonlocal asked
-        asked += isinstance(message, GetJob)
-        if 3 <= asked < 40:  # several requests are given up meanwhile
+        asked += isinstance(message, WatchCluster)
+        is_silent = asked >= 3 and (asked < 40 or not err.getvalue())  # several requests are given up meanwhile
+        monkeypatch.setattr("unified.client.foreground.SILENT_S", missed(0.1) if is_silent else PATIENCE_S)
+        if is_silent:
             return None
         if asked == 50:
             job.finish(0)
@@ -147,7 +220,7 @@ def test_a_master_that_is_away_is_told_once_and_its_return_too(
 
     fake_master.respond = respond
     err = io.StringIO()
-    with MasterConnection(fake_master.address, timeout_s=0.2) as connection:
+    with MasterConnection(fake_master.address, timeout_s=missed(0.2)) as connection:
         watch = Watch(connection, "gpt-1", QuietDisplay(io.StringIO(), err), with_logs=False)
         assert watch.run().exit_code == 0
     watch.join()
@@ -183,7 +256,7 @@ def test_ctrl_c_and_sigterm_stop_in_order_and_a_second_one_at_once(
             driver.send_signal(number)
         if f"{name} again" in line and is_stubborn:
             driver.send_signal(number)
-    assert driver.wait(10) == code
+    assert driver.wait(PATIENCE_S) == code
     driver.communicate()
     assert [stop.force for stop in job.stops] == ([False, True] if is_stubborn else [False])
     assert "Traceback" not in said
@@ -211,7 +284,7 @@ def test_ctrl_c_is_heard_by_a_master_that_was_away(
             if not asked and status.stage == Stage.RUNNING:
                 signal.raise_signal(signal.SIGINT)
 
-    with MasterConnection(fake_master.address, timeout_s=0.1) as connection:
+    with MasterConnection(fake_master.address, timeout_s=missed(0.1)) as connection:
         watch = Watch(connection, "gpt-1", Impatient(io.StringIO(), io.StringIO()), with_logs=False)
         assert watch.run().exit_code == 130
     watch.join()
@@ -230,10 +303,50 @@ def test_a_wait_on_a_handle_that_is_closed_ends(job: Job, fake_master: FakeMaste
 
     waiter = threading.Thread(target=wait)
     waiter.start()
-    eventually(lambda: fake_master.requests_of(GetJob), message="nobody waits")
+    eventually(lambda: fake_master.requests_of(WatchCluster), message="nobody waits")
     handle.close()
-    waiter.join(5.0)
+    waiter.join(PATIENCE_S)
     assert [str(error).endswith("is closed.") for error in ended] == [True]
+
+
+def test_an_interrupted_wait_says_that_the_job_goes_on(job: Job, fake_master: FakeMaster) -> None:
+    def interrupt() -> None:
+        eventually(lambda: fake_master.requests_of(WatchCluster), message="nobody waits")
+        signal.raise_signal(signal.SIGINT)
+
+    with JobHandle(MasterConnection(fake_master.address), "gpt-1") as handle:
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt, match=r"job gpt-1 goes on: wait\(\) again, or stop\(\) it"):
+            handle.wait()
+        thread.join()
+        job.finish(0)
+        assert handle.wait() == 0
+
+
+def test_a_handle_shows_state_and_progress_while_there_is_a_master(job: Job, fake_master: FakeMaster) -> None:
+    handle = JobHandle(MasterConnection(fake_master.address), "gpt-1")
+    assert repr(handle) == "<JobHandle gpt-1  RUNNING  all workers run; trainer: 1 RUNNING, step 3/10>"
+    assert '<progress value="3" max="10">' in (handle._repr_html_() or "")
+    handle.close()
+    assert repr(handle) == f"JobHandle('gpt-1', master='{fake_master.address}')"
+    assert handle._repr_html_() is None
+
+
+def test_a_handle_gives_its_threads_and_descriptors_back_when_the_job_has_ended(
+    job: Job, fake_master: FakeMaster
+) -> None:
+    job.finish(3)
+    before = Belongings()
+    handles = [JobHandle(MasterConnection(fake_master.address), "gpt-1") for _ in range(3)]
+    assert [handle.wait() for handle in handles] == [3, 3, 3]
+    assert left_behind(before) == []
+    for handle in handles:
+        assert handle.status().exit_code == 3
+        assert left_behind(before) == []
+        list(handle.logs())
+        assert left_behind(before) == []
+        handle.close()
 
 
 def test_commands_print_what_the_master_knows(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
@@ -281,7 +394,10 @@ def test_logs_can_be_cut(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["logs", "gpt", "--rank", "1"]) == 2
 
 
-def test_a_job_that_is_not_known_is_exit_code_2(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_is_not_known_is_exit_code_2(
+    job: Job, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("UNIFIED_HOME", str(tmp_path))  # a home in which no ended cluster has left a job x
     for words in (["status", "x"], ["logs", "x"], ["stop", "x"], ["explain", "x"], ["explain", "x-1"]):
         assert main(words) == 2
         assert capsys.readouterr().err == "unified: there is no such job.\n"

@@ -69,6 +69,6 @@ def test_a_reader_that_nobody_empties_says_that_it_is_still_there(
         )
         job.finish(0)
         assert len(reader.read(10_000_000)) == 10_000_000
-        watching.join(20)
+        watching.join(100)
         assert codes == [0]
     watch.join()

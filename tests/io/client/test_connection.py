@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.support.deadlines import missed
 from tests.support.fake_master import FakeMaster
 from unified import process
 from unified.client import connection as connection_module
@@ -15,12 +16,13 @@ from unified.errors import MasterUnreachableError, ProtocolError, RefusedError, 
 from unified.job.spec import JobSpec
 from unified.protocol.client_master import (
     Accepted,
+    Changes,
     ClientRequest,
     ClientToMaster,
     Done,
+    Explain,
     GetJob,
     JobList,
-    JobStatus,
     ListJobs,
     ListNodes,
     MasterAnswer,
@@ -28,10 +30,10 @@ from unified.protocol.client_master import (
     Refused,
     StopJob,
     SubmitJob,
+    WatchCluster,
 )
 from unified.protocol.framing import MAX_MESSAGE, PROTOCOL_VERSION
-from unified.protocol.records import Stage
-from unified.testing import eventually
+from unified.testing import Belongings, eventually, left_behind
 
 
 def test_a_request_gets_its_answer(fake_master: FakeMaster) -> None:
@@ -52,10 +54,65 @@ def test_many_threads_share_one_connection_and_each_gets_its_own_answer(fake_mas
     assert answers == [[Done(note=f"{number}-{turn}") for turn in range(20)] for number in range(8)]
 
 
+def test_a_connection_that_rests_gives_its_thread_and_sockets_back_until_it_is_asked_again(
+    fake_master: FakeMaster,
+) -> None:
+    fake_master.respond = lambda message: JobList(jobs=[]) if isinstance(message, ListJobs) else None
+    before = Belongings()
+    with MasterConnection(fake_master.address) as connection:
+        for _ in range(3):
+            assert connection.request(ListJobs()) == JobList(jobs=[])
+            assert Belongings().left_since(before)
+            connection.rest()
+            assert left_behind(before) == []
+        open_request = connection.send(ListNodes(), timeout_s=100)
+        connection.rest()
+        assert connection.request(ListJobs()) == JobList(jobs=[])
+        connection.rest()
+        assert not open_request.is_answered(0.0)
+        connection.abandon(open_request)
+        connection.rest()
+        assert left_behind(before) == []
+
+
+def test_requests_and_rests_of_many_threads_lose_no_answer(fake_master: FakeMaster) -> None:
+    fake_master.respond = lambda message: Done(note=message.job) if isinstance(message, StopJob) else None
+    with MasterConnection(fake_master.address, timeout_s=100) as connection, ThreadPoolExecutor(4) as threads:
+
+        def ask(number: int) -> list[MasterAnswer]:
+            answers = []
+            for turn in range(20):
+                answers.append(connection.request(StopJob(job=f"{number}-{turn}")))
+                connection.rest()
+            return answers
+
+        answers = list(threads.map(ask, range(4)))
+    assert answers == [[Done(note=f"{number}-{turn}") for turn in range(20)] for number in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (Explain(job="x", limit=10**20), "Explain.limit is 100000000000000000000, which takes more than 64 bits"),
+        (StopJob(job="a\ud800"), r"StopJob.job is 'a\\ud800', which is not UTF-8"),
+        (SubmitJob(spec=JobSpec(name="x", roles=[], sys_path=["/a", "/\udcff"])), r"SubmitJob.spec.sys_path\[1\] is"),
+    ],
+)
+def test_a_request_that_cannot_be_sent_fails_alone_and_names_the_value(
+    fake_master: FakeMaster, wrong: ClientRequest, said: str
+) -> None:
+    fake_master.respond = lambda message: JobList(jobs=[])
+    with MasterConnection(fake_master.address) as connection:
+        for _ in range(2):
+            with pytest.raises(UsageError, match=said):
+                connection.request(wrong)
+            assert connection.request(ListJobs()) == JobList(jobs=[])
+
+
 def test_answers_may_come_out_of_order(fake_master: FakeMaster) -> None:
     fake_master.respond = lambda message: None if isinstance(message, ListNodes) else JobList(jobs=[])
     with MasterConnection(fake_master.address) as connection:
-        first = connection.send(ListNodes(), timeout_s=0.3)
+        first = connection.send(ListNodes(), timeout_s=missed(0.3))
         assert connection.request(ListJobs()) == JobList(jobs=[])
         with pytest.raises(MasterUnreachableError):
             first.result()
@@ -72,8 +129,8 @@ def test_nobody_there_is_said_with_the_address_and_the_time() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
-        with MasterConnection(address, timeout_s=0.1) as connection, pytest.raises(MasterUnreachableError) as caught:
-            connection.request(ListJobs())
+        with MasterConnection(address) as connection, pytest.raises(MasterUnreachableError) as caught:
+            connection.request(ListJobs(), timeout_s=missed(0.1))
     assert f"no master answers at {address} after 0.1 s: is `unified-master` running there?" in str(caught.value)
 
 
@@ -89,7 +146,7 @@ def test_a_submission_that_timed_out_never_arrives_late(fake_master: FakeMaster)
     fake_master.close()
     with MasterConnection(fake_master.address) as connection:
         with pytest.raises(MasterUnreachableError, match="no master answers"):
-            connection.request(SubmitJob(spec=JobSpec(name="late", roles=[])), timeout_s=0.1)
+            connection.request(SubmitJob(spec=JobSpec(name="late", roles=[])), timeout_s=missed(0.1))
         with contextlib.closing(FakeMaster(fake_master.address).start()) as late:
             late.respond = lambda message: JobList(jobs=[])
             assert connection.request(ListJobs()) == JobList(jobs=[])
@@ -97,11 +154,14 @@ def test_a_submission_that_timed_out_never_arrives_late(fake_master: FakeMaster)
 
 
 def test_a_silent_master_and_a_submission_say_that_it_may_have_been_taken(fake_master: FakeMaster) -> None:
-    fake_master.respond = lambda message: None
-    connection = MasterConnection(fake_master.address, timeout_s=0.2)
-    with connection, pytest.raises(MasterUnreachableError, match="look with `unified jobs`"):
-        connection.request(SubmitJob(spec=JobSpec(name="once", roles=[])))
-    assert len(fake_master.requests) == 1
+    fake_master.respond = lambda message: JobList(jobs=[]) if isinstance(message, ListJobs) else None
+    with MasterConnection(fake_master.address) as connection:
+        connection.request(ListJobs())
+        submission = connection.send(SubmitJob(spec=JobSpec(name="once", roles=[])), timeout_s=missed(0.2))
+        with pytest.raises(MasterUnreachableError, match="look with `unified jobs`"):
+            submission.result()
+        eventually(lambda: fake_master.requests_of(SubmitJob))
+    assert len(fake_master.requests) == 2
 
 
 @pytest.mark.parametrize(
@@ -114,7 +174,7 @@ def test_a_request_that_is_idempotent_is_sent_again_on_silence(
 ) -> None:
     monkeypatch.setattr(connection_module, "RESEND_S", 0.05)
     fake_master.respond = lambda message: JobList(jobs=[]) if len(fake_master.requests) > 2 else None
-    with MasterConnection(fake_master.address, timeout_s=5.0) as connection:
+    with MasterConnection(fake_master.address, timeout_s=100) as connection:
         assert connection.request(message) == JobList(jobs=[])
     assert len(fake_master.requests) >= 3
 
@@ -130,15 +190,15 @@ def test_a_master_that_comes_late_is_reached(fake_master: FakeMaster) -> None:
 
 
 def test_a_long_poll_may_take_longer_than_the_timeout(fake_master: FakeMaster) -> None:
-    status = JobStatus(job_id="a-1", name="a", stage=Stage.INIT, version=2)
+    changes = Changes(version=2, at=0.0)
 
     def respond(message: ClientToMaster) -> MasterAnswer:
-        threading.Event().wait(0.3)
-        return status
+        threading.Event().wait(missed(0.3))
+        return changes
 
     fake_master.respond = respond
-    with MasterConnection(fake_master.address, timeout_s=0.2) as connection:
-        assert connection.request(GetJob(job="a-1", after_version=1, wait_s=2.0)) == status
+    with MasterConnection(fake_master.address, timeout_s=missed(0.2)) as connection:
+        assert connection.request(WatchCluster(after_version=1, wait_s=60.0)) == changes
 
 
 @pytest.mark.parametrize("how", ["refusal", "header"])

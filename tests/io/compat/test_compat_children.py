@@ -23,7 +23,7 @@ def run(script: str, folder: Path, *flags: str, **env: str) -> subprocess.Comple
         cwd=folder,
         env={**inherited, **env},
         check=False,
-        timeout=50,
+        timeout=100,
     )
 
 

@@ -25,7 +25,7 @@ def said(before: str = "", after: str = "", **env: str) -> str:
     environ = {name: text for name, text in os.environ.items() if name not in VARIABLES}
     script = TRAIN.format(before=before, after=after)
     done = subprocess.run(
-        [sys.executable, "-c", script], env={**environ, **env}, capture_output=True, text=True, check=True, timeout=50
+        [sys.executable, "-c", script], env={**environ, **env}, capture_output=True, text=True, check=True, timeout=100
     )
     return done.stderr
 

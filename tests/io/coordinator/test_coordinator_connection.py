@@ -26,7 +26,7 @@ def test_an_answer_is_told_and_so_is_an_error(fake_master: FakeMaster) -> None:
 
     connection = MasterConnection(fake_master.address)
     connection.send(ListJobs(), when_done=tell)
-    assert is_told.wait(10)
+    assert is_told.wait(100)
     assert told[0].result() == JobList(jobs=[])
     connection.close()
     connection.send(ListJobs(), when_done=tell)
@@ -39,8 +39,8 @@ def test_what_was_given_up_is_not_asked_again(fake_master: FakeMaster, monkeypat
     fake_master.respond = lambda message: None
     told: list[PendingReply] = []
     with MasterConnection(fake_master.address) as connection:
-        reply = connection.send(ListJobs(), timeout_s=30, when_done=told.append)
-        other = connection.send(ListNodes(), timeout_s=30)
+        reply = connection.send(ListJobs(), timeout_s=100, when_done=told.append)
+        other = connection.send(ListNodes(), timeout_s=100)
         eventually(lambda: len(fake_master.requests_of(ListJobs)) > 2)
         connection.abandon(reply)
         seen = len(fake_master.requests_of(ListNodes))
@@ -53,7 +53,7 @@ def test_what_was_given_up_is_not_asked_again(fake_master: FakeMaster, monkeypat
         connection.abandon(other)
 
 
-BARRIER = WaitBarrier(barrier_id="b", worker_id="w", session="s", arrival=1, world_size=2, timeout_s=60.0)
+BARRIER = WaitBarrier(barrier_id="b", worker_id="w", session="s", arrival=1, world_size=2, timeout_s=100)
 
 
 def test_who_asks_again_at_a_barrier_says_how_much_of_its_time_is_left(
@@ -68,14 +68,14 @@ def test_who_asks_again_at_a_barrier_says_how_much_of_its_time_is_left(
         future.cancel()
     times = [each.timeout_s or 0.0 for each in fake_master.requests_of(WaitBarrier)]
     assert times == sorted(set(times), reverse=True)
-    assert 0 < times[-1] < times[0] <= 60
+    assert 0 < times[-1] < times[0] <= 100
 
 
-@pytest.mark.parametrize(("waited_s", "left_s"), [(0.0, 60.0), (30.0, 30.0), (50.0, 10.0), (60.0, 5.0), (66.0, 2.0)])
+@pytest.mark.parametrize(("waited_s", "left_s"), [(0.0, 100.0), (30.0, 70.0), (90.0, 10.0), (100.0, 5.0), (106.0, 2.0)])
 def test_a_master_that_has_just_begun_has_time_to_hear_who_is_there(waited_s: float, left_s: float) -> None:
     after = barrier_after(BARRIER, waited_s)
     assert after.timeout_s == left_s
-    assert waited_s + left_s < 60.0 + BARRIER_GRACE_S, "its answer comes before this side gives up"
+    assert waited_s + left_s < 100.0 + BARRIER_GRACE_S, "its answer comes before this side gives up"
 
 
 def test_a_barrier_without_an_end_stays_without_one() -> None:

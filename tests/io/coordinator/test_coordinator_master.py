@@ -10,6 +10,7 @@ import pytest
 import zmq
 
 from tests.support.data_files import samples, write_jsonl
+from tests.support.deadlines import met, missed
 from tests.support.master_process import StartMaster
 from unified.core.coordinator.coordinator import CoordinatorCore
 from unified.data import DatasetRegistry, TrainingOrchestrator
@@ -66,7 +67,7 @@ async def test_a_barriers_time_goes_on_while_the_master_is_away(
     start_master: StartMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is over when it would have been, and tells who is missing."""
-    monkeypatch.setattr("unified.data.coordinator_client.BARRIER_GRACE_S", 1.0)
+    monkeypatch.setattr("unified.data.coordinator_client.BARRIER_GRACE_S", met(100.0))
     master = start_master()
     address = master.address
     with RemoteCoordinator(address) as remote:
@@ -74,7 +75,7 @@ async def test_a_barriers_time_goes_on_while_the_master_is_away(
         for each in workers:
             await each.register_worker()
         begun_at = time.monotonic()
-        waiting = asyncio.create_task(workers[0].wait_barrier("b", timeout=8))
+        waiting = asyncio.create_task(workers[0].wait_barrier("b", timeout=missed(8)))
         await workers[1].heartbeat()
         master.kill()
         await asyncio.to_thread(eventually, lambda: time.monotonic() - begun_at > 1.5)
@@ -120,7 +121,7 @@ async def test_one_arrival_asked_for_on_two_connections_is_one(start_master: Sta
         again = second.submit(arrival, BarrierResponse)
         assert not again.done()
         await workers[1].wait_barrier("b")
-        assert again.result(10).arrived == ["worker-0", "worker-1"]
+        assert again.result(100).arrived == ["worker-0", "worker-1"]
         assert second.ask(arrival, BarrierResponse).generation == 0
         lost.cancel()
         for each in workers:
@@ -128,7 +129,7 @@ async def test_one_arrival_asked_for_on_two_connections_is_one(start_master: Sta
 
 
 async def test_without_a_master_it_says_where_it_looked() -> None:
-    worker = TrainingOrchestrator("w", RemoteCoordinator("127.0.0.1:9", timeout_s=0.2), 1, 0)
+    worker = TrainingOrchestrator("w", RemoteCoordinator("127.0.0.1:9", timeout_s=missed(0.2)), 1, 0)
     with pytest.raises(MasterUnreachableError, match=r"127\.0\.0\.1:9"):
         await worker.register_worker()
     worker.close()
@@ -136,11 +137,13 @@ async def test_without_a_master_it_says_where_it_looked() -> None:
 
 async def test_who_waits_is_told_when_the_master_stays_away(start_master: StartMaster) -> None:
     master = start_master()
-    with RemoteCoordinator(master.address, timeout_s=0.2) as remote:
-        worker = TrainingOrchestrator("w", remote, 2, 0, heartbeat_interval_s=0.05, heartbeat_timeout_s=0.5)
+    with RemoteCoordinator(master.address) as remote:
+        worker = TrainingOrchestrator("w", remote, 2, 0, heartbeat_interval_s=0.05, heartbeat_timeout_s=met(100.0))
         await worker.register_worker()
         waiting = asyncio.create_task(worker.wait_barrier("b"))
         await worker.heartbeat()
+        assert worker._heartbeats is not None
+        remote.timeout_s = worker._heartbeats._timeout_s = missed(0.2)
         master.kill()
         with pytest.raises(MasterUnreachableError, match="worker w has heard nothing"):
             await waiting
@@ -150,7 +153,7 @@ async def test_who_waits_is_told_when_the_master_stays_away(start_master: StartM
 async def test_the_event_log_tells_of_losses(start_master: StartMaster) -> None:
     master = start_master()
     with RemoteCoordinator(master.address) as remote:
-        worker = TrainingOrchestrator("silent", remote, 1, 0, heartbeat_timeout_s=0.2)
+        worker = TrainingOrchestrator("silent", remote, 1, 0, heartbeat_timeout_s=missed(0.2))
         await worker.register_worker()
         worker.close()
         eventually(lambda: "event=worker-lost" in master.log.read_text())
@@ -175,17 +178,17 @@ def test_a_defect_of_the_coordinator_is_answered_and_it_goes_on_from_the_store(
     with RemoteCoordinator(router.get_string(zmq.LAST_ENDPOINT)) as remote:
         first = remote.submit(told, CheckpointResponse)
         core = answer(daemon._begin_term(store, ""))
-        assert first.result(10).is_latest
+        assert first.result(100).is_latest
         with monkeypatch.context() as patch:
             patch.setattr(CoordinatorCore, "step", broken)
             refused = remote.submit(told, CheckpointResponse)
             core = answer(core)
         with pytest.raises(CoordinatorError, match="defect") as caught:
-            refused.result(10)
+            refused.result(100)
         assert caught.value.code == "defect"
         found = remote.submit(GetLatestCheckpoint(), RecoveryInfo)
         answer(core)
-        assert found.result(10).step == 7
+        assert found.result(100).step == 7
     router.close()
     daemon._gate.close()
     daemon._context.term()

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from tests.support.data_files import samples, write_jsonl
+from tests.support.deadlines import met, missed
 from tests.support.master_process import MasterProcess
 from unified.checkpoint import CheckpointManager
 from unified.core.backoff import Backoff
@@ -30,6 +31,7 @@ from unified.protocol.coordinator import (
     Datasets,
     DataShards,
     DeregisterWorker,
+    DescribeSpaces,
     GetDatasets,
     GetDataShard,
     GetLatestCheckpoint,
@@ -46,6 +48,7 @@ from unified.protocol.coordinator import (
     RestorePosition,
     SetDataWorker,
     ShardsDone,
+    SpaceList,
     TellEvent,
     WaitBarrier,
     WorkerRegistration,
@@ -116,9 +119,11 @@ async def register_worker(coordinator: Listener, folder: Path) -> None:
 
 
 async def heartbeat(coordinator: Listener, folder: Path) -> None:
-    """Keeps a worker alive past its time-out; without them it is lost."""
-    quiet = TrainingOrchestrator("quiet", coordinator, 2, 0, heartbeat_timeout_s=0.3)
-    lively = TrainingOrchestrator("lively", coordinator, 2, 1, heartbeat_interval_s=0.05, heartbeat_timeout_s=0.3)
+    """Keeps a worker; without them it is lost."""
+    quiet = TrainingOrchestrator("quiet", coordinator, 2, 0, heartbeat_timeout_s=missed(0.3))
+    lively = TrainingOrchestrator(
+        "lively", coordinator, 2, 1, heartbeat_interval_s=0.05, heartbeat_timeout_s=met(100.0)
+    )
     await quiet.register_worker()
     assert quiet._heartbeats is not None
     quiet._heartbeats.stop()
@@ -224,6 +229,13 @@ async def get_datasets(coordinator: Listener, folder: Path) -> None:
     assert {"list-a", "list-b"} <= {*names}
 
 
+async def describe_spaces(coordinator: Listener, folder: Path) -> None:
+    """Tells people what is there: datasets, who waits at barriers, checkpoints and workers of one space."""
+    a_dataset(coordinator, folder, "described")
+    spaces = coordinator.ask(DescribeSpaces(), SpaceList).spaces
+    assert "described" in [each.dataset_id for space in spaces for each in space.datasets]
+
+
 async def wait_barrier(coordinator: Listener, folder: Path) -> None:
     """Lets nobody pass before all are there, and says who is missing when the time is over."""
     workers = [TrainingOrchestrator(f"met-{rank}", coordinator, 2, rank) for rank in range(2)]
@@ -233,7 +245,7 @@ async def wait_barrier(coordinator: Listener, folder: Path) -> None:
     met = [await workers[1].wait_barrier("meet"), await first]
     assert [answer.arrived for answer in met] == [["met-0", "met-1"]] * 2
     with pytest.raises(BarrierError, match="met-1"):
-        await workers[0].wait_barrier("meet", timeout=0.05)
+        await workers[0].wait_barrier("meet", timeout=missed(0.05))
     for each in workers:  # the cases have one master in common
         await each.deregister()
         each.close()
@@ -244,9 +256,9 @@ async def leave_barrier(coordinator: Listener, folder: Path) -> None:
     workers = [TrainingOrchestrator(f"left-{rank}", coordinator, 2, rank) for rank in range(2)]
     await workers[0].register_worker()
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(workers[0].wait_barrier("leave"), 0.05)
+        await asyncio.wait_for(workers[0].wait_barrier("leave"), missed(0.05))
     with pytest.raises(BarrierError, match="left-0") as caught:
-        await workers[1].wait_barrier("leave", timeout=0.05)
+        await workers[1].wait_barrier("leave", timeout=missed(0.05))
     assert caught.value.arrived == ["left-1"]
     for each in workers:
         await each.deregister()
@@ -304,6 +316,7 @@ CASES: dict[type, tuple[Callable[[Listener, Path], Awaitable[None]], type]] = {
     SetDataWorker: (set_data_worker, Done),
     AdvanceEpoch: (advance_epoch, Done),
     GetDatasets: (get_datasets, Datasets),
+    DescribeSpaces: (describe_spaces, SpaceList),
     WaitBarrier: (wait_barrier, BarrierResponse),
     LeaveBarrier: (leave_barrier, Done),
     NotifyCheckpoint: (notify_checkpoint, CheckpointResponse),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from tests.support.deadlines import missed
 from tests.support.master_process import StartMaster
 from unified.data import DatasetRegistry, EmbeddedCoordinator, TrainingOrchestrator
 from unified.data.coordinator_client import Coordinator, RemoteCoordinator
@@ -20,6 +21,7 @@ from unified.errors import (
     BarrierTimeoutError,
     CoordinatorError,
     DataFileNotFoundError,
+    UnifiedError,
     UsageError,
     WorkerUnknownError,
 )
@@ -93,13 +95,13 @@ async def test_a_timeout_names_who_is_missing(join: Join) -> None:
     first, second = join(0, 3), join(1, 3)
     await second.register_worker()
     with pytest.raises(BarrierTimeoutError, match=r"worker-1.*rank 2") as caught:
-        await first.wait_barrier("b", timeout=0.05)
+        await first.wait_barrier("b", timeout=missed(0.05))
     assert (caught.value.missing, caught.value.arrived) == (["worker-1"], ["worker-0"])
 
 
 @pytest.mark.parametrize("on_loss", ["fail", "shrink"])
 async def test_a_silent_worker_does_not_hold_the_others(join: Join, on_loss: Any) -> None:
-    here, silent = join(0, 2), join(1, 2, heartbeat_timeout_s=0.3)
+    here, silent = join(0, 2), join(1, 2, heartbeat_timeout_s=missed(0.3))
     await silent.register_worker()
     waiting = asyncio.create_task(here.wait_barrier("b", on_loss=on_loss))
     await here.heartbeat()
@@ -112,11 +114,20 @@ async def test_a_silent_worker_does_not_hold_the_others(join: Join, on_loss: Any
         assert caught.value.lost == ["worker-1"]
 
 
-async def test_heartbeats_go_on_while_the_loop_is_busy(join: Join, coordinator: Coordinator) -> None:
-    busy, watcher = join(0, 2, heartbeat_timeout_s=0.4), join(1, 2)
+async def test_heartbeats_go_on_while_the_loop_is_busy(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy, watcher = join(0, 2, heartbeat_interval_s=0.05), join(1, 2)
     await busy.register_worker()
     await watcher.register_worker()
-    threading.Event().wait(1.0)  # a training step that does not let the event loop go on
+    assert busy._heartbeats is not None
+    answered, say = list[UnifiedError | None](), busy._heartbeats._say
+
+    def heard() -> UnifiedError | None:
+        answered.append(say())
+        return answered[-1]
+
+    monkeypatch.setattr(busy._heartbeats, "_say", heard)
+    eventually(lambda: len(answered) >= 3)  # a training step that does not let the event loop go on
+    assert answered[:3] == [None] * 3
     releases = await asyncio.gather(busy.wait_barrier("b"), watcher.wait_barrier("b"))
     assert busy.is_registered
     assert [release.released_by for release in releases] == ["arrived"] * 2
@@ -150,7 +161,7 @@ async def test_waiting_can_be_given_up(join: Join) -> None:
     await first.register_worker()
     await second.register_worker()
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(first.wait_barrier("b"), 0.05)
+        await asyncio.wait_for(first.wait_barrier("b"), missed(0.05))
     waiting = asyncio.create_task(second.wait_barrier("b"))
     for _ in range(2):  # by the second answer the coordinator has heard of that arrival, too
         await second.heartbeat()
@@ -229,7 +240,7 @@ def test_what_was_read_is_served_no_more_and_the_rest_goes_to_others(coordinator
 async def test_a_lost_workers_shards_go_to_others(join: Join, coordinator: Coordinator, tmp_path: Path) -> None:
     write_jsonl(tmp_path / "data", 40)
     registry = DatasetRegistry(coordinator, rank=0, world_size=2)
-    stays, goes = join(0, 2), join(1, 2, heartbeat_timeout_s=0.3)
+    stays, goes = join(0, 2), join(1, 2, heartbeat_timeout_s=missed(0.3))
     await stays.register_worker()
     await goes.register_worker()
     registry.register("d", tmp_path / "data", "jsonl", shard_size=4)

@@ -63,7 +63,8 @@ def test_what_is_left_behind_by_one_that_is_lost_after_the_others_are_at_their_e
     registries: list[DatasetRegistry],
 ) -> None:
     coordinator = registries[0]._coordinator
-    lost = TrainingOrchestrator("worker-1", coordinator, 2, 1, heartbeat_timeout_s=0.3)
+    # So long that a busy machine keeps it until the test lets it go.
+    lost = TrainingOrchestrator("worker-1", coordinator, 2, 1, heartbeat_timeout_s=3.0)
     asyncio.run(lost.register_worker())
     rows = iter(ShardedDataset(registries[1], "d"))
     theirs = [next(rows)["number"] for _ in range(2 * SHARD + 3)]  # two shards, and the third is begun

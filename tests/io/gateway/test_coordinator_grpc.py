@@ -17,6 +17,7 @@ import pytest
 from grpc import StatusCode as Code
 
 from tests.support.data_files import samples, write_jsonl
+from tests.support.deadlines import met, missed
 from tests.support.grpc_client import TOKEN, TOKENS, GeneratedClient, Stub, served
 from tests.support.master_process import StartMaster
 from unified.client.daemons import Daemon
@@ -25,12 +26,14 @@ from unified.data.coordinator_client import RemoteCoordinator
 from unified.errors import UsageError
 from unified.protocol.coordinator import FileRun, ShardAssignment
 from unified.testing import eventually
-from unified_master.gateway import coordinator_calls
-from unified_master.gateway.coordinator_grpc import MAX_DETAILS, MAX_REQUEST, serve
-from unified_master.gateway.tokens import Tokens
+from unified_gateway import coordinator_calls
+from unified_gateway.coordinator_grpc import MAX_DETAILS, MAX_REQUEST, serve
+from unified_gateway.tokens import Tokens
 
 PAGE = Path(__file__).parents[3] / "docs/coordinator-grpc.md"
 ROWS = 40
+DEAD_AFTER_S = 3.0
+"""Seconds of silence after which a worker is lost that has to be heard once before."""
 
 
 @pytest.fixture
@@ -153,7 +156,7 @@ async def test_programs_in_python_and_others_are_one_world(stub: Stub, address: 
 
 async def test_a_dead_workers_shards_go_to_others(stub: Stub, data: Path) -> None:
     await stub.RegisterDataset(dataset_id="d", path=str(data), format="jsonl", shard_size=4)
-    living, dead = await stub.register(0, 2), await stub.register(1, 2, timeout_s=0.3)
+    living, dead = await stub.register(0, 2), await stub.register(1, 2, timeout_s=missed(DEAD_AFTER_S))
     begun = await stub.GetDataShard(dataset_id="d", **dead)
     assert begun.end_sample > begun.start_sample
     assert sorted(await read_all(stub, living)) == list(range(ROWS))
@@ -164,7 +167,7 @@ async def test_a_dead_workers_shards_go_to_others(stub: Stub, data: Path) -> Non
 
 
 async def test_a_barrier_ends_when_somebody_is_lost(stub: Stub) -> None:
-    living, dead = await stub.register(0, 2), await stub.register(1, 2, timeout_s=0.3)
+    living, dead = await stub.register(0, 2), await stub.register(1, 2, timeout_s=missed(0.3))
     status, code, reason = await stub.refusal(stub.WaitBarrier(barrier_id="b", world_size=2, arrival=1, **living))
     assert (status, code) == (Code.ABORTED, "lost")
     assert "w1" in reason
@@ -177,24 +180,41 @@ async def test_a_barriers_own_time_is_told_to_all_who_wait(stub: Stub) -> None:
     workers = [await stub.register(rank, 3) for rank in range(3)]
     waits = [
         stub.refusal(stub.WaitBarrier(barrier_id="b", world_size=3, arrival=1, **who, **more))
-        for who, more in zip(workers, ({"timeout_s": 0.2}, {}), strict=False)
+        for who, more in zip(workers, ({"timeout_s": missed(0.2)}, {}), strict=False)
     ]
     for status, code, reason in await asyncio.gather(*waits):
         assert (status, code) == (Code.DEADLINE_EXCEEDED, "timeout")
         assert "missing w2" in reason
 
 
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Set when the service has told the master that a worker left its barrier: what is asked next finds it left."""
+    event = asyncio.Event()
+    leave = coordinator_calls.CoordinatorCalls._leave_barrier
+
+    def tell(self: Any, request: Any) -> None:
+        leave(self, request)
+        event.set()
+
+    monkeypatch.setattr(coordinator_calls.CoordinatorCalls, "_leave_barrier", tell)
+    return event
+
+
 @pytest.mark.parametrize("is_cancelled", [True, False], ids=["cancelled", "past its deadline"])
-async def test_a_call_that_gives_up_leaves_the_barrier(stub: Stub, is_cancelled: bool) -> None:
+async def test_a_call_that_gives_up_leaves_the_barrier(stub: Stub, left: asyncio.Event, is_cancelled: bool) -> None:
     """Nobody is released by an arrival behind which there is no process."""
     first, second = await stub.register(0, 2), await stub.register(1, 2)
-    gone = stub.WaitBarrier(barrier_id="b", world_size=2, arrival=1, within_s=5.0 if is_cancelled else 0.3, **first)
+    within_s = 50.0 if is_cancelled else missed(0.3)
+    gone = stub.WaitBarrier(barrier_id="b", world_size=2, arrival=1, within_s=within_s, **first)
     if is_cancelled:
         await stub.Heartbeat(**second)  # on the same connections: once it is answered, the master has the arrival
         gone.cancel()
     with pytest.raises((asyncio.CancelledError, grpc.aio.AioRpcError)):
         await gone
-    alone = await stub.refusal(stub.WaitBarrier(barrier_id="b", world_size=2, arrival=1, timeout_s=0.5, **second))
+    await left.wait()
+    wait = stub.WaitBarrier(barrier_id="b", world_size=2, arrival=1, timeout_s=missed(0.5), **second)
+    alone = await stub.refusal(wait)
     assert alone[:2] == (Code.DEADLINE_EXCEEDED, "timeout")
     assert "missing w0" in alone[2]
     await asyncio.gather(*(stub.WaitBarrier(barrier_id="b", world_size=2, arrival=2, **who) for who in (first, second)))
@@ -214,7 +234,9 @@ wait.result()
 """
 
 
-async def test_a_process_that_is_killed_leaves_the_barrier(generated: GeneratedClient, address: str) -> None:
+async def test_a_process_that_is_killed_leaves_the_barrier(
+    generated: GeneratedClient, address: str, left: asyncio.Event
+) -> None:
     async with served(address) as port, Stub(generated, port) as stub:
         first, second = await stub.register(0, 2), await stub.register(1, 2)
         folder = str(Path(str(generated.messages.__file__)).parent)
@@ -224,7 +246,9 @@ async def test_a_process_that_is_killed_leaves_the_barrier(generated: GeneratedC
         assert await process.stdout.readline() == b"waits\n"
         process.kill()
         await process.wait()
-        alone = await stub.refusal(stub.WaitBarrier(barrier_id="b", world_size=2, arrival=1, timeout_s=1.0, **second))
+        await left.wait()
+        wait = stub.WaitBarrier(barrier_id="b", world_size=2, arrival=1, timeout_s=missed(0.5), **second)
+        alone = await stub.refusal(wait)
         assert alone[:2] == (Code.DEADLINE_EXCEEDED, "timeout")
         assert "missing w0" in alone[2]
 
@@ -233,7 +257,8 @@ async def test_a_process_that_is_killed_leaves_the_barrier(generated: GeneratedC
 async def test_a_barrier_may_have_any_time(stub: Stub, timeout_s: float) -> None:
     """The connection to the master, which all calls share, reckons with it."""
     worker = await stub.register(0, 2)
-    wait = stub.WaitBarrier(barrier_id="b", world_size=2, arrival=1, timeout_s=timeout_s, within_s=0.3, **worker)
+    within_s = missed(0.3)
+    wait = stub.WaitBarrier(barrier_id="b", world_size=2, arrival=1, timeout_s=timeout_s, within_s=within_s, **worker)
     assert (await stub.refusal(wait))[0] is Code.DEADLINE_EXCEEDED
     assert (await stub.Heartbeat(**worker)).is_known
 
@@ -263,7 +288,7 @@ async def test_another_gateway_goes_on(generated: GeneratedClient, address: str,
 async def test_the_gateway_serves_it_beside_http(generated: GeneratedClient, address: str, tmp_path: Path) -> None:
     flags = ["--master", address, "--port", "0", "--grpc-port", "0", "--die-with-parent", str(os.getpid())]
     log = tmp_path / "gateway.log"
-    gateway = Daemon("unified_master.gateway", flags, log, {**os.environ, "TRAINER_API_TOKEN": TOKEN})
+    gateway = Daemon("unified_gateway", flags, log, {**os.environ, "TRAINER_API_TOKEN": TOKEN})
     try:
         is_ready = partial(re.search, r"event=grpc-ready port=(\d+)")
         found = await asyncio.to_thread(eventually, lambda: gateway.is_ended or is_ready(log.read_text()), 30.0)
@@ -288,11 +313,12 @@ async def test_without_a_token_nothing_is_asked(generated: GeneratedClient, toke
 
 
 async def test_without_a_master_calls_are_told_soon(generated: GeneratedClient) -> None:
-    async with served("127.0.0.1:9", timeout_s=0.3) as port, Stub(generated, port) as stub:
+    async with served("127.0.0.1:9", timeout_s=missed(0.3)) as port, Stub(generated, port) as stub:
         status, _, reason = await stub.refusal(stub.Heartbeat(worker_id="w0", session="s"))
         assert status is Code.UNAVAILABLE
         assert "127.0.0.1:9" in reason
-        status, *_ = await stub.refusal(stub.WaitBarrier(barrier_id="b", session="s", world_size=1, within_s=0.5))
+        wait = stub.WaitBarrier(barrier_id="b", session="s", world_size=1, within_s=missed(0.5))
+        status, *_ = await stub.refusal(wait)
         assert status is Code.DEADLINE_EXCEEDED
 
 
@@ -373,10 +399,23 @@ class Counts:
         self._loop = asyncio.get_running_loop()
         self.may_end = asyncio.Event()
         monkeypatch.setattr(coordinator_calls, "dataset_files", self)
+        self.num_asked = 0
+        self._absolute = coordinator_calls._absolute
+        monkeypatch.setattr(coordinator_calls, "_absolute", self._asked)
+
+    def _asked(self, path: str) -> str:
+        self.num_asked += 1
+        return self._absolute(path)
+
+    async def asked(self, number: int) -> None:
+        """Wait until so many requests have come to the server."""
+        async with asyncio.timeout(met(100)):
+            while self.num_asked < number:  # noqa: ASYNC110 - counted in a call of the server
+                await asyncio.sleep(0.01)
 
     def __call__(self, path: str, format: str, total: None) -> list[FileRun]:  # noqa: A002
         self.number += 1
-        asyncio.run_coroutine_threadsafe(self.may_end.wait(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self.may_end.wait(), self._loop).result(100)
         return [FileRun(path=path, num_samples=10)]
 
 
@@ -386,8 +425,9 @@ async def test_workers_that_register_a_dataset_together_have_it_counted_once(
     counts = Counts(monkeypatch)
     fields = {"dataset_id": "d", "path": "/data", "format": "csv", "shard_size": 5}
     asked = [asyncio.ensure_future(stub.RegisterDataset(**fields)) for _ in range(20)]
-    gives_up = stub.RegisterDataset(within_s=0.2, **fields)
+    gives_up = stub.RegisterDataset(within_s=missed(0.2), **fields)
     assert (await stub.refusal(gives_up))[0] is Code.DEADLINE_EXCEEDED
+    await counts.asked(20)
     counts.may_end.set()
     assert {each.num_shards for each in await asyncio.gather(*asked)} == {2}
     assert (await stub.RegisterDataset(**fields)).num_shards == 2

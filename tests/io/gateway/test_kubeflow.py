@@ -14,21 +14,22 @@ from typing import Any
 
 import pytest
 
+from tests.support.deadlines import met
 from tests.support.gateway_process import PAYLOAD, StartGateway
 from tests.support.kubernetes_models import faults_of
 from tests.support.kubernetes_server import TOKEN as TOKEN_OF_ACCOUNT
 from tests.support.kubernetes_server import ApiServer, api_of, kubernetes_server  # noqa: F401 - a fixture
 from unified.errors import MasterUnreachableError, RefusedError, UsageError
 from unified.testing import eventually
-from unified_master.gateway.backend import NameTakenError, RunPlan, RunRecord, TrainingBackend
-from unified_master.gateway.kubeflow import KubeflowBackend
-from unified_master.gateway.kubernetes import api_server, pod_logs
-from unified_master.gateway.kubernetes.api_server import configured
-from unified_master.gateway.kubernetes.manifest import KubeflowOptions, environment_of
-from unified_master.gateway.plan import plan_run
-from unified_master.gateway.schemas import TrainingRequest
+from unified_gateway.backend import NameTakenError, RunPlan, RunRecord, TrainingBackend
+from unified_gateway.kubeflow import KubeflowBackend
+from unified_gateway.kubernetes import api_server, pod_logs
+from unified_gateway.kubernetes.api_server import configured
+from unified_gateway.kubernetes.manifest import KubeflowOptions, environment_of
+from unified_gateway.plan import plan_run
+from unified_gateway.schemas import TrainingRequest
 
-PATIENCE_S = 20.0
+PATIENCE_S = met(100.0)
 OPTIONS = KubeflowOptions(image="registry/trainer:1", service_account="trainer", secret="store")
 
 
@@ -343,7 +344,9 @@ def test_what_the_api_server_refuses_is_said(cluster: Cluster) -> None:
     async def test(backend: KubeflowBackend) -> None:
         server = cluster.server
         server.forbidden = {"POST"}
-        with pytest.raises(RefusedError, match=r"may not create pytorchjobs in default.*deploy/kubernetes/") as refused:
+        with pytest.raises(
+            RefusedError, match=r"may not create pytorchjobs in default.*deploy/kubernetes/kubeflow/"
+        ) as refused:
             await backend.submit(plan(), follows="")
         assert refused.value.code == "forbidden"
         server.forbidden = set()

@@ -14,16 +14,17 @@ from typing import Any
 
 import pytest
 
+from tests.support.deadlines import met
 from tests.support.ports import unused_port
-from unified_master.gateway.kubernetes import manifest
-from unified_master.gateway.kubernetes.conditions import record_of, with_pods
-from unified_master.gateway.kubernetes.manifest import KubeflowOptions, pytorch_job
-from unified_master.gateway.plan import plan_run
-from unified_master.gateway.schemas import TrainingRequest
+from unified_gateway.kubernetes import manifest
+from unified_gateway.kubernetes.conditions import record_of, with_pods
+from unified_gateway.kubernetes.manifest import KubeflowOptions, pytorch_job
+from unified_gateway.plan import plan_run
+from unified_gateway.schemas import TrainingRequest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-PATIENCE_S = 70
+PATIENCE_S = met(200.0)
 MODEL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 STEPS = 6
 SMALL = {"save_steps": 2, "batch_size": 2, "max_seq_len": 16}

@@ -1,11 +1,15 @@
 """`DataLoaderIter` and `Dataset` with real helper processes, against torch's own workers."""
 
+import multiprocessing
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -15,8 +19,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 import unified.loader.dataset
+from tests.support.deadlines import missed
 from unified.errors import LoaderError, LoaderTimeoutError, UsageError
 from unified.loader.iterator import DataLoaderIter, RayDataLoaderIter, patch_dataloader_ray
+from unified.loader.local_workers import _Process
 from unified.testing import Belongings, eventually
 
 pytestmark = pytest.mark.filterwarnings(  # what torch's own loader is told as well, and that 2 cores are few
@@ -163,7 +169,7 @@ def test_an_exception_says_which_sample_and_iteration_can_go_on() -> None:
 
 
 def test_timeout() -> None:
-    loader = DataLoader(Pids(2, pause_s=0.5), num_workers=1, timeout=0.1)
+    loader = DataLoader(Pids(2, pause_s=0.5), num_workers=1, timeout=missed(0.1))
     with DataLoaderIter(loader) as ours, pytest.raises(LoaderTimeoutError, match=r"within 0\.1 s"):
         next(ours)
 
@@ -333,3 +339,20 @@ def test_rows_of_files(tmp_path: Any) -> None:
     assert list(from_files([str(tmp_path / "rows.jsonl")])) == [{"n": 1}, {"n": 2}]
     with pytest.raises(UsageError, match="no column 'm'; they have n, text"):
         from_files(str(tmp_path / "rows.parquet"), columns=["m"])
+
+
+def test_a_lost_helper_leaves_nothing_while_what_it_was_asked_still_fails() -> None:
+    """An executor fails it one by one, and its thread ended in the middle if one was cancelled then."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        helper = _Process(multiprocessing.get_context("fork"), None, "helper")
+        pid = helper.submit(os.getpid).result()
+        asked = [helper.submit(partial(time.sleep, 600)) for _ in range(3000)]
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(BrokenProcessPool):
+            asked[0].result()
+        assert helper.close(is_lost=True) == pid
+        assert all(isinstance(future.exception(), BrokenProcessPool) for future in asked)
+    finally:
+        sys.setswitchinterval(interval)

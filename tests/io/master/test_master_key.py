@@ -36,7 +36,7 @@ SPEC = JobSpec(
     name="train",
     roles=[RoleSpec(name="t", kind="simple", entry_point=EntryPoint(kind="attribute", target="m"), total=1)],
 )
-PATIENCE_MS = 10_000
+PATIENCE_MS = 60_000
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_a_stranger_is_told_at_once_and_disturbs_no_member(
 ) -> None:
     with MasterConnection(master.address, key=KEY) as member:
         assert member.ask(ListNodes(), NodeList).nodes == []
-        with MasterConnection(master.address, key=key, timeout_s=50.0) as stranger:
+        with MasterConnection(master.address, key=key, timeout_s=100) as stranger:
             for _ in range(2):
                 with pytest.raises(KeyRefusedError, match=text) as caught:
                     stranger.request(SubmitJob(spec=SPEC))
@@ -121,7 +121,7 @@ def test_the_command_says_it_in_a_line(
 
 def test_a_connection_that_was_refused_works_once_the_master_lets_it_in(master: MasterProcess) -> None:
     address = master.address
-    with MasterConnection(address, timeout_s=50.0) as connection:
+    with MasterConnection(address, timeout_s=100) as connection:
         with pytest.raises(KeyRefusedError):
             connection.request(ListJobs())
         master.kill()
@@ -134,7 +134,7 @@ def test_a_connection_that_was_refused_works_once_the_master_lets_it_in(master: 
 def test_a_client_with_a_key_is_told_that_the_master_has_none(fake_master: FakeMaster) -> None:
     fake_master.respond = lambda message: JobList(jobs=[])
     refused = pytest.raises(KeyRefusedError, match="cluster key")
-    with MasterConnection(fake_master.address, key=KEY, timeout_s=50.0) as connection, refused:
+    with MasterConnection(fake_master.address, key=KEY, timeout_s=100) as connection, refused:
         connection.request(ListJobs())
     assert fake_master.requests == []
 
@@ -145,7 +145,7 @@ def test_it_does_not_listen_beyond_loopback_without_a_key(
 ) -> None:
     monkeypatch.setenv("UNIFIED_KEY_FILE", "")
     master = start_master(*flags)
-    assert master.process.wait(10) == 1
+    assert master.process.wait(100) == 2
     (line,) = master.log.read_text().splitlines()
     assert "unified-master would listen on tcp://0.0.0.0:0, which other hosts reach, without a cluster key" in line
     assert not master.address_file.exists()
@@ -154,7 +154,7 @@ def test_it_does_not_listen_beyond_loopback_without_a_key(
 def test_a_key_that_others_can_read_stops_it(start_master: StartMaster, key_file: Path) -> None:
     key_file.chmod(0o640)
     master = start_master()
-    assert master.process.wait(10) == 1
+    assert master.process.wait(100) == 2
     assert f"`chmod 600 {key_file}`" in master.log.read_text()
 
 

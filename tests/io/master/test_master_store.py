@@ -1,15 +1,23 @@
 """The master's file: what is committed is there again, and what cannot be used is refused in words."""
 
+import contextlib
 import os
 import random
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.support.deadlines import missed
+from tests.support.master_process import StartMaster
+from unified.client.connection import MasterConnection
+from unified.errors import MasterUnreachableError
+from unified.job.spec import EntryPoint, JobSpec, RoleSpec
+from unified.protocol.client_master import Accepted, JobList, ListJobs, SubmitJob
 from unified.protocol.records import EventRecord
 from unified_master.core.messages import ReportEvent, SaveRecord
 from unified_master.store import SCHEMA_VERSION, Store, StoreError, back_up
@@ -165,19 +173,65 @@ while True:
 """
 
 
-def test_a_writer_that_is_killed_leaves_whole_transactions_and_all_that_it_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared", ["", pytest.param("nfs4", marks=pytest.mark.slow)])
+def test_a_writer_that_is_killed_leaves_whole_transactions_and_all_that_it_told(tmp_path: Path, shared: str) -> None:
+    """Also where a write-ahead log cannot be: the list of mounts is a fake, since nothing here mounts NFS."""
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        f"22 1 0:2 / / rw - ext4 /dev/sda rw\n23 22 0:3 / {tmp_path}/state rw - {shared or 'ext4'} nas:/x rw\n"
+    )
+    writer_program = f"import pathlib, unified.config.mounts as m; m.MOUNTS = pathlib.Path({str(mounts)!r})\n{WRITER}"
+    state = tmp_path / "state"
     rng = random.Random(3)
     last = 0
-    for _ in range(12):
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    for _ in range(50 if shared else 12):
+        writer = subprocess.Popen([sys.executable, "-c", writer_program, str(state)], stdout=subprocess.PIPE, text=True)
         assert writer.stdout is not None
         assert int(writer.stdout.readline()) >= last, "what was told is there again"
+        assert (state / "master.sqlite-wal").exists() == (not shared)
         time.sleep(rng.uniform(0, 0.05))
         writer.kill()
         told = [line for line in writer.communicate()[0].splitlines(keepends=True) if line.endswith("\n")]
         last = max([last, *map(int, told)])
-        store = Store(tmp_path)
-        values = {int(data) for _, _, data in store.records()}
-        store.close()
+        with contextlib.closing(sqlite3.connect(state / "master.sqlite")) as database:  # in the mode that it has
+            values = {int(data) for (data,) in database.execute("select data from records where kind = 'job'")}
         assert len(values) <= 1, "half a transaction is there"
         assert max(values, default=0) >= last
+
+
+MASTER = """
+import pathlib, sys
+import unified.config.mounts
+unified.config.mounts.MOUNTS = pathlib.Path({mounts!r})
+from unified_master.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_master_on_a_network_file_system_that_is_killed_loses_no_job_that_it_took(
+    start_master: StartMaster, tmp_path: Path
+) -> None:
+    """The list of mounts is a fake, since nothing here mounts NFS."""
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"22 1 0:2 / / rw - ext4 /dev/sda rw\n23 22 0:3 / {tmp_path}/state rw - nfs4 nas:/x rw\n")
+    program = ["-c", MASTER.format(mounts=str(mounts))]
+    role = RoleSpec(name="r", kind="simple", entry_point=EntryPoint(kind="module", target="x"), total=2)
+    rng = random.Random(5)
+    taken: list[str] = []
+    for _ in range(50):
+        master = start_master(program=program)
+        with MasterConnection(master.address, timeout_s=100) as connection:
+            known = [job.job_id for job in connection.ask(ListJobs(), JobList).jobs]
+            assert set(taken) <= set(known)
+            killer = threading.Timer(rng.uniform(0, 0.15), master.process.kill)
+            killer.start()
+            with contextlib.suppress(MasterUnreachableError):
+                while True:
+                    spec = JobSpec(name=f"j{len(known)}-{len(taken)}", roles=[role])
+                    taken.append(connection.ask(SubmitJob(spec=spec), Accepted, timeout_s=missed(1.0)).job_id)
+            killer.join()
+            master.kill()
+    assert not list((tmp_path / "state").glob("*-wal"))
+    assert "event=rollback-journal" in master.log.read_text()
+    assert len(taken) > 10

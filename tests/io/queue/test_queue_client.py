@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.deadlines import missed
 from tests.support.queue_members import PATIENCE_S, Member, begun
 from unified.errors import (
     ProtocolError,
@@ -51,16 +52,16 @@ def test_a_get_waits_for_an_item_and_a_put_for_room(owner: Member, producer: Mem
 def test_a_get_whose_time_is_over_returns_nothing(owner: Member, consumer: Member) -> None:
     mine = owner.queue(is_master=True)
     ours = consumer.queue()
-    assert ours.get(1, timeout=0.05) == []
-    assert mine.get(1, timeout=0.05) == []
+    assert ours.get(1, timeout=missed(0.05)) == []
+    assert mine.get(1, timeout=missed(0.05)) == []
     mine.put(1)
-    assert ours.get(1, timeout=0.05) == [1]
+    assert ours.get(1, timeout=PATIENCE_S) == [1]
 
 
 def test_a_put_whose_time_is_over_says_how_much_went_in(owner: Member, producer: Member) -> None:
     mine = owner.queue(is_master=True, size=2)
     with pytest.raises(QueueFullError, match="2 of 3 items went in") as caught:
-        producer.queue().put(1, 2, 3, timeout=0.05)
+        producer.queue().put(1, 2, 3, timeout=missed(0.05))
     assert caught.value.num_put == 2
     assert mine.get(5) == [1, 2]
 
@@ -296,7 +297,7 @@ def test_a_client_waits_for_its_owner(owner: Member, producer: Member, consumer:
     futures = [theirs.put_async(number) for number in range(3)]
     got = begun(ours.get, 3)
     assert ours.get_nowait() == []
-    assert ours.get(1, timeout=0.02) == []
+    assert ours.get(1, timeout=missed(0.02)) == []
     owner.queue(is_master=True)
     for future in futures:
         future.result(PATIENCE_S)
@@ -305,7 +306,7 @@ def test_a_client_waits_for_its_owner(owner: Member, producer: Member, consumer:
 
 
 def test_a_queue_that_nobody_makes_is_missed(owner: Member) -> None:
-    queue = owner.queue("absent", owner_timeout=0.1)
+    queue = owner.queue("absent", owner_timeout=missed(0.1))
     with pytest.raises(QueueNotFoundError, match="no worker of the job has made it"):
         queue.put(1)
     for timeout in (None, PATIENCE_S):

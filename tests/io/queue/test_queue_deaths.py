@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from tests.support.deadlines import missed
 from tests.support.queue_members import PATIENCE_S, Member, QueueWorld, begun
 from unified.core.directory import IncarnationDied
 from unified.errors import (
@@ -198,7 +199,7 @@ def test_an_owner_that_ended_for_good_is_not_waited_for(
     owner: Member, producer: Member, consumer: Member, durable: dict[str, Any]
 ) -> None:
     owner.queue(**durable).put(1)
-    theirs, ours = producer.queue(owner_timeout=0.2), consumer.queue(owner_timeout=0.2)
+    theirs, ours = producer.queue(owner_timeout=missed(0.2)), consumer.queue(owner_timeout=missed(0.2))
     theirs.put(2)
     assert ours.get(1) == [1]
     owner.die("the job has no restarts left", is_final=True)
@@ -262,8 +263,7 @@ def test_an_item_that_is_too_large_for_a_journal_is_refused_and_the_queue_goes_o
 def test_a_disk_that_hangs_holds_nobody_longer_than_the_time_he_gave(
     owner: Member, producer: Member, durable: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owner_lookup, "GRACE_S", 0.2)
-    mine, also_mine = owner.queue(owner_timeout=0.1, **durable), owner.queue()
+    mine, also_mine = owner.queue(owner_timeout=missed(0.1), **durable), owner.queue()
     theirs = producer.queue()
     theirs.put("a")
     assert also_mine.qsize() == 1
@@ -276,13 +276,15 @@ def test_a_disk_that_hangs_holds_nobody_longer_than_the_time_he_gave(
         commit(records)
 
     file.commit = hang
-    for queue in (also_mine, mine, theirs):
-        with pytest.raises(QueueNotFoundError, match=r"worker a, .* its journal's disk hangs"):
-            begun(queue.put, "b", timeout=0.1).result(PATIENCE_S / 2)
-    assert hangs.is_set()
-    assert begun(mine.get, 1, 0.1).result(PATIENCE_S / 2) == []
-    with pytest.raises(QueueNotFoundError):
-        begun(mine.close).result(PATIENCE_S / 2)
+    with monkeypatch.context() as while_it_hangs:
+        while_it_hangs.setattr(owner_lookup, "GRACE_S", missed(0.2))
+        for queue in (also_mine, mine, theirs):
+            with pytest.raises(QueueNotFoundError, match=r"worker a, .* its journal's disk hangs"):
+                begun(queue.put, "b", timeout=missed(0.1)).result(PATIENCE_S / 2)
+        assert hangs.is_set()
+        assert begun(mine.get, 1, missed(0.1)).result(PATIENCE_S / 2) == []
+        with pytest.raises(QueueNotFoundError):
+            begun(mine.close).result(PATIENCE_S / 2)
     goes_on.set()
     mine.put("c")
     assert theirs.get(9, PATIENCE_S) == ["a", "b", "b", "c"], "the owner never heard of one"

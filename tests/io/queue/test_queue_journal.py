@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.deadlines import met
 from tests.support.queue_core import JournalModel, Story
 from unified.bus.codec.serialized import SerializedValue
 from unified.errors import QueueJournalError, UsageError
@@ -34,7 +35,7 @@ from unified.queue.journal import ROW_BYTES, Journal, JournalClocks, JournalFile
 from unified.queue.server import QueueService
 from unified.testing import eventually
 
-PATIENCE_S = 10.0
+PATIENCE_S = met(100.0)
 
 
 class Written(Story):

@@ -29,7 +29,7 @@ class Server:
         self.context: Context = zmq.Context()
         self.gate = Gatekeeper(self.context, key, name="server")
         self.socket: Socket = self.context.socket(zmq.PULL)
-        self.gate.secure(self.socket, True)
+        self.gate.guard(self.socket)
         self.socket.bind("tcp://127.0.0.1:*")
         self.address = self.socket.get_string(zmq.LAST_ENDPOINT)
 
@@ -203,7 +203,7 @@ def test_it_closes_in_either_order_with_connections_open(join: Join, first: str)
 def test_one_gatekeeper_guards_several_sockets(serve: Serve, join: Join) -> None:
     server = serve(KEY)
     second = server.context.socket(zmq.PULL)
-    server.gate.secure(second, True)
+    server.gate.guard(second)
     second.bind("tcp://127.0.0.1:*")
     join(second.get_string(zmq.LAST_ENDPOINT), OTHER)
     join(second.get_string(zmq.LAST_ENDPOINT), KEY)

@@ -22,7 +22,7 @@ from unified.protocol.snapshots import (
     encode_snapshot_message,
     snapshot_answer,
 )
-from unified.snapshot.round_store import RoundPlace
+from unified.rounds.snapshot_agreement import RoundPlace
 from unified.snapshot.snapshots import Snapshots
 from unified.testing import eventually
 

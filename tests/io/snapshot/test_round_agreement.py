@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 
 from unified.protocol.snapshots import SnapshotStamp
-from unified.snapshot.round_store import RoundAgreement, RoundPlace
-from unified.worker.rendezvous_store import RoundStores, connect
+from unified.rounds.rendezvous_store import RoundStores, connect
+from unified.rounds.snapshot_agreement import RoundAgreement, RoundPlace
 
 pytest.importorskip("torch")
 WORLD_SIZE = 3

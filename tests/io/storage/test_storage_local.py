@@ -169,12 +169,12 @@ def test_the_file_of_a_living_writer_is_not_removed(tmp_path: Path) -> None:
     def pieces() -> Any:
         yield b"slow"
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(100)
 
     thread = threading.Thread(target=lambda: LocalBackend(tmp_path).write("a", pieces()))
     thread.start()
     try:
-        assert begun.wait(30)
+        assert begun.wait(100)
         (part,) = tmp_path.iterdir()
         os.utime(part, (0, 0))
         LocalBackend(tmp_path).write("b", b"")

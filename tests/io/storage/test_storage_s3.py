@@ -180,7 +180,7 @@ def test_a_writer_killed_at_any_request_leaves_the_old_or_the_new(s3_environment
 
     def kill_in_time(_: Asked) -> Fault:
         nonlocal left
-        assert known.wait(30)
+        assert known.wait(100)
         left -= 1
         if left == -1:
             os.kill(child, signal.SIGKILL)
@@ -322,7 +322,7 @@ def test_parts_go_side_by_side_and_not_too_many(s3_environment: S3Server) -> Non
                 most = max(most, len(now))
                 if len(now) == 2:
                     two.set()
-            assert two.wait(30)
+            assert two.wait(100)
             with lock:
                 now.discard(number)
         return None
@@ -407,5 +407,5 @@ def test_importing_is_cheap_and_a_missing_botocore_is_named() -> None:
         "try: CheckpointManager('s3://bucket/x')\n"
         "except ImportError as error: print(error)\n"
     )
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=30)
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=100)
     assert said.stdout.count("pip install 'unified-runtime[s3]'") == 2

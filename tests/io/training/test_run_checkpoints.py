@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from unified.errors import CheckpointNotFoundError, StorageError, UsageError
+from unified.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError, UsageError
 from unified.storage import open_storage
 from unified.training.checkpoints import RunCheckpointManager
 from unified.training.layout import RunLayout
@@ -75,6 +76,62 @@ def test_steps_that_are_not_complete_do_not_count(layout: RunLayout) -> None:
             manager.read_mark(2)
         with pytest.raises(CheckpointNotFoundError, match=r"no step-000007.json"):
             manager.read_mark(7)
+
+
+def damage(layout: RunLayout, name: str) -> None:
+    """Write 0xff over the middle of a file."""
+    backend, prefix = open_storage(layout.checkpoints_uri)
+    with backend:
+        data = bytearray(backend.read(key := f"{prefix}/{name}".lstrip("/")))
+        middle = len(data) // 2
+        data[middle : middle + 10] = b"\xff" * 10
+        backend.write(key, bytes(data))
+
+
+def test_the_newest_step_whose_bytes_are_as_they_were_is_fetched(
+    layout: RunLayout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RunCheckpointManager(layout) as manager:
+        assert manager.fetch_latest(tmp_path / "none") is None
+        for step in range(1, 5):
+            manager.save_checkpoint(step, files={f"step-{step:06}.pt": b"abc" * 100, f"checkpoint-{step}/b": b""})
+        assert manager.fetch_latest(tmp_path / "whole") == 4
+        assert capsys.readouterr().err == ""
+        damage(layout, "step-000004.pt")
+        backend, prefix = open_storage(layout.checkpoints_uri)
+        with backend:
+            backend.write(f"{prefix}/step-000003.pt".lstrip("/"), b"abc" * 99)
+        assert manager.latest() == 4, "sizes are as they were"
+        with pytest.raises(CheckpointCorruptError, match=r"step-000004.pt has the checksum .*, .* was saved"):
+            manager.fetch(4, tmp_path / "damaged")
+        assert manager.fetch_latest(tmp_path / "fetched") == 2
+        assert (tmp_path / "fetched/step-000002.pt").read_bytes() == b"abc" * 100
+        first, second = capsys.readouterr().err.splitlines()
+        assert re.match(r"unified-train: warning: checkpoint 4 in .* passed over: step-000004.pt has the chec", first)
+        assert re.match(r"unified-train: warning: checkpoint 3 in .* passed over: step-000003.pt has 297 bytes", second)
+        assert manager.fetch(2, tmp_path / "fetched").keys() == {"step-000002.pt", "checkpoint-2/b"}
+
+
+def test_a_mark_of_an_older_version_has_no_checksums(layout: RunLayout, tmp_path: Path) -> None:
+    backend, prefix = open_storage(layout.checkpoints_uri)
+    with RunCheckpointManager(layout) as manager, backend:
+        manager.save_checkpoint(1, files={"step-000001.pt": b"abc" * 100})
+        mark = json.loads(backend.read(key := f"{prefix}/step-000001.json".lstrip("/")))
+        assert mark["files"][0].pop("checksum").startswith(("xxh3_64:", "crc32:"))
+        backend.write(key, json.dumps(mark).encode())
+        damage(layout, "step-000001.pt")
+        assert manager.fetch_latest(tmp_path / "fetched") == 1
+
+
+def test_a_damaged_step_is_not_kept_in_the_place_of_a_whole_one(layout: RunLayout, tmp_path: Path) -> None:
+    """A run that went on from step 10 since 20 is damaged keeps the newest steps of its own."""
+    with RunCheckpointManager(layout, save_total_limit=1) as manager:
+        manager.save_checkpoint(20, files={"step-000020.pt": b"abc" * 100})
+        damage(layout, "step-000020.pt")
+        for step in (10, 15):
+            manager.save_checkpoint(step, files={f"step-{step:06}.pt": b"abc"})
+        assert manager.complete_steps() == [15, 20]
+        assert manager.fetch_latest(tmp_path / "fetched") == 15
 
 
 def test_a_step_that_is_saved_again_has_no_mark_meanwhile(layout: RunLayout) -> None:

@@ -29,7 +29,7 @@ def test_a_missing_package_is_named_with_its_extra(framework: str, module: str, 
     }
     argv = [text for name, value in options.items() for text in (f"--{name}", value)]
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, module, *argv], capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", PROGRAM, module, *argv], capture_output=True, text=True, timeout=100, check=False
     )
     assert (done.returncode, done.stderr.strip()) == (
         2,

@@ -7,8 +7,6 @@ import os
 import re
 import signal
 import socket
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,11 @@ import pytest
 import torch
 
 from tests.support import training
+from tests.support.deadlines import missed
 from tests.support.s3 import S3Server, faulty
 from tests.support.training import Ranks, complete_steps, keys, losses, options, run_ranks
 from unified.storage import open_storage
+from unified.testing import eventually
 from unified.training.program import main
 from unified.training.scratch import scratch_folder
 
@@ -113,6 +113,7 @@ def test_a_resumed_run_is_the_same_run(data: str, base: str, world_size: int) ->
 @pytest.mark.slow
 def test_a_killed_run_is_resumed_with_other_ranks(data: str, base: str) -> None:
     codes, outputs = run_ranks(options(base, data, run_id="whole", max_steps=120), 2)
+    assert codes == [0, 0], outputs
     whole = losses(outputs[0])
     argv = options(base, data, max_steps=120)
     ranks = Ranks(argv, 2)
@@ -233,13 +234,11 @@ def test_bad_input_ends_with_one_line(
     message: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    begin = time.monotonic()
     code, text = said(options(**{"base": base, "dataset": data, "max_steps": 5, **change}), capsys)
     assert code == 2
     assert text.startswith("unified-train: ")
     assert message in text
     assert "\n" not in text
-    assert time.monotonic() - begin < 10
 
 
 def test_every_rank_says_the_same(data: str, base: str) -> None:
@@ -262,25 +261,21 @@ def test_a_store_that_refuses_connections_is_said_soon(
     s3_environment: object, data: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
-    begin = time.monotonic()
     code, text = said(options("s3://some-bucket/runs", data), capsys)
     assert code == 2
     assert "s3://some-bucket" in text
     assert "check the endpoint and the network" in text
-    assert time.monotonic() - begin < 10
 
 
 def test_a_store_that_never_answers_is_said_soon(
     s3_environment: object, data: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("unified.training.program.REACH_WITHIN_S", 1.0)
+    monkeypatch.setattr("unified.training.program.REACH_WITHIN_S", missed(1.0))
     with silent_server() as url:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", url)
-        begin = time.monotonic()
         code, text = said(options("s3://some-bucket/runs", data), capsys)
     assert code == 2
     assert "check the endpoint and the network" in text
-    assert time.monotonic() - begin < 15
 
 
 @pytest.mark.parametrize(("fault", "message"), [("deny", "AccessDenied"), ("busy", "HTTP 503")])
@@ -292,14 +287,12 @@ def test_a_store_that_refuses(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    begin = time.monotonic()
     with faulty(s3_environment, lambda asked: fault) as url:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", url)
         code, text = said(options("s3://some-bucket/runs", data), capsys)
     assert code == 2
     assert message in text
     assert "\n" not in text
-    assert time.monotonic() - begin < 20
 
 
 @pytest.mark.slow
@@ -340,7 +333,7 @@ def test_output_is_copied_in_bounded_objects(tmp_path: Path, monkeypatch: pytest
             for number in range(300):
                 print(f"line {number:05}")
                 if number == 150:
-                    wait_for(lambda: backend.exists("logs/rank-3.log"))
+                    eventually(lambda: backend.exists("logs/rank-3.log"))
             raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
@@ -351,10 +344,3 @@ def test_output_is_copied_in_bounded_objects(tmp_path: Path, monkeypatch: pytest
     assert text.splitlines()[:300] == [f"line {number:05}" for number in range(300)]
     assert text.endswith("ValueError: broken\n")
     assert all(stat.nbytes < 2000 for stat in backend.list("logs/"))
-
-
-def wait_for(condition: Any) -> None:
-    until = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < until
-        threading.Event().wait(0.01)

@@ -14,7 +14,7 @@ def test_four_ranks(tmp_path: Path) -> None:
     script = str(Path(__file__).parents[2] / "support/programs/weights_ranks.py")
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(
-        [sys.executable, script, str(tmp_path / "store")], capture_output=True, text=True, env=env, timeout=50
+        [sys.executable, script, str(tmp_path / "store")], capture_output=True, text=True, env=env, timeout=100
     )
     assert done.returncode == 0, done.stderr
     found = {each["ranks"][0][0]: each for each in map(json.loads, done.stdout.splitlines())}

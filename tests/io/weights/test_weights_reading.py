@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.bus import PATIENCE_S
+from tests.support.deadlines import missed
 from tests.support.weights import SMALL, Cast, fill, model_of, one_route, values_of
 from unified.errors import UsageError, WeightsError, WeightsMismatchError, WeightsTimeoutError
 from unified.testing import eventually
@@ -68,7 +69,7 @@ def test_no_read_is_torn(cast: Cast, copy: bool) -> None:
             state = receiver.state_dict()
             for tensor in state.values():
                 seen.append((state.version, values_of({"": tensor})))
-                stop.wait(0.001)
+                stop.wait(missed(0.001))
 
     readers = [threading.Thread(target=work) for work in (read, read, read_slowly)]
     for reader in readers:
@@ -91,7 +92,7 @@ def test_no_read_is_torn(cast: Cast, copy: bool) -> None:
 def test_waiting_for_a_version(cast: Cast, pool: ThreadPoolExecutor) -> None:
     receiver = cast.receiver("r0")
     with pytest.raises(WeightsTimeoutError, match=r"worker r0 waited 0.01 s for version 1 or newer.*complete is none"):
-        receiver.load_into(model_of(0), timeout=0.01)
+        receiver.load_into(model_of(0), timeout=missed(0.01))
     with pytest.raises(WeightsTimeoutError, match="complete is none"):
         receiver.state_dict()
     sender = cast.sender()
@@ -158,7 +159,7 @@ def test_a_closed_receiver(cast: Cast, pool: ThreadPoolExecutor) -> None:
         with pytest.raises(WeightsError, match="was closed"):
             waiting.result(PATIENCE_S)
     with pytest.raises(WeightsTimeoutError, match="no WeightsReceiver"):
-        cast.send(cast.sender(), model_of(1), timeout=1.0)  # so long that a busy machine can answer that there is none
+        cast.send(cast.sender(), model_of(1), timeout=3.0)  # so long that a busy machine can answer that there is none
     with type(receiver)(bus=cast.buses["r0"]) as again:
         assert cast.send(cast.sender("other"), model_of(1)) == 1
         assert again.version == 1

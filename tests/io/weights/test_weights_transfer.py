@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.bus import PATIENCE_S
+from tests.support.deadlines import missed
 from tests.support.weights import SMALL, Cast, fill, model_of, one_route, values_of
 from unified.errors import WeightsError, WeightsTimeoutError, WeightsVersionError
 from unified.protocol.records import Reachability, WorkerIncarnation
@@ -81,9 +82,9 @@ def test_a_worker_without_receiver_is_named(cast: Cast) -> None:
     cast.worker("r1")
     sender = cast.sender()
     with pytest.raises(WeightsTimeoutError, match=r"did not reach r1: there is no WeightsReceiver\('default'\) there"):
-        cast.send(sender, model_of(1), "r0", "r1", timeout=0.2)
+        cast.send(sender, model_of(1), "r0", "r1", timeout=3.0)  # so long that a busy machine can answer
     with pytest.raises(WeightsTimeoutError, match=r"r2: worker r2 did not answer .* it has not started yet"):
-        cast.send(sender, model_of(1), "r0", "r2", timeout=0.2)
+        cast.send(sender, model_of(1), "r2", timeout=missed(0.2))  # alone: another would have to answer in this time
     assert first.version == 0
 
 
@@ -223,10 +224,10 @@ def test_a_sender_that_dies_on_the_way_leaves_no_trace(cast: Cast) -> None:
     for index, tensors in enumerate(buckets[:-1]):
         assert told(cast, "trainer", "bucket", plan.session, index, tensors) == {}
     with pytest.raises(WeightsTimeoutError, match=rf"version 2 from trainer \({len(buckets) - 1} of {len(buckets)}"):
-        receiver.wait(2, timeout=0.05)
+        receiver.wait(2, timeout=missed(0.05))
     cast.die("trainer")
     with pytest.raises(WeightsTimeoutError, match="complete is version 1; on its way nothing"):
-        receiver.wait(2, timeout=0.05)
+        receiver.wait(2, timeout=missed(0.05))
     assert receiver._service._coming == {}
     assert cast.send(cast.sender(incarnation=1), model_of(3), bucket_bytes=SMALL) == 2
     assert values_of(receiver.state_dict()) == {3}
@@ -280,7 +281,7 @@ def test_a_receiver_that_hangs_is_named_when_time_is_up(cast: Cast, pool: Thread
     cast.send(sender, model_of(1))
     holdup = Holdup(cast, "r1", "bucket", 2)
     with pytest.raises(WeightsTimeoutError, match=r"(?s)version 2 .* did not reach:\n  r1: "):
-        cast.send(sender, model_of(2), bucket_bytes=SMALL, timeout=0.5)
+        cast.send(sender, model_of(2), bucket_bytes=SMALL, timeout=3.0)  # enough for r0
     holdup.release.set()
     eventually(lambda: cast.receivers["r1"]._service._coming == {}, message="the rest of version 2 is still kept")
     assert values_of(cast.receivers["r1"].state_dict()) == {1}
@@ -307,7 +308,7 @@ def test_what_went_wrong_behind_the_back_is_told_by_the_next_call(cast: Cast) ->
     cast.receiver("r0")
     sender = cast.sender()
     holdup = Holdup(cast, "r0", "bucket", 1)
-    assert cast.send(sender, model_of(1), wait=False, timeout=0.3) == 1
+    assert cast.send(sender, model_of(1), wait=False, timeout=missed(0.3)) == 1
     with pytest.raises(WeightsError, match=r"(?s)the version before, which was not waited for: version 1 .*r0"):
         cast.send(sender, model_of(2))
     holdup.release.set()

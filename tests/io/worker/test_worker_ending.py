@@ -5,6 +5,7 @@ import signal
 import pytest
 
 from tests.io.worker.test_worker_life import calling
+from tests.support.deadlines import missed
 from tests.support.workers import PATIENCE_S, Agent, Child, Forker, Talk, attribute
 from unified.job.spec import EntryPoint
 from unified.protocol.worker_agent import Failed, Finished, Running, Stop
@@ -132,7 +133,7 @@ def test_an_end_that_a_stop_cuts_short_is_a_failure(agent: Agent, when: str) -> 
     hello = child.run()
     child.until_printed("last line")
     if when == "while it ends":
-        child.stop(grace_s=0.5)
+        child.stop(grace_s=missed(0.5))
         assert child.expect(Running).is_ending
     else:
         agent.write("go", "")
@@ -140,7 +141,7 @@ def test_an_end_that_a_stop_cuts_short_is_a_failure(agent: Agent, when: str) -> 
         (agent.folder / "go").unlink()
         with calling(agent, hello) as call:
             call("ask").result(PATIENCE_S)
-        child.stop(grace_s=0.5)
+        child.stop(grace_s=missed(0.5))
     failure = child.expect(Failed).failure
     assert failure.is_cut
     assert "its end was cut short after" in failure.summary
@@ -211,7 +212,7 @@ def test_ctrl_c_is_a_keyboard_interrupt(agent: Agent, name: str, said: str, code
 
 
 def interrupt(child: Child) -> None:
-    child.say(Stop(grace_s=20, reason="Ctrl-C", interrupt=True))
+    child.say(Stop(grace_s=100, reason="Ctrl-C", interrupt=True))
     child.process.send_signal(signal.SIGINT)
 
 

@@ -14,7 +14,7 @@ from unified.protocol.worker_agent import Finished, Hello, Reported
     [
         ("def run(:\n    pass", "run", "wp_code.py:1: SyntaxError"),
         ("def main(): pass", "mian", "'wp_code' has no attribute 'mian'. Did you mean 'main'?"),
-        ("class Service: pass", "Service", "has no run() method"),
+        ("class Service: pass", "Service", "has no run() method and no @rpc methods"),
         ("run = 3", "run", "must be a function or a class"),
         ("import nowhere_to_be_found", "run", "imports 'nowhere_to_be_found'"),
     ],

@@ -17,7 +17,7 @@ from unified.errors import RpcNotFoundError
 from unified.job.payload import encode
 from unified.job.spec import EntryPoint
 from unified.protocol.agent_master import RunOrder
-from unified.protocol.records import DirectoryEntry, Progress, Reachability
+from unified.protocol.records import DirectoryEntry, Progress, Reachability, WorkerReport
 from unified.protocol.worker_agent import DirectoryNews, Finished, Hello, Reported, Run, Running
 
 
@@ -310,8 +310,13 @@ def test_last_progress_comes_before_finished(agent: Agent) -> None:
         """,
     )
     reports: list[Progress] = []
+    points: list[WorkerReport] = []
     while isinstance(word := child.next_word(), Reported):
         reports.append(word.progress)
+        points += word.points
     assert isinstance(word, Finished)
     assert reports[-1] == Progress(step=4999, total=5000, metrics={"loss": 1})
     assert len(reports) < 100
+    assert (points[0].step, points[-1].step) == (0, 4999)
+    assert all(point.metrics == {"loss": 5000 - (point.step or 0)} for point in points)
+    assert [point.number for point in points] == [point.step for point in points]

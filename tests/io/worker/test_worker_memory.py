@@ -32,7 +32,7 @@ PROGRAM = """
 def faults(kept_mb: str) -> tuple[int, int]:
     """What was kept, and pages that had to be made for four arrays of 64 MiB."""
     program = textwrap.dedent(PROGRAM % kept_mb)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
     kept, count = done.stdout.split()
     return int(kept), int(count)
 
@@ -68,7 +68,7 @@ LIBRARIES = """
 
 def test_pages_of_libraries_are_given_back_and_read_anew() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(LIBRARIES)], capture_output=True, text=True, check=True, timeout=50
+        [sys.executable, "-c", textwrap.dedent(LIBRARIES)], capture_output=True, text=True, check=True, timeout=100
     )
     before, after = (int(word) for word in done.stdout.split())
     assert after < before / 2

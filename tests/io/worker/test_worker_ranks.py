@@ -4,11 +4,14 @@ import os
 import re
 import signal
 import socket
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from tests.support.workers import Agent, ForkedChild, Forker, attribute
+from tests.support.deadlines import missed
+from tests.support.workers import Agent, Child, ForkedChild, Forker, attribute
 from unified.job.spec import Communication, EntryPoint
 from unified.protocol.agent_master import RunOrder
 from unified.protocol.worker_agent import Finished, Hello
@@ -44,8 +47,9 @@ ELASTIC = """
     [
         (attribute("run"), True),
         pytest.param(EntryPoint(kind="script", target="wp_code.py"), False, marks=pytest.mark.slow),
+        (EntryPoint(kind="script", target="wp_code.py"), True),
     ],
-    ids=["automatic", "env"],
+    ids=["automatic", "env", "replaced"],
 )
 def test_rank_that_dies_is_replaced_in_a_new_round(
     agent: Agent, forker: Forker, entry: EntryPoint, auto_setup: bool
@@ -90,7 +94,7 @@ def test_rank_that_dies_is_replaced_in_a_new_round(
 
 
 def test_round_without_a_store_says_whom_it_awaited(agent: Agent) -> None:
-    child = agent.load(ELASTIC, kind="elastic", communication=Communication(timeout_s=0.2))
+    child = agent.load(ELASTIC, kind="elastic", communication=Communication(timeout_s=missed(0.2)))
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         port = nobody.getsockname()[1]
@@ -98,3 +102,20 @@ def test_round_without_a_store_says_whom_it_awaited(agent: Agent) -> None:
         failure = child.failure()
     assert failure.category == "crash"
     assert re.search(rf"rank 0 waited \d+\.\d s for the job's store at 127\.0\.0\.1:{port}", failure.summary)
+
+
+def test_ranks_and_their_store_say_what_to_install_where_torch_is_missing(
+    agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever ends first is the one that the user reads of."""
+    (tmp_path / "torch.py").write_text("raise ImportError(\"No module named 'torch'\")")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    rank = agent.load("def run(): ...", kind="elastic")
+    launch = msgspec.structs.replace(agent.describe(attribute("run"), kind="elastic"), kind="store", name="store")
+    store = Child(launch, agent.folder)
+    agent.children.append(store)
+    for child in (rank, store):
+        child.expect(Hello)
+        failure = child.failure()
+        assert failure.category == "setup"
+        assert failure.summary.endswith("has none: pip install 'unified-runtime[torch]' there.")

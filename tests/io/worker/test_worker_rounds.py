@@ -150,6 +150,6 @@ def test_a_rank_that_waits_for_its_next_round_can_be_stopped(agent: Agent, forke
             break_round(child, 1)  # all are told before one is waited for
         for child in children:
             if is_left(child, 1):
-                child.say(Stop(grace_s=20, reason="the test is over"))
+                child.say(Stop(grace_s=100, reason="the test is over"))
                 assert child.failure().exit_code == EXIT_TERMINATED
                 child.until_gone()

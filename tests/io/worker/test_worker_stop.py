@@ -1,11 +1,11 @@
 """A real worker process: how it is stopped."""
 
 import signal
-import time
 from collections.abc import Callable
 
 import pytest
 
+from tests.support.deadlines import missed
 from tests.support.workers import Agent, Child
 from unified.protocol.worker_agent import Finished, Hello, Stop
 
@@ -49,23 +49,37 @@ SLEEPER = """
 
 
 @pytest.mark.parametrize(("name", "said"), [("looks", "stopped"), ("late_look", "stopped"), ("calls_back", "called")])
-@pytest.mark.parametrize("way", ["order", "signal", "both"])
+@pytest.mark.parametrize("way", ["order", "signal and order", "order and signal"])
 def test_worker_that_asked_for_time_ends_by_itself(agent: Agent, name: str, said: str, way: str) -> None:
     child = agent.run(SLEEPER, name)
     child.until_printed("up")
-    if way != "signal":
-        child.say(Stop(grace_s=20, reason="test"))
-    if way != "order":
+    if way == "signal and order":
+        child.process.send_signal(signal.SIGTERM)
+        child.until_printed(said)
+    child.say(Stop(grace_s=100, reason="test"))
+    if way == "order and signal":
         child.process.send_signal(signal.SIGTERM)
     child.expect(Finished)
     assert child.exit_code() == 0
     assert said in child.output.read_text()
 
 
+@pytest.mark.parametrize(("name", "said"), [("looks", "stopped"), ("calls_back", "called")])
+def test_work_that_a_signal_alone_has_cut_is_not_finished(agent: Agent, name: str, said: str) -> None:
+    """SLURM sends SIGTERM to each process of a step: what returns then may have done half of its work."""
+    child = agent.run(SLEEPER, name, job={"stop_grace_s": missed(0.5)})
+    child.until_printed("up")
+    child.process.send_signal(signal.SIGTERM)
+    assert child.exit_code() == 128 + signal.SIGTERM
+    assert said in child.output.read_text()
+    with pytest.raises(AssertionError, match="hung up"):
+        child.expect(Finished)
+
+
 @pytest.mark.parametrize(
     ("stop", "code"),
     [
-        (lambda child: child.say(Stop(grace_s=20, reason="test")), 128 + signal.SIGTERM),
+        (lambda child: child.say(Stop(grace_s=600, reason="test")), 128 + signal.SIGTERM),
         (lambda child: child.process.send_signal(signal.SIGTERM), -signal.SIGTERM),
     ],
     ids=["order", "signal"],
@@ -73,10 +87,8 @@ def test_worker_that_asked_for_time_ends_by_itself(agent: Agent, name: str, said
 def test_worker_that_does_not_listen_is_ended_at_once(agent: Agent, stop: Callable[[Child], None], code: int) -> None:
     child = agent.run(SLEEPER, "deaf")
     child.until_printed("up")
-    begun = time.monotonic()
     stop(child)
     assert child.exit_code() == code
-    assert time.monotonic() - begun < 5
     assert list(agent.run_dir.rglob("*.sock")) == []
 
 

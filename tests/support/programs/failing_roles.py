@@ -1,7 +1,7 @@
 """Roles that fail as their environment says: ``HOW`` in the first ``TIMES`` lives of rank 0; the others go on.
 
 On the node that is named by ``HANGS_ON`` their import hangs, and that of ``FAULTY_LINK`` fails its node check. In the
-first ``DIES_IN_IMPORT`` lives it ends the process.
+first ``DIES_IN_IMPORT`` lives it ends the process. With ``STEP`` it reports that step before it fails.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ node = os.environ.get("UNIFIED_NODE", "")
 if node == os.environ.get("HANGS_ON"):
     time.sleep(LIMIT_S)
 if node == os.environ.get("FAULTY_LINK"):
-    from unified.worker import node_check
+    from unified.rounds import node_check
 
     def broken(*_: object) -> float:
         raise RuntimeError("no carrier")
@@ -66,6 +66,8 @@ def work() -> None:
     if worker.actor_info.rank == 0 and worker.incarnation < int(os.environ.get("TIMES", "1")):
         if (delay_s := float(os.environ.get("AFTER_S", "0"))) > 0:
             time.sleep(delay_s)
+        if "STEP" in os.environ:
+            worker.report(step=int(os.environ["STEP"]))
         fail(os.environ.get("HOW", ""))
     wait()
 

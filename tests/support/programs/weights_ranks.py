@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from unified.errors import WeightsVersionError
+from unified.rounds.rank_group import MeshGroup, WholeGroup, lead
 from unified.weights.sender import RANK_ERRORS, ranks_for
 from unified.weights.state_dict import OutgoingStateDict, VersionedStateDict, load
-from unified.worker.rank_group import MeshGroup, WholeGroup, lead
 
 SIZE = 4
 

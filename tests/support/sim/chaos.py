@@ -10,7 +10,16 @@ from tests.support.master import COLLATERAL, CRASH, ENTRY, LOOP, SETUP, USER
 from tests.support.sim.sim_agent import SimAgent
 from tests.support.sim.world import World
 from unified.job.spec import JobSpec, Resources, RoleSpec, has_range
-from unified.protocol.client_master import DrainNode, GetJob, ReadLog, RestartWorkers, StopJob, SubmitJob
+from unified.protocol.client_master import (
+    DrainNode,
+    ReadLog,
+    RestartWorkers,
+    ResumeJob,
+    StopJob,
+    SubmitJob,
+    SuspendJob,
+    WatchCluster,
+)
 from unified.protocol.records import DirectoryEntry, JobWorkerIncarnation, Stage, WorkerState
 from unified_master.core.state import JobRecord, WorkerRecord
 from unified_simulator.agent import Delays, SimulatedAgent, resources
@@ -75,6 +84,8 @@ class Chaos:
                 (4, self.fail_together),
                 (2, self.drain),
                 (3, self.undrain),
+                (2, self.suspend),
+                (4, self.resume),
             ]
 
     def run(self, num_deeds: int) -> None:
@@ -295,13 +306,19 @@ class Chaos:
     def stop(self) -> None:
         self.world.ask(StopJob(job=self.a_job(), force=self.rng.random() < 0.5))
 
+    def suspend(self) -> None:
+        self.world.ask(SuspendJob(job=self.rng.choice((self.a_job(), ""))))
+
+    def resume(self) -> None:
+        self.world.ask(ResumeJob())
+
     def restart(self) -> None:
         self.world.ask(RestartWorkers(job=self.a_job(), workers=self.rng.choice(([], ["r0-0"]))))
 
     def poll(self) -> None:
-        job = self.a_job()
-        known = [one.version for one in self.world.core.cluster.jobs.values() if one.spec.name == job]
-        self.world.ask(GetJob(job=job, after_version=max(known, default=0), wait_s=self.rng.choice((0.0, 1.0, 30.0))))
+        job, after = self.rng.choice(("", self.a_job())), self.world.core.cluster.changes.version
+        wait_s, settle_s = self.rng.choice((0.0, 1.0, 30.0)), self.rng.choice((0.0, 0.5))
+        self.world.ask(WatchCluster(job=job, after_version=after, wait_s=wait_s, settle_s=settle_s))
 
     def read(self) -> None:
         self.world.ask(ReadLog(job=self.a_job(), worker="r0-0"))
@@ -338,6 +355,7 @@ class Chaos:
         while len(self.world.agents) < len(NODES):
             self.start_missing()
         self.undrain()
+        self.resume()
         self.world.run(30.0)
 
     def finish_all(self) -> None:
@@ -366,7 +384,7 @@ class Chaos:
             held = (node.incarnations, node.allocations, node.leaving)
             assert held == ({}, {}, {}), f"{node.name} holds something"
             assert self.world.agents[node.name].lives == {}, f"{node.name} still runs something"
-        assert (cluster.polls, cluster.reads) == ({}, {})
+        assert (cluster.watches, cluster.reads) == ({}, {})
         assert [job.job_id for job in cluster.jobs.values() if job.holders] == []
 
 

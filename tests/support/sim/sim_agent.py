@@ -32,7 +32,7 @@ from unified.protocol.records import (
 )
 from unified.protocol.snapshots import ServerAddress, SnapshotHost
 from unified.protocol.stacks import GroupCollectives, StackReport, StackSource, WorkerStacks
-from unified_agent.core.lease_keeping import NodeLease
+from unified_agent.core.lease import NodeLease
 from unified_simulator.agent import REJOINS, Delays, log_of, next_claims, resources
 from unified_simulator.node import Said
 
@@ -83,6 +83,7 @@ class SimAgent:
         self.collectives: dict[str, list[GroupCollectives] | None] = {}
         """Process groups of workers, for those who ask for stacks; None: that one does not answer."""
         self.is_mute = False
+        self.log_error = ""
         """Nobody is told any stacks."""
         self.is_hung = False
         """Its elastic loops do not get out of a collective."""
@@ -119,7 +120,9 @@ class SimAgent:
             case DesiredWorkers():
                 return self._converge(now, message)
             case ReadAgentLog():
-                return [(request_id, log_of(message, self.node, self.incarnation))]
+                read = log_of(message, self.node, self.incarnation)
+                read = msgspec.structs.replace(read, error=self.log_error or read.error)
+                return [] if self.is_mute else [(request_id, read)]
             case ReadStacks():
                 return [] if self.is_mute else [(request_id, self._stacks(message))]
             case _:
@@ -156,14 +159,14 @@ class SimAgent:
                 sim.failure = failure
         return [self._observed()]
 
-    def finish(self, job_id: str, worker: str) -> list[Said]:
+    def finish(self, job_id: str, worker: str, state: WorkerState = WorkerState.FINISHED) -> list[Said]:
         for sim in self._running(job_id, worker):
-            sim.state = WorkerState.FINISHED
+            sim.state = state
         return [self._observed()]
 
-    def report_progress(self, job_id: str, worker: str, step: int) -> list[Said]:
+    def report_progress(self, job_id: str, worker: str, step: int, waits_for: str = "") -> list[Said]:
         for sim in self._running(job_id, worker):
-            sim.progress = Progress(step=step)
+            sim.progress = Progress(step=step, waits_for=waits_for)
         return [self._observed()]
 
     def claim(self, job_id: str, worker: str, names: Iterable[str]) -> list[Said]:

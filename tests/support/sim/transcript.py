@@ -121,6 +121,7 @@ class Transcript:
             summary=options.get("error", "ValueError: boom"),
             category=options.get("category", "user"),
             is_collateral="collateral" in words,
+            traceback=options.get("traceback", ""),
         )
         self._end(words[0], words[1], failure)
 

@@ -10,7 +10,8 @@ from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.agent_master import DesiredWorker
 from unified.protocol.records import Device, NodeResources
 from unified_agent.core.launching import start_of
-from unified_agent.environment import RESOLVER, NodeFacts, devices_of, starting_variables, tunables, worker_environment
+from unified_agent.environment import RESOLVER, NodeFacts, devices_of, starting_variables, worker_environment
+from unified_agent.spawn import tunables
 
 ENTRY = EntryPoint(kind="attribute", target="m")
 ROLE = RoleSpec(name="trainer", kind="elastic", entry_point=ENTRY, total=4, per_group=2)

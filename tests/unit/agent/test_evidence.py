@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.agent_core import W0
+from unified.config import cgroups
 from unified.protocol.records import Evidence, MemorySample
-from unified_agent import cgroups
-from unified_agent.evidence import SAMPLE_S, EvidenceCollector, ProcessEnd
+from unified_agent.measure.evidence import SAMPLE_S, EvidenceCollector, ProcessEnd
 
 KILLED = ProcessEnd(-9, peak_kb=4096)
 
@@ -21,7 +21,7 @@ class Host:
         self.group, self.proc, self.vmstat = root / "group", root / "proc", root / "vmstat"
         (self.proc / "7").mkdir(parents=True)
         self.group.mkdir()
-        monkeypatch.setattr("unified_agent.evidence._HOST", self.vmstat)
+        monkeypatch.setattr("unified_agent.measure.evidence._HOST", self.vmstat)
         monkeypatch.setattr(cgroups, "_groups", lambda proc: iter([self.group]))
         self.count("memory.events", 2)
         self.vmstat.write_text("nr_free 5\noom_kill 4\n")
@@ -117,7 +117,7 @@ def test_the_kernels_own_record_is_the_best_evidence(
 ) -> None:
     """Where it can be read and does not name the process, another one's kill on this host is no hint."""
     read, write = os.pipe2(os.O_NONBLOCK)
-    monkeypatch.setattr("unified_agent.evidence._open_at_end", lambda path: read)
+    monkeypatch.setattr("unified_agent.measure.evidence._open_at_end", lambda path: read)
     evidence = host.collector()
     evidence.began(W0, 7)
     killed = f"Killed process {pid} (python) total-vm:9kB, anon-rss:8kB, UID:0 pgtables:196kB oom_score_adj:0"

@@ -17,7 +17,7 @@ from unified.checkpoint.sharded.index import MAX_GAP_BYTES, MAX_RUN_BYTES, runs
 from unified.checkpoint.sharded.plan import SMALL_BYTES, shared_out
 from unified.checkpoint.store import RANK_ERRORS
 from unified.errors import CheckpointCorruptError, CheckpointError, UsageError
-from unified.worker.rank_group import Alone, each_does, lead
+from unified.rounds.rank_group import Alone, each_does, lead
 
 
 def shard(start: int, nbytes: int) -> s.Shard:

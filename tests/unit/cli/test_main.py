@@ -22,8 +22,10 @@ from unified.protocol.records import Device, NodeResources, NodeState, Stage, Wo
 
 
 @pytest.fixture(autouse=True)
-def no_master(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("UNIFIED_MASTER", raising=False)
+    monkeypatch.setenv("UNIFIED_RUN_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("UNIFIED_HOME", str(tmp_path / "home"))
 
 
 @pytest.mark.parametrize("command", ["jobs", "nodes", "status x", "logs x", "stop x", "explain x", "call x r m"])
@@ -113,6 +115,7 @@ def test_a_submitted_job_is_named_after_its_file(
     text = "class Job:\n    def submit(self, name, blocking):\n        print(name)\n        return 0\nother = Job()\n"
     file = write(tmp_path / "my file.py", text) + ":other"
     monkeypatch.delenv("UNIFIED_JOB_NAME", raising=False)
+    monkeypatch.setenv("UNIFIED_MASTER", "tcp://127.0.0.1:1")  # no cluster is begun for it
     assert main(["submit", file]) == 0
     assert re.fullmatch(r"my-file-[0-9a-f]{4}\n", capsys.readouterr().out)
     monkeypatch.setenv("UNIFIED_JOB_NAME", "nightly")
@@ -183,7 +186,6 @@ def test_a_status_has_a_line_a_worker_and_the_odd_ones_first_when_there_are_many
         job_id="a-1",
         name="a",
         stage=Stage.RUNNING,
-        version=1,
         reason="all run",
         submitted_at=1000.0,
         budgets=[
@@ -205,8 +207,10 @@ def test_a_status_has_a_line_a_worker_and_the_odd_ones_first_when_there_are_many
 def test_arguments_of_a_call_are_json() -> None:
     found = parse_arguments(["3", '"a=b"', "[1,2]", "lr=0.1", 'name="x"', "flag=null"])
     assert found == ([3, "a=b", [1, 2]], {"lr": 0.1, "name": "x", "flag": None})
-    with pytest.raises(UsageError, match=r"the argument 'last' is not JSON: a text is written '\"text\"'"):
+    with pytest.raises(UsageError, match=r"have to be JSON, and 'last' is not. If it is a text, write '\"last\"';"):
         parse_arguments(["last"])
+    with pytest.raises(UsageError, match=r"and 'name=it' is not. If it is a text, write 'name=\"it\"';"):
+        parse_arguments(["name=it"])
     with pytest.raises(UsageError, match="'4' comes behind one that is given by name"):
         parse_arguments(["lr=1", "4"])
 

@@ -6,10 +6,12 @@ import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
 from unified.api.builder.torchrun import check_hosts, common_key
+from unified.cli.main import main
 from unified.cli.options import chosen_name, job_name
 from unified.cli.run import full_spec, quick_spec, run_parser
 from unified.errors import JobNameError, OptionError, UsageError
@@ -88,7 +90,8 @@ def test_the_quick_way_makes_the_same_job_as_the_models(line: str) -> None:
     spec = quick(line, {"UNIFIED_MASTER": "tcp://a:1", "UNIFIED_LEASE_S": "3"})
     assert spec is not None
     parser = run_parser({})
-    assert (spec, True) == full_spec(own_taken(parser, line), parser, "name", DRIVER)
+    full, config = full_spec(own_taken(parser, line), parser, "name", DRIVER)
+    assert (spec, True) == (full, config.wait)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +134,37 @@ TWO_HOSTS = "--nnodes=2 --node-rank=1 --master-addr=h0 --master-port=29500"
 def test_torchrun_s_way_on_several_hosts_needs_a_master(line: str) -> None:
     with pytest.raises(UsageError, match=r"unified run: --nnodes=.* without a master: .*--master or UNIFIED_MASTER"):
         check_hosts(told(line), "unified run", has_master=False)
+
+
+def test_a_folder_or_argument_that_is_not_utf_8_is_named_before_a_cluster_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+    os.mkdir(folder)
+    assert main(["run", "--standalone", "train.py", "\udcfe"]) == 2
+    assert "roles[0].entry_point.argv[0] is '\\udcfe', which is not UTF-8" in capsys.readouterr().err
+    monkeypatch.chdir(folder)
+    assert main(["run", "--standalone", "train.py"]) == 2
+    assert f"JobSpec.working_dir is '{tmp_path}/\\udcff', which is not UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["explain j --limit", "logs j --tail", "logs j --rank"])
+def test_a_number_beyond_31_bits_is_refused_where_it_is_given(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words.split(), "99999999999999999999"]) == 2
+    assert "99999999999999999999 is above 2147483647" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", ["--nnodes=3:1", "--nnodes=0", "--nnodes=x", "--max-restarts=-2"])
+@pytest.mark.parametrize("has_master", [True, False])
+def test_numbers_that_are_none_are_one_sentence_and_exit_code_2(
+    wrong: str, has_master: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("UNIFIED_MASTER", "tcp://127.0.0.1:1" if has_master else "")
+    assert main(["run", wrong, "train.py"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("unified run: --")
+    assert wrong.partition("=")[2] in said
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize(

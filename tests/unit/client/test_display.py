@@ -27,9 +27,7 @@ def said(text: str, stream: Stream = "out") -> list[Output]:
 def running(step: int, restarts: int = 0, reason: str = "all workers run", stage: Stage = Stage.RUNNING) -> JobStatus:
     worker = worker_status(progress=Progress(step=step, total=10, metrics={"loss": 1.5}))
     role = RoleStatus(name="trainer", kind="elastic", total=1, is_driver=True, round=1, num_restarts=restarts)
-    return JobStatus(
-        job_id="gpt-1", name="gpt", stage=stage, version=step, reason=reason, roles=[role], workers=[worker]
-    )
+    return JobStatus(job_id="gpt-1", name="gpt", stage=stage, reason=reason, roles=[role], workers=[worker])
 
 
 def test_plain_says_the_stage_once_and_steps_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,3 +146,19 @@ def test_a_full_disk_is_an_error() -> None:
     with pytest.raises(OSError, match="No space left"):
         lasting(Full()).write("hello")
     assert lasting(None).write("hello") == 5
+
+
+def test_live_shows_equal_lines_of_many_workers_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def show() -> str:
+        terminal = Terminal()
+        with LiveDisplay(terminal, terminal) as display:
+            sources = [OutputSource(f"[trainer-{rank}] ", "out") for rank in range(20)]
+            display.output([Output(source, "the same\n") for source in sources])
+            display.note("a sentence of ours")
+        return terminal.getvalue()
+
+    shown = show()
+    assert shown.count("the same") == 1
+    assert shown.index("[trainer 0-19 ×20] the same") < shown.index("a sentence of ours")
+    monkeypatch.setenv("UNIFIED_FOLD", "0")
+    assert show().count("the same") == 20

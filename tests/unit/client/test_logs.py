@@ -1,20 +1,30 @@
 """A cursor over one stream: text, skips, ends; and the lines that are made of it."""
 
+import time
+from typing import Any
+
+import msgspec
 import pytest
 
+from tests.support.fake_master import worker_status
+from unified.client import logs
 from unified.client.logs import (
     CHUNK_BYTES,
     IDLE_PAUSE_S,
     KEEP_CHUNK_BYTES,
     LIVE_PAUSE_S,
     QUIET_S,
+    LineFilter,
     LineView,
+    LogFilter,
+    LogReader,
     Mode,
     Output,
     OutputSource,
     StreamCursor,
 )
-from unified.protocol.client_master import LogChunk
+from unified.protocol.client_master import JobStatus, LogChunk, ReadLog, RoleStatus
+from unified.protocol.records import Stage
 
 SOURCE = OutputSource("[trainer-0] ", "out")
 
@@ -166,3 +176,81 @@ def test_what_was_begun_can_be_looked_at_while_it_grows() -> None:
     assert view.feed([Output(SOURCE, "\r20%")]) == []
     assert view.partials() == ["[trainer-0] 20%"]
     assert LineView(has_prefix=False).feed([Output(SOURCE, "bare\n")]) == ["bare"]
+
+
+class SlowSearch:
+    """A connection to a master whose agents search for long between two lines that match."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def send(self, request: ReadLog) -> "SlowSearch":
+        self.request = request
+        return self
+
+    def result(self) -> LogChunk:
+        time.sleep(0.02)
+        following = min(self.request.offset + 1, self.size)
+        data = b"the last line\n" if following == self.size else b""
+        place: dict[str, Any] = {"offset": self.request.offset, "next_offset": following, "size": self.size}
+        return LogChunk(worker="trainer_1-0_1-0", incarnation=0, data=data, is_final=True, **place)
+
+
+def test_a_search_that_finds_nothing_for_long_goes_on_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "KEEP_DRAIN_S", 0.2)
+    wanted = LogFilter(streams=("out",), lines=LineFilter(grep="last"))
+    connection: Any = SlowSearch(30)  # of 0.6 s at least
+    reader = LogReader(connection, "gpt-1", wanted)
+    reader.update(ended())
+    assert list(reader.rest()) == ["[trainer-0] the last line"]
+
+
+def ended() -> JobStatus:
+    role = RoleStatus(name="trainer", kind="elastic", total=1, is_driver=True)
+    status: dict[str, Any] = {"job_id": "gpt-1", "name": "gpt", "stage": Stage.STOPPED, "reason": ""}
+    return JobStatus(**status, roles=[role], workers=[worker_status()])
+
+
+def test_a_line_that_has_not_ended_is_left_and_a_node_that_is_busy_is_asked_again() -> None:
+    stream = StreamCursor("trainer_1-0_1-0", 0, SOURCE, lines=LineFilter(grep="x"))
+    answer = msgspec.structs.replace(chunk(b"x\n", size=10), next_offset=7)
+    stream.take(answer, 0.0)
+    for is_busy in (True, False):
+        stream.take(msgspec.structs.replace(answer, data=b"", offset=7, is_busy=is_busy), 0.0)
+        assert stream.is_caught_up is not is_busy
+    assert stream.request("job").offset == 7
+
+
+@pytest.mark.parametrize("wanted", [LineFilter(since=1.0), LineFilter(until=1.0)])
+def test_what_is_not_of_the_time_that_was_asked_for_is_not_said_to_be_missing(wanted: LineFilter) -> None:
+    stream = StreamCursor("trainer_1-0_1-0", 0, SOURCE, lines=wanted)
+    assert stream.take(chunk(b"", 5000), 0.0) == []
+
+
+class KeptTail:
+    """A master that has the end of a log whose node is gone, and itself as the reply."""
+
+    def send(self, request: ReadLog) -> "KeptTail":
+        return self
+
+    def result(self) -> LogChunk:
+        last = chunk(b"ab\nbc\n" + b"a" * 5000 + b"!\ncb\r\n", 100, is_final=True)
+        return msgspec.structs.replace(last, note="node n1 is gone")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("b$", ["… node n1 is gone", "ab", "cb"]),
+        ("(a+)+$", ["… node n1 is gone; the pattern takes too long for it: search for a simpler one"]),
+    ],
+)
+def test_lines_of_a_kept_tail_are_searched_by_the_reader(
+    pattern: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "SEARCH_WITHIN_S", 2.0)
+    connection: Any = KeptTail()
+    reader = LogReader(connection, "gpt-1", LogFilter(streams=("out",), lines=LineFilter(grep=pattern)))
+    reader.update(ended())
+    skipped = "… 100 bytes skipped, whole log: /logs/0.out"
+    assert list(reader.rest()) == [f"[trainer-0] {line}" for line in [skipped, *expected]]

@@ -8,7 +8,7 @@ from typing import TypeVar
 import pytest
 
 from unified.client.logs import Output, OutputSource
-from unified.client.output import OutputWriter, Prefix, WorkerOutput, is_same_place
+from unified.client.output import OutputWriter, Prefix, TracebackFilter, WorkerOutput, is_same_place
 from unified.protocol.client_master import JobStatus, RoleStatus
 from unified.protocol.records import Stage
 
@@ -54,7 +54,7 @@ def drawn(*outputs: Output, prefix: Prefix = "auto") -> str:
 
 def status(num_workers: int) -> JobStatus:
     role = RoleStatus(name="w", kind="elastic", total=num_workers, is_driver=True)
-    return JobStatus(job_id="j", name="j", stage=Stage.RUNNING, version=1, reason="", roles=[role], workers=[])
+    return JobStatus(job_id="j", name="j", stage=Stage.RUNNING, reason="", roles=[role], workers=[])
 
 
 ODD = b"\x1b[31mred\x1b[0m \xff\x00 \t end\n"
@@ -157,3 +157,36 @@ def test_a_reader_that_went_away_changes_nothing_for_the_other_stream(name: str)
         output.write([Output(A, "one\n"), Output(ERR, "oh\n")])
         output.write([Output(A, "two\n"), Output(ERR, "dear\n")])
     assert file.content() == (b"oh\ndear\n" if name == "out" else b"one\ntwo\n")
+
+
+FIRST, AGAIN = OutputSource("[w-0] ", "err"), OutputSource("[w-0#1] ", "err")
+TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    f()\nValueError: no\n'
+CHAIN = f"{TRACEBACK}\nDuring handling of the above exception, another exception occurred:\n\n{TRACEBACK}"
+SAME = "ValueError: no (the same traceback as w-0, above)\n"
+
+
+def filtered(source: OutputSource, *texts: str, by: TracebackFilter) -> str:
+    outputs = [*(Output(source, text) for text in texts), Output(source, is_end=True)]
+    return "".join(output.text for output in by.feed(outputs))
+
+
+@pytest.mark.parametrize("traceback", [TRACEBACK, CHAIN], ids=["one", "chain"])
+@pytest.mark.parametrize("cut_at", [0, 50, 90, len(TRACEBACK) - 1])
+def test_a_traceback_is_shown_once_however_its_text_comes(traceback: str, cut_at: int) -> None:
+    by = TracebackFilter()
+    assert not by.has_shown(traceback)
+    assert filtered(FIRST, "a\n" + traceback, "b\n" + TRACEBACK, by=by) == f"a\n{traceback}b\n{TRACEBACK}", "its own"
+    assert by.has_shown(traceback)
+    assert filtered(AGAIN, "a\n" + traceback[:cut_at], traceback[cut_at:], "b", by=by) == f"a\n{SAME}b"
+    assert not by.has_shown(traceback.replace("no", "yes"))
+
+
+def test_a_traceback_without_an_end_is_shown_at_the_end_and_before_a_gap() -> None:
+    by = TracebackFilter()
+    assert filtered(FIRST, TRACEBACK[:60], by=by) == TRACEBACK[:60]
+    outputs = by.feed([Output(FIRST, TRACEBACK[:60]), Output(FIRST, "x\n", note="5 kB skipped")])
+    assert [(output.text, output.note) for output in outputs] == [
+        ("", ""),
+        (TRACEBACK[:60], ""),
+        ("x\n", "5 kB skipped"),
+    ]

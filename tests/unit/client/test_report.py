@@ -1,17 +1,40 @@
 """The last words about a job, and the line a role."""
 
+import io
+from typing import Any
+
 import msgspec
 import pytest
 
 from tests.support.fake_master import worker_status
 from unified.cli.show import status_lines
-from unified.client.report import duration_text, end_lines, size_text, summarise
+from unified.client.display import LiveDisplay, role_table
+from unified.client.report import (
+    duration_text,
+    end_lines,
+    event_text,
+    headline_text,
+    size_text,
+    state_html,
+    state_lines,
+    summarise,
+    time_text,
+)
 from unified.protocol.client_master import EndReport, JobStatus, RoleStatus, WorkerStatus
-from unified.protocol.records import Failure, Progress, Stage, WorkerState
+from unified.protocol.records import (
+    EventRecord,
+    Evidence,
+    Failure,
+    MemorySample,
+    Progress,
+    Stage,
+    TimeSpent,
+    WorkerState,
+)
 
 
 def ended(exit_code: int | None, **fields: object) -> JobStatus:
-    status = JobStatus(job_id="gpt-1", name="gpt", stage=Stage.STOPPED, version=9, exit_code=exit_code)
+    status = JobStatus(job_id="gpt-1", name="gpt", stage=Stage.STOPPED, exit_code=exit_code)
     return msgspec.structs.replace(status, **fields)
 
 
@@ -129,3 +152,75 @@ def test_durations_and_sizes_are_words() -> None:
 def test_a_worker_that_was_killed_may_have_said_something_on_stdout() -> None:
     lines = end_lines(ended(1, end=end_of(Failure(summary="SIGKILL"), log_file="/logs/0.err")))
     assert "  log      /logs/0.err and .out (on node n)" in lines
+
+
+def test_samples_of_memory_are_said_to_be_older_than_the_end() -> None:
+    one = Evidence(memory=[MemorySample(1.2, 226)], peak_mb=998)
+    several = Evidence(memory=[MemorySample(15, 210), MemorySample(5, 2100)], peak_mb=3900)
+    texts = [
+        line
+        for evidence in (one, several)
+        for line in end_lines(ended(1, end=end_of(Failure(summary="E: x", evidence=evidence))))
+        if line.startswith("  memory")
+    ]
+    assert texts == [
+        "  memory   998 MB at most; sampled: 226 MB, 1.2 s before its end",
+        "  memory   3900 MB at most; sampled: 210, 2100 MB, from 15 s to 5.0 s before its end",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "stage"),
+    [
+        ({}, "INIT"),
+        ({"num_restarts": 1}, "RESTARTING"),
+        ({"roles": [RoleStatus(name="t", kind="simple", total=1, is_driver=True, num_restarts=1)]}, "RESTARTING"),
+        ({"num_restarts": 1, "stage": Stage.RUNNING}, "RUNNING"),
+    ],
+)
+def test_a_job_that_starts_again_restarts(fields: dict[str, Any], stage: str) -> None:
+    status = ended(None, **{"stage": Stage.INIT, **fields})
+    assert headline_text(status).startswith(f"gpt-1  {stage}")
+    assert state_lines(status, 0.0)[0] == f"job gpt-1 is {stage}, for -"
+
+
+def test_a_notebook_shows_state_and_progress_and_no_markup_of_the_jobs() -> None:
+    progress = Progress(step=3, total=10, metrics={"<b>": 1.5})
+    role = RoleStatus(name="trainer", kind="simple", total=1, is_driver=True)
+    status = ended(None, stage=Stage.RUNNING, reason="<i>", roles=[role], workers=[worker(0, progress=progress)])
+    html = state_html(status, 0.0)
+    assert "job gpt-1 is RUNNING" in html
+    assert '<progress value="3" max="10">' in html
+    assert "<td>step 3/10</td><td>&lt;b&gt; 1.5</td>" in html
+    assert "&lt;i&gt;" in html
+
+
+def test_no_text_of_a_worker_forges_a_line_or_reaches_the_terminal() -> None:
+    """Neither in a status, of a job that runs or has failed, nor in its events or the live display."""
+    hostile = "x\x1b]0;t\x07\x1b[2J\u202e\x9b1m\rjob gpt-1 finished"
+    progress = Progress(step=1, metrics={hostile: hostile, "a\nb": 1})
+    failure = Failure(summary=f"{hostile}\njob gpt-1 finished", traceback=f"Traceback\n  {hostile}\n\x1b[31mred\x1b[0m")
+    roles = [RoleStatus(name="trainer", kind="simple", is_driver=True, total=1)]
+    workers = [msgspec.structs.replace(worker(0, progress=progress), reason=hostile)]
+    running = JobStatus(job_id="gpt-1", name="gpt", stage=Stage.RUNNING, reason=hostile, roles=roles, workers=workers)
+    failed = ended(1, roles=roles, workers=workers, reason=hostile, end=end_of(failure))
+    event = EventRecord(at=0.0, job="gpt-1", event="worker-failed", reason=hostile)
+    terminal = io.StringIO()
+    with LiveDisplay(terminal, terminal) as display:
+        display._console.width = 400
+        display._console.print(role_table(running))
+        display.note(hostile)
+    drawn = [line for line in terminal.getvalue().replace("\x1b[?25h", "").split("\n") if "x\\x1b" in line]
+    assert len(drawn) >= 3
+    lines = [*status_lines(running, 0.0), *status_lines(failed, 0.0), *end_lines(failed), event_text(event)]
+    assert [line for line in [*lines, *drawn] if not line.isprintable()] == []
+    assert sum(line.startswith("job gpt-1 ") for line in lines) == 3, "one of each status and end, and none forged"
+    assert any(line.strip() == "red" for line in lines)
+
+
+def test_the_time_by_phase_is_a_bar_and_a_line() -> None:
+    times = TimeSpent(seconds={"starting": 20.0, "productive": 70.0}, phase="productive", since=190.0, stalls_at=191.0)
+    status = JobStatus(job_id="j", name="j", stage=Stage.RUNNING, times=times)
+    assert time_text(status, 191.0) == "[################....] 78 % productive, 22 % starting"
+    assert time_text(status, 200.0) == "[##############......] 71 % productive, 20 % starting, 9 % stalled"
+    assert time_text(msgspec.structs.replace(status, times=None), 200.0) == ""

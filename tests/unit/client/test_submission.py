@@ -6,10 +6,10 @@ from typing import Literal
 
 import pytest
 
-from tests.support.command_lines import read_by_table
 from unified.api.builder.builder import DLJobBuilder
-from unified.client.submission import with_own_folder
-from unified.errors import UsageError
+from unified.client.embedded import EmbeddedCluster
+from unified.client.submission import submit_job, with_own_folder
+from unified.errors import ClusterError, UsageError
 from unified.job.options import submit_options
 from unified.job.spec import OutputFiles, RoleSpec
 from unified.job.to_spec import to_spec
@@ -22,8 +22,12 @@ def role_of(builder: DLJobBuilder) -> RoleSpec:
     return role
 
 
+def role_by_command(cmd: str) -> RoleSpec:
+    return role_of(DLJobBuilder().by_dlrover_run_cmd(cmd))
+
+
 def described(line: str) -> OutputFiles:
-    found = role_of(read_by_table(f"torchrun {line} --nproc-per-node={NPROC} train.py")).output_files
+    found = role_by_command(f"torchrun {line} --nproc-per-node={NPROC} train.py").output_files
     return found or OutputFiles()
 
 
@@ -91,7 +95,7 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 def test_no_run_writes_over_the_files_of_another(tmp_path: Path) -> None:
     def folder(log_dir: str) -> str:
-        files = with_own_folder(role_of(read_by_table(f"torchrun {log_dir} --tee=3 train.py"))).output_files
+        files = with_own_folder(role_by_command(f"torchrun {log_dir} --tee=3 train.py")).output_files
         assert files is not None
         return f"{files.log_dir}/{files.run_id}"
 
@@ -101,3 +105,21 @@ def test_no_run_writes_over_the_files_of_another(tmp_path: Path) -> None:
     assert made.parent.name.startswith("torchelastic_")
     made.rmdir()
     made.parent.rmdir()
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_first_line_of_a_cluster_of_its_own_says_how_to_keep_one(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_start(_: EmbeddedCluster) -> None:
+        raise ClusterError("not now")
+
+    monkeypatch.setattr(EmbeddedCluster, "start", no_start)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    builder = DLJobBuilder().device_type("CPU").workload("worker", "w.run").total(1)
+    spec = to_spec(submit_options(builder.build(), {"job_name": "j"}, {}))
+    with pytest.raises(ClusterError, match="not now"):
+        submit_job(spec, master="local")
+    said = capsys.readouterr()
+    line = "starting a cluster for this job (2 s); `unified up` keeps one\n"
+    assert (said.out, said.err) == ("", line if is_terminal else "")

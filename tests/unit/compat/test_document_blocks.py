@@ -13,10 +13,10 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 import pytest
-from pydantic import ValidationError
 
 from unified import compat
 from unified.api.builder import DLJob, DLJobBuilder
+from unified.errors import JobError
 from unified.job import JobConfig
 from unified.job.options import submit_options
 from unified.protocol import coordinator
@@ -249,7 +249,7 @@ def test_outline_of_several_roles(execute: Execute) -> None:
 
 def test_outline_with_the_documents_own_entry_point_is_refused_by_name(execute: Execute) -> None:
     block = IMPORT + textwrap.dedent(OUTLINE).replace("entrypoint.run", "entrypoint")
-    with pytest.raises(ValidationError, match="entry point 'entrypoint' is not valid"):
+    with pytest.raises(JobError, match="entry point 'entrypoint' is not valid"):
         execute(block, worker_node_num=2, device_per_worker_node=4, log_level="INFO")
 
 

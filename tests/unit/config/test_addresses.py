@@ -8,7 +8,8 @@ from typing import Literal
 import pytest
 
 from unified.checkpoint import CheckpointManager
-from unified.cli.options import connect
+from unified.client.connection import connect_master
+from unified.config import addresses
 from unified.config.addresses import find_master, parse_address, parse_coordinator, parse_flag, split_address
 from unified.data.coordinator_client import RemoteCoordinator
 from unified.data.local_coordinator import embedded_coordinator
@@ -54,6 +55,14 @@ def test_forms_of_an_address(parse: Callable[[str], str | None], text: str, addr
 def test_what_is_no_address_is_named(text: str) -> None:
     with pytest.raises(UsageError, match=r"tcp://HOST:PORT"):
         parse_coordinator(text)
+
+
+def test_a_local_cluster_of_this_process_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNIFIED_MASTER", "tcp://a:1")
+    monkeypatch.setattr(addresses, "own_masters", ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"])
+    assert find_master(None) == "tcp://127.0.0.1:2"
+    assert find_master("tcp://b:1") == "tcp://b:1"
+    assert find_master("local") is None
 
 
 def test_the_argument_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,10 +215,11 @@ def test_an_argument_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) 
     assert find_master(None) is None
 
 
-def test_without_an_address_the_error_says_how_to_give_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_address_the_error_says_how_to_give_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("UNIFIED_MASTER", raising=False)
+    monkeypatch.setenv("UNIFIED_RUN_DIR", str(tmp_path))
     with pytest.raises(UsageError, match=r"--master tcp://HOST:PORT.*UNIFIED_MASTER"):
-        connect(None)
+        connect_master(None)
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def scripts(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def run(script: Path, *words: str, given: bytes = b"") -> bytes:
-    ran = subprocess.run([sys.executable, str(script), *words], input=given, capture_output=True, timeout=60)
+    ran = subprocess.run([sys.executable, str(script), *words], input=given, capture_output=True, timeout=100)
     assert ran.returncode == 0, ran.stderr.decode()
     return ran.stdout
 

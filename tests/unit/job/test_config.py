@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
-from pydantic import ValidationError
 
+from unified.errors import JobError
 from unified.job import AcceleratorType, DLConfig, ElasticWorkloadDesc, JobConfig, ResourceDesc, SimpleWorkloadDesc
 from unified.job.config import device_share
 
@@ -18,7 +18,7 @@ def job(roles: dict[str, dict[str, Any]] | None = None, **fields: Any) -> DLConf
 
 
 def refusal(roles: dict[str, dict[str, Any]] | None = None, **fields: Any) -> str:
-    with pytest.raises(ValidationError) as error:
+    with pytest.raises(JobError) as error:
         job(roles, **fields)
     return str(error.value)
 
@@ -86,11 +86,11 @@ def test_a_namespace_may_hold_any_object() -> None:
         ({"roles": {}}, "at least one workload must be defined"),
         ({"roles": {"a/b": {}}}, "role name 'a/b' is not allowed"),
         ({"roles": {"x" * 64: {}}}, "is not allowed"),
-        ({"roles": {"a": {"total": "many"}}}, "workloads.a.simple.total"),
-        ({"roles": {"a": {"totl": 1}}}, "workloads.a.simple\n  Value error, a workload has no 'totl'. Did you mean"),
-        ({"roles": {"a": {"entry_point": "main"}}}, "workloads.a.simple.entry_point"),
-        ({"accelerator_type": "mem"}, "accelerator_type"),
-        ({"node_number": 0}, "node_number"),
+        ({"roles": {"a": {"total": "many"}}}, "role 'a': total"),
+        ({"roles": {"a": {"totl": 1}}}, "role 'a': a workload has no 'totl'. Did you mean"),
+        ({"roles": {"a": {"entry_point": "main"}}}, "role 'a': entry_point"),
+        ({"accelerator_type": "mem"}, "device_type is 'mem': it must be"),
+        ({"node_number": 0}, "node_num is 0: it must be greater than or equal to 1."),
         ({"device_per_node": 0}, "device_per_node"),
         ({"node_numbr": 1}, "Did you mean 'node_number'?"),
         ({"dl_type": "X"}, "dl_type"),
@@ -197,13 +197,17 @@ def test_defaults_of_a_submission() -> None:
         "call_timeout_s": None,
         "python": None,
         "start_method": "fork",
+        "ship": False,
+        "exclude": [],
+        "requirements": [],
         "working_dir": None,
+        "report_to": "",
     }
 
 
 @pytest.mark.parametrize("name", ["a/b", "x" * 300, "", "-a"])
 def test_job_names_are_checked(name: str) -> None:
-    with pytest.raises(ValidationError, match="job name"):
+    with pytest.raises(JobError, match="job name"):
         JobConfig(job_name=name, dl_config=job())
 
 

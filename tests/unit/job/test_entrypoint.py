@@ -1,10 +1,18 @@
 """Entry points: which texts have a form, and what they say."""
 
+import functools
+import shlex
+import sys
+import threading
+from types import ModuleType
+from typing import Any
+
 import pytest
 
-from unified.errors import EntryPointError
+from unified.errors import EntryPointError, UsageError
 from unified.job import WorkloadEntrypointType, get_entrypoint_type
 from unified.job.entrypoint import normalized, parse
+from unified.job.payload import decode, encode_code
 from unified.job.spec import EntryPoint
 
 
@@ -24,6 +32,7 @@ from unified.job.spec import EntryPoint
             ),
         ),
         ("'my dir/train.py' x", EntryPoint(kind="script", target="my dir/train.py", argv=["x"])),
+        ("pkg.mod::Outer.Inner", EntryPoint(kind="attribute", target="pkg.mod", attribute="Outer.Inner")),
         ("-m pkg.train --x 'a b'", EntryPoint(kind="module", target="pkg.train", argv=["--x", "a b"])),
         ("-m train", EntryPoint(kind="module", target="train")),
     ],
@@ -75,3 +84,68 @@ def test_types_of_entry_points(text: str, kind: WorkloadEntrypointType) -> None:
 def test_normal_form_has_dots_and_keeps_arguments_as_written() -> None:
     assert normalized(" test::main ") == "test.main"
     assert normalized(" t.py --a 'b::c d' ") == "t.py --a 'b::c d'"
+
+
+class Outer:
+    class Inner:
+        pass
+
+    def method(self) -> None:
+        pass
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A `__main__` with what cells would have put there."""
+    module = ModuleType("__main__")
+    exec("def run():\n    return helper()\ndef helper():\n    return 7\nnumber = 3", vars(module))
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    return module
+
+
+def test_objects_that_workers_can_import_go_by_name() -> None:
+    assert normalized(shlex.join) == "shlex.join"
+    assert normalized(threading.Thread.start) == "threading::Thread.start"
+
+
+def test_other_objects_stay_what_they_are(notebook: ModuleType) -> None:
+    for value in (lambda: 0, Outer().method, functools.partial(shlex.join, []), notebook.run):
+        assert normalized(value) is value
+    assert normalized("__main__.run") is notebook.run
+    assert normalized(" __main__::run ") is notebook.run
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("__main__.rum", "the program that describes this job has no 'rum'. Did you mean 'run'?"),
+        ("__main__.number", "entry point 3 is of type int: give a function or a class"),
+        (5, "entry point 5 is of type int: give a function or a class"),
+        (None, "is of type NoneType"),
+    ],
+)
+def test_what_cannot_be_called_is_refused(notebook: ModuleType, given: Any, said: str) -> None:
+    with pytest.raises(EntryPointError) as error:
+        normalized(given)
+    assert said in str(error.value)
+
+
+def test_code_of_a_file_that_nobody_can_import_travels_with_what_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("file_of_a_driver")  # as `unified submit FILE.py` loads it
+    code = "from unified import rpc\ndef run():\n    return helper()\ndef helper():\n    return 7\n@rpc\ndef ask(): ..."
+    exec(code, vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert normalized(module.run) is module.run
+    blob = encode_code(module.run, "entry point")
+    monkeypatch.delitem(sys.modules, module.__name__)
+    run, functions = decode(blob)
+    assert run() == 7
+    assert [each.__name__ for each in functions] == ["ask"]
+
+
+def test_what_cannot_be_sent_is_said_with_the_remedy() -> None:
+    lock = threading.Lock()
+    with pytest.raises(
+        UsageError, match=r"the entry point of role a cannot be sent.*lock.*in a module that workers can"
+    ):
+        encode_code(lambda: lock, "entry point of role a")

@@ -32,7 +32,7 @@ HEAVY = ("torch", "numpy", "rich", "typer", "zmq")
 
 def printed(code: str) -> str:
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout.strip()
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,18 @@
 """Options of a submission: where they come from, and which source wins."""
 
 import re
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
+from unified.api.builder import DLJob
 from unified.errors import JobNameError, OptionError
 from unified.job import DLConfig, JobConfig
-from unified.job.options import submit_options
+from unified.job.description import field_of
+from unified.job.options import SubmitOptions, submit_options
 
 JOB = DLConfig.model_validate({"workloads": {"a": {"entry_point": "m.f"}}})
 
@@ -98,3 +102,31 @@ def test_settings_of_the_installation_and_empty_values_are_left_alone() -> None:
 def test_job_names_are_checked(name: str) -> None:
     with pytest.raises(JobNameError, match="job name"):
         options({"job_name": name})
+
+
+def test_type_checkers_know_the_options_by_all_their_names() -> None:
+    """`make types` runs mypy over this file: an ignored error that is none fails there."""
+    known = field_of(JobConfig)
+    hints = get_type_hints(SubmitOptions)
+    assert hints.keys() == known.keys() - {"dl_config"}
+    for name, hint in hints.items():
+        field = JobConfig.model_fields[known[name]].annotation
+        assert alternatives(hint) >= alternatives(field), name
+    job = DLJob.model_validate(JOB.model_dump())
+    calls: list[Callable[[], object]] = [
+        lambda: job.submit("name", job_max_restrt=3),  # type: ignore[call-overload]
+        lambda: job.submit("name", blocking=False, job_max_restart="none"),  # type: ignore[call-overload]
+        lambda: job.submit("name", failover_exec_strategy=7),  # type: ignore[call-overload]
+    ]
+    for wrong in calls:
+        with pytest.raises(OptionError):
+            wrong()
+
+
+def alternatives(hint: Any) -> set[Any]:
+    """The types of a union, without what is annotated to them."""
+    if get_origin(hint) is Annotated:
+        return alternatives(get_args(hint)[0])
+    if get_origin(hint) in (Union, UnionType):
+        return set().union(*(alternatives(each) for each in get_args(hint)))
+    return {hint}

@@ -122,7 +122,7 @@ def test_a_class_of_the_drivers_script_is_sent(tmp_path: Path, has_file: bool) -
         "sys.stdout.buffer.write(encode({'c': Config(2.0)}).data)\n"
     )
     program = [str(script)] if has_file else ["-c", script.read_text()]
-    ran = subprocess.run([sys.executable, *program], capture_output=True, timeout=30, check=True)
+    ran = subprocess.run([sys.executable, *program], capture_output=True, timeout=100, check=True)
     config = decode(Blob(codec="pickle", data=ran.stdout))["c"]
     assert (config.rate, config.next()) == (2.0, 7.0)
     again = decode(encode([config, type(config)]))

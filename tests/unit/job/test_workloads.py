@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from omegaconf import DictConfig
-from pydantic import ValidationError
 
+from unified import DLJobBuilder
+from unified.errors import JobError
 from unified.job import (
     CustomWorkloadDesc,
     ElasticWorkloadDesc,
@@ -17,7 +18,7 @@ from unified.job import (
     SimpleWorkloadDesc,
     WorkloadEntrypointType,
 )
-from unified.job.workloads import parse_nnodes
+from unified.job.names import parse_nnodes
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_node_group_failover_has_defaults() -> None:
     assert SimpleWorkloadDesc.model_validate({"entry_point": "m.f"}).node_group_failover == failover
     given = {"entry_point": "m.f", "node_group_failover": None}
     assert SimpleWorkloadDesc.model_validate(given).node_group_failover == failover
-    with pytest.raises(ValidationError, match="name the label of nodes"):
+    with pytest.raises(JobError, match="name the label of nodes"):
         NodeGroupFailoverDesc(enabled=True)
 
 
@@ -95,7 +96,7 @@ def test_entry_point_as_a_pair(pair: Any) -> None:
     ],
 )
 def test_resources_that_do_not_exist_are_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=re.escape(said)):
+    with pytest.raises(JobError, match=re.escape(said)):
         ResourceDesc.model_validate(given)
 
 
@@ -114,6 +115,7 @@ def test_defaults_of_a_workload() -> None:
         "config": {},
         "rank_based_gpu_selection": False,
         "is_driver": True,
+        "is_service": False,
         "node_group_failover": {"enabled": False, "group_label_key": "", "timeout": 300},
         "hang_timeout": None,
         "sub_stage": [],
@@ -172,7 +174,7 @@ def test_workload_fields_have_these_names(given: dict[str, Any], field: str, val
     ],
 )
 def test_workloads_that_cannot_be_are_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=re.escape(said)):
+    with pytest.raises(JobError, match=re.escape(said)):
         ElasticWorkloadDesc.model_validate({"entry_point": "m.f", **given})
 
 
@@ -196,6 +198,25 @@ def test_nodes_become_workers(
     assert (workload.min_nodes, workload.max_nodes) == nodes
 
 
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"": "1"}, "'' is no name of a variable"),
+        ({"A=B": "1"}, "'A=B' is no name of a variable"),
+        ({"A\0": "1"}, r"'A\\x00' is no name of a variable"),
+        ({"A": "x\0y"}, r"the value of A has the character NUL: 'x\\x00y'"),
+        ({"A": "\ud800"}, r"the variable 'A' or its value '\\ud800' is not UTF-8"),
+    ],
+)
+def test_variables_that_no_process_can_have_are_refused_by_build(env: dict[str, str], said: str) -> None:
+    for builder in (
+        DLJobBuilder().global_env(env).train("m.f").total(1),
+        DLJobBuilder().train("m.f").total(1).env(env),
+    ):
+        with pytest.raises(ValueError, match=said):
+            builder.build()
+
+
 @pytest.mark.parametrize("wrong", ["", "a", "1:2:3", "2:1", "0", "0:2", "-1", ":", "1:"])
 def test_ranges_of_nodes_that_are_none(wrong: str) -> None:
     with pytest.raises(ValueError, match="nnodes="):
@@ -211,5 +232,5 @@ def test_a_custom_workload_names_its_class() -> None:
 def test_a_node_may_stay_lost_for_a_minute_at_least() -> None:
     assert NodeGroupFailoverDesc(group_label_key="rack").timeout == 300
     assert NodeGroupFailoverDesc(group_label_key="rack", timeout=60).timeout == 60
-    with pytest.raises(ValidationError, match="greater than or equal to 60"):
+    with pytest.raises(JobError, match="greater than or equal to 60"):
         NodeGroupFailoverDesc(group_label_key="rack", timeout=59)

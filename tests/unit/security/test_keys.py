@@ -4,6 +4,9 @@ import inspect
 import os
 import pickle
 import re
+import struct
+import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from unified.security.keys import (
     is_loopback,
     load_key,
     may_go_without,
+    receive_key,
     write_key,
 )
 
@@ -56,6 +60,39 @@ def test_a_key_file_is_never_overwritten(tmp_path: Path) -> None:
         write_key(tmp_path / "link", KEY)
 
 
+def test_a_key_comes_through_a_pipe_that_stays_open(tmp_path: Path) -> None:
+    write_key(tmp_path / "cluster.key", KEY)
+    text = (tmp_path / "cluster.key").read_bytes()
+    read, write = os.pipe()
+    try:
+        os.write(write, text[:-50])
+        with pytest.raises(KeyFileError, match=r"no cluster key came through descriptor \d+ within 0.05 s"):
+            receive_key(read, timeout_s=0.05)
+        os.write(write, text)
+        assert receive_key(read) == KEY
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+@pytest.mark.parametrize("text", [b"", b"no key\n", b"x" * 70_000])
+def test_what_comes_through_a_pipe_and_is_no_key_is_refused(text: bytes) -> None:
+    read, write = os.pipe()
+
+    def write_all() -> None:
+        os.write(write, text)
+        os.close(write)
+
+    writer = threading.Thread(target=write_all)
+    writer.start()
+    with pytest.raises(KeyFileError, match=r"what came through descriptor \d+ is no cluster key"):
+        receive_key(read)
+    writer.join()
+    os.close(read)
+    with pytest.raises(KeyFileError, match="Bad file descriptor"):
+        receive_key(read)
+
+
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644, 0o700 | 0o010])
 def test_a_key_that_others_may_read_is_refused_with_the_remedy(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "cluster.key"
@@ -72,6 +109,68 @@ def test_a_key_of_somebody_else_is_refused(tmp_path: Path) -> None:
     os.chown(path, 12345, -1)
     with pytest.raises(KeyFileError, match="belongs to uid 12345, not to uid 0: `chown 0 "):
         load_key(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.parametrize(
+    ("owner", "group", "mode", "said"),
+    [
+        pytest.param(0, 4321, 0o440, "", id="of-a-group-of-ours"),
+        pytest.param(0, 4321, 0o640, "", id="which-root-may-write"),
+        pytest.param(0, 4321, 0o660, "open to others", id="which-the-group-may-write"),
+        pytest.param(0, 4321, 0o444, "open to others", id="which-all-may-read"),
+        pytest.param(0, 4322, 0o440, "cannot be read", id="of-another-group"),
+        pytest.param(12345, 4321, 0o440, "belongs to uid 12345", id="of-another-user"),
+    ],
+)
+def test_a_key_as_kubernetes_mounts_it_is_taken(owner: int, group: int, mode: int, said: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # not the test's own, which is closed to others
+        Path(folder).chmod(0o755)
+        path = Path(folder, "cluster.key")
+        write_key(path, KEY)
+        os.chown(path, owner, group)
+        path.chmod(mode)
+        answer = as_somebody_else_reads(path)
+        assert said in answer if said else answer == KEY.public
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_a_credential_of_systemd_is_taken() -> None:
+    """Where its file system has ACLs, it stays root's and of root's group."""
+    entries = [(1, 4, -1), (2, 4, 1234), (4, 0, -1), (16, 4, -1), (32, 0, -1)]  # owner, uid 1234, group, mask, others
+    acl = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        path = Path(folder, "cluster.key")
+        write_key(path, KEY)
+        try:
+            os.setxattr(path, "system.posix_acl_access", acl)
+        except OSError as error:
+            pytest.skip(f"no ACLs in {folder}: {error.strerror}")
+        assert path.stat().st_mode & 0o777 == 0o440
+        assert as_somebody_else_reads(path) == KEY.public
+        path.chmod(0o444)
+        assert "open to others" in as_somebody_else_reads(path)
+
+
+def as_somebody_else_reads(path: Path) -> str:
+    """Return the public key, or the error, of a process of uid 1234 and groups 1234 and 4321."""
+    read, write = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.setgroups([4321])
+        os.setgid(1234)
+        os.setuid(1234)
+        try:
+            os.write(write, load_key(path).public.encode())
+        except KeyFileError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    os.waitpid(pid, 0)
+    answer = os.read(read, 4096).decode()
+    os.close(read)
+    return answer
 
 
 def test_what_is_no_key_file_is_refused(tmp_path: Path) -> None:

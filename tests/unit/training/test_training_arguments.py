@@ -35,6 +35,7 @@ def test_hf_leaves_the_rest_to_transformers() -> None:
         ({"batch_size": 0}, "batch_size=0.*>= 1"),
         ({"batch_size": 1.5}, "batch_size=1.5.*Expected int, got float"),
         ({"batch_size": True}, "batch_size=True.*Expected int, got bool"),
+        ({"allow_non_finite_loss": 1}, "allow_non_finite_loss=1.*Expected bool, got int"),
         ({"max_steps": [1]}, r"max_steps=\[1\]"),
         ({"save_steps": None}, "save_steps=None"),
         ({"precision": "int8"}, "precision='int8'"),

@@ -94,7 +94,7 @@ def test_help_needs_no_torch(command: list[str]) -> None:
         code += f"runpy.run_module({command[1]!r}, run_name='__main__')"
     else:
         code += f"runpy.run_path({command[0]!r}, run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "--checkpoint-base-uri" in done.stdout
     assert "[EXTRA_ARGS_JSON]" in done.stdout

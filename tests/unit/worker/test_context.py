@@ -74,6 +74,18 @@ def test_says_who_it_is(worker: Worker) -> None:
     assert found.job_info.accelerator_type.value == "CPU"
 
 
+def test_says_how_much_time_its_allocation_has(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UNIFIED_ALLOCATION_ENDS_AT", raising=False)
+    assert worker.time_left() is None
+    monkeypatch.setenv("UNIFIED_ALLOCATION_ENDS_AT", "")
+    assert worker.time_left() is None
+    monkeypatch.setattr("time.time", lambda: 1_000_000.0)
+    monkeypatch.setenv("UNIFIED_ALLOCATION_ENDS_AT", "1000090.0")
+    assert worker.time_left() == 90.0
+    monkeypatch.setenv("UNIFIED_ALLOCATION_ENDS_AT", "999999.0")
+    assert worker.time_left() == 0.0
+
+
 def test_describes_its_workload(worker: Worker) -> None:
     spec = worker.actor_info.spec
     assert isinstance(spec, ElasticWorkloadDesc)

@@ -16,6 +16,7 @@ from unified.worker.failure import describe
 
 CODE = """
 import functools
+from unified import rpc
 seen = []
 
 def plain():
@@ -65,12 +66,24 @@ class Service:
     def run(self):
         seen.append("ran")
 
+class Constructed:
+    def __init__(self, args):
+        self.args = args
+
+    def run(self):
+        seen.append(self.args)
+
 class Configured:
     def run(self, args):
         seen.append(args)
 
 class NoRun:
     pass
+
+class Answers:
+    @rpc()
+    def answer(self):
+        pass
 
 class NeedsArguments:
     def __init__(self, model, *, size):
@@ -104,7 +117,7 @@ def attribute(name: str, module: str = "wk_entry", *, is_driver: bool = True) ->
 
 
 def run(entry: LoadedEntry, config: Any = "config") -> list[Any]:
-    entry.construct()
+    entry.construct(lambda: config)
     entry.run(lambda: config)
     return list(entry.module.__dict__["seen"])
 
@@ -119,6 +132,7 @@ def run(entry: LoadedEntry, config: Any = "config") -> list[Any]:
         ("bound", ["bound"]),
         ("Service", ["made", "ran"]),
         ("Configured", ["config"]),
+        ("Constructed", ["config"]),
         ("Outer.Inner", ["inner"]),
         ("returns_a_generator", ["done"]),
     ],
@@ -129,18 +143,24 @@ def test_calls_functions_and_classes(module: Path, name: str, expected: list[Any
 
 def test_config_is_not_decoded_for_those_who_do_not_take_it(module: Path) -> None:
     entry = attribute("plain")
-    entry.construct()
 
     def config() -> None:
         raise AssertionError("asked for")
 
+    entry.construct(config)
     entry.run(config)
     assert entry.module.__dict__["seen"] == ["plain"]
 
 
+def test_class_with_rpc_methods_alone_is_a_service(module: Path) -> None:
+    assert attribute("Answers").only_serves
+    with pytest.raises(EntryPointError, match=r"Answers' has no run\(\) method, and its role trains together.*service"):
+        load(EntryPoint(kind="attribute", target="wk_entry", attribute="Answers"), is_driver=True, is_elastic=True)
+
+
 def test_class_without_run_serves_where_it_is_no_driver(module: Path) -> None:
     entry = attribute("NoRun", is_driver=False)
-    entry.construct()
+    entry.construct(lambda: None)
     entry.run(lambda: None)
     assert type(entry.instance).__name__ == "NoRun"
 
@@ -148,8 +168,8 @@ def test_class_without_run_serves_where_it_is_no_driver(module: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("NoRun", r"wk_entry\.NoRun' has no run\(\) method.*driver.*not_driver"),
-        ("NeedsArguments", r"constructor needs model, size"),
+        ("NoRun", r"wk_entry\.NoRun' has no run\(\) method and no @rpc methods.*service\(\)"),
+        ("NeedsArguments", r"wk_entry\.NeedsArguments' needs the arguments model, size: .*with one, the user's config"),
         ("too_many", r"needs the arguments a, b"),
         ("keyword", r"needs the arguments where"),
         ("generator", r"wk_entry\.generator' is a generator: calling it runs none.*yield"),

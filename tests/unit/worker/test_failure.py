@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from unified import error_file
 from unified.error_file import WrittenError
 from unified.errors import RemoteError, WorkerDiedError
+from unified.protocol.framing import check_sendable
 from unified.protocol.records import Failure
 from unified.worker.failure import describe, exit_code, with_written
 
@@ -63,7 +66,6 @@ class MuteError(Exception):
     [
         (KeyboardInterrupt(), "^KeyboardInterrupt$"),
         (MuteError(), "cannot be shown"),
-        (ValueError("trying to initialize the default process group twice!"), r"no_setup_process_group\(\)"),
     ],
 )
 def test_summary_of_odd_exceptions(error: BaseException, said: str) -> None:
@@ -96,6 +98,19 @@ def test_system_exit(code: object, summary: str, number: int) -> None:
     assert describe(error) == Failure(
         summary=summary, exception_type="SystemExit", exit_code=number, traceback=describe(error).traceback
     )
+
+
+@pytest.mark.parametrize("code", [10**20, -(10**20), 2**63 - 1, -1, 256, 257, 2**32])
+def test_exit_codes_are_those_of_the_interpreter(code: int) -> None:
+    ended = subprocess.run([sys.executable, "-S", "-c", f"import sys; sys.exit({code})"], check=False)
+    assert exit_code(SystemExit(code)) == ended.returncode
+
+
+def test_a_failure_whose_text_has_half_a_surrogate_can_be_sent() -> None:
+    failure = describe(ValueError("a\ud800b"))
+    check_sendable(failure)
+    assert failure.summary == r"ValueError: a\ud800b"
+    assert r"ValueError: a\ud800b" in failure.traceback
 
 
 def test_exit_codes_that_are_success() -> None:

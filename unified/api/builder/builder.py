@@ -18,7 +18,7 @@ from unified.api.builder.roles import (
     one_of,
     public_names,
 )
-from unified.errors import UsageError, nearest
+from unified.errors import JobError, UsageError, nearest
 
 if TYPE_CHECKING:
     from unified.api.builder.dljob import DLJob
@@ -69,6 +69,14 @@ class DLJobBuilder:
         """Set how many devices of each node the job may use."""
         return self._set(device_per_node=num)
 
+    def may_share_nodes(self, may: bool = True) -> Self:
+        """Let groups share a node where there is no room on others, beyond `device_per_node`.
+
+        The job then uses up to ``node_num * device_per_node`` devices of one node. By default it does not;
+        `by_dlrover_run_cmd` and ``unified run`` say so.
+        """
+        return self._set(may_share_nodes=may)
+
     def device_type(self, device_type: str = "GPU") -> Self:
         """Set the kind of devices: ``"GPU"``, ``"CPU"`` or ``"TPU"``."""
         return self._set(accelerator_type=device_type)
@@ -112,12 +120,13 @@ class DLJobBuilder:
         """A simple workload under the name given to `role`: workers that run side by side.
 
         Args:
-            entrypoint: `module.attr`, `module::attr`, `file.py arguments` or `-m module arguments`; or a pair,
-                ``(module, attr)``.
+            entrypoint: a function or class, or its name: `module.attr`, `module::attr`; `file.py arguments` or
+                `-m module arguments`; or a pair, ``(module, attr)``. An object that workers can import goes by its
+                name. One of ``__main__``, of a notebook's cell, or a closure goes with its code.
             cls: the attribute, where `entrypoint` is a module alone.
         """
         if self._role is None:
-            raise UsageError("run() does not know which role it describes: call role(name) before it.")
+            raise JobError("run() does not know which role it describes: call role(name) before it.")
         return self._add(SimpleRoleBuilder(self, self._role, entry_point_of(entrypoint, cls)))
 
     def workload(self, role: str, entrypoint: EntryPoint, cls: str | None = None) -> SimpleRoleBuilder[Self]:
@@ -158,7 +167,7 @@ class DLJobBuilder:
         return self
 
     def no_setup_process_group(self) -> Self:
-        """Leave `init_process_group` to the entry points of elastic roles."""
+        """Leave `init_process_group` to the entry points of elastic roles, whose own call else replaces the group."""
         self._elastic_fields["comm_auto_setup_process_group"] = False
         return self
 
@@ -176,14 +185,17 @@ class DLJobBuilder:
         without `--max-restarts` it has the limits of any role.
 
         Raises:
-            ValueError: another launcher, an option that does not exist, `--no-python`, or `--node-rank` above 0: a job
-                is submitted once, for all its nodes.
+            JobError: (a ValueError) another launcher, an option that does not exist, `--no-python`, or `--node-rank`
+                above 0: a job is submitted once, for all its nodes.
             MasterUnreachableError: `--nproc-per-node` is to be counted in the cluster of ``UNIFIED_MASTER``, and no
                 master answers there.
         """
         from unified.api.builder import launcher
 
-        launcher.apply_command(self, cmd)
+        try:
+            launcher.apply_command(self, cmd)
+        except UsageError as error:
+            raise JobError(str(error)) from None
         return self
 
     def description(self) -> dict[str, Any]:
@@ -199,7 +211,7 @@ class DLJobBuilder:
         """Check everything and give the job.
 
         Raises:
-            pydantic.ValidationError: something is wrong; it names the role and the field.
+            JobError: (a ValueError) something is wrong; it names the role and the field.
         """
         from unified.api.builder.dljob import DLJob
 
@@ -225,7 +237,7 @@ class DLJobBuilder:
 
     def _add(self, role: RoleT) -> RoleT:
         if role.role_name in self._roles:
-            raise UsageError(f"role {role.role_name!r} is already defined: each role is described once.")
+            raise JobError(f"role {role.role_name!r} is already defined: each role is described once.")
         self._roles[role.role_name] = role
         self._role = None
         return role

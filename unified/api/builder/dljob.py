@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack, overload
 
 from unified.api import driver
+from unified.config import settings
 from unified.errors import OptionError, nearest
 from unified.job.config import DLConfig
+from unified.job.driver import STORY_FOLDER
 from unified.job.enums import AcceleratorType
-from unified.job.options import submit_options
+from unified.job.options import SubmitOptions, submit_options
+from unified.job.to_spec import to_spec
 from unified.job.workloads import WorkloadDesc
 
 if TYPE_CHECKING:
     from unified.client.handle import JobHandle
+    from unified.slurm import Slurm, SlurmJob
 
 
 class DLJob(DLConfig):
@@ -45,19 +49,47 @@ class DLJob(DLConfig):
         return self.workloads[role]
 
     @overload
-    def submit(self, job_name: str | None = None, /, blocking: Literal[True] = True, **options: Any) -> int: ...
+    def submit(
+        self, job_name: str | None = None, /, blocking: Literal[True] = True, **options: Unpack[SubmitOptions]
+    ) -> int: ...
     @overload
-    def submit(self, job_name: str | None = None, /, *, blocking: Literal[False], **options: Any) -> JobHandle: ...
+    def submit(
+        self, job_name: str | None = None, /, *, blocking: Literal[False], **options: Unpack[SubmitOptions]
+    ) -> JobHandle: ...
     @overload
-    def submit(self, job_name: str | None, /, blocking: Literal[False], **options: Any) -> JobHandle: ...
+    def submit(
+        self, job_name: str | None, /, blocking: Literal[False], **options: Unpack[SubmitOptions]
+    ) -> JobHandle: ...
     @overload
-    def submit(self, job_name: str | None = None, /, blocking: bool = True, **options: Any) -> int | JobHandle: ...
-    def submit(self, job_name: str | None = None, /, blocking: bool = True, **options: Any) -> int | JobHandle:
+    def submit(
+        self, job_name: str | None = None, /, blocking: bool = True, **options: Unpack[SubmitOptions]
+    ) -> int | JobHandle: ...
+    @overload
+    def submit(
+        self,
+        job_name: str | None = None,
+        /,
+        blocking: bool = True,
+        *,
+        on: Slurm,
+        **options: Unpack[SubmitOptions],
+    ) -> int | JobHandle | SlurmJob: ...
+    def submit(
+        self,
+        job_name: str | None = None,
+        /,
+        blocking: bool = True,
+        *,
+        on: Slurm | None = None,
+        **options: Unpack[SubmitOptions],
+    ) -> int | JobHandle | SlurmJob:
         """Run the job on the cluster of `master`, or, without one, on a cluster of its own on this host.
 
         Args:
             job_name: letters, digits and ``._-``; by default `UNIFIED_JOB_NAME`, or ``unified-`` and four digits.
             blocking: True: show progress and logs until the job ends. False: return at once.
+            on: submit it to SLURM, which runs this program again in an allocation: there, `submit` goes to a cluster of
+                its own. With ``blocking=False`` a `SlurmJob` is returned here.
             options: the fields of `unified.job.JobConfig`, such as ``master="tcp://HOST:PORT"`` or
                 ``job_max_restart=0``. Each may come from the environment instead, as `UNIFIED_JOB_MAX_RESTART`
                 or `DLROVER_UNIFIED_JOB_MAX_RESTART`; keywords win.
@@ -73,5 +105,12 @@ class DLJob(DLConfig):
         if job_name is not None:
             if "job_name" in options:
                 raise OptionError(f"the job has two names, {job_name!r} and {options['job_name']!r}: give one of them.")
-            options = {**options, "job_name": job_name}
-        return driver.submit(submit_options(self, options, os.environ), blocking)
+            options["job_name"] = job_name
+        config = submit_options(self, options, os.environ)
+        if on is None or STORY_FOLDER in os.environ:  # the allocation has a cluster for this program
+            return driver.submit(config, blocking)
+        from unified.slurm.job import send, this_program
+
+        spec = to_spec(config)
+        sent = send(spec, on, settings.command_line(), this_program(spec.name))
+        return sent.wait() if blocking else sent

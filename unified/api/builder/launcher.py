@@ -8,24 +8,14 @@ import re
 import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
-from functools import partial
-from importlib.util import find_spec
 from pathlib import PurePath
 from typing import Any, Protocol, Self
 
 from unified.api.builder.roles import ElasticRoleBuilder
-from unified.api.builder.torchrun import (
-    LAUNCHERS,
-    add_own_options,
-    check_hosts,
-    common_key,
-    refuse,
-    run_id,
-    table_parser,
-)
+from unified.api.builder.torchrun import LAUNCHERS, check_hosts, common_key, run_id, table_parser
 from unified.config.addresses import find_master
 from unified.errors import UsageError, nearest
-from unified.job.workloads import parse_nnodes
+from unified.job.names import parse_nnodes
 from unified.protocol.client_master import NodeStatus
 from unified.protocol.records import NodeState
 
@@ -49,6 +39,7 @@ class JobBuilder(Protocol):
 
     def node_num(self, num: int) -> Self: ...
     def device_per_node(self, num: int) -> Self: ...
+    def may_share_nodes(self) -> Self: ...
     def device_type(self, device_type: str) -> Self: ...
     def role(self, role: str) -> Self: ...
     def train(self, entrypoint: str) -> ElasticRoleBuilder[Any]: ...
@@ -57,9 +48,7 @@ class JobBuilder(Protocol):
 
 
 def apply_command(builder: JobBuilder, cmd: str) -> None:
-    """Describe a role of `builder` by a launcher's command line, read with torch's own parser where torch is installed.
-    See `DLJobBuilder.by_dlrover_run_cmd`.
-    """
+    """Describe a role of `builder` by a launcher's command line; see `DLJobBuilder.by_dlrover_run_cmd`."""
     try:
         words = shlex.split(cmd.replace("\\\n", " "))
     except ValueError as error:
@@ -69,7 +58,7 @@ def apply_command(builder: JobBuilder, cmd: str) -> None:
         raise UsageError(
             f"Only 'dlrover-run' and 'torchrun' commands are supported, got {launcher!r}.{nearest(launcher, LAUNCHERS)}"
         )
-    parser = _torch_parser(launcher) if find_spec("torch") else table_parser(launcher, os.environ)
+    parser = table_parser(launcher, os.environ)
     arguments = parser.parse_args(words[1:])
     check_hosts(arguments, launcher, has_master=True, can_join=False)
     nodes = None
@@ -99,13 +88,13 @@ def describe(
     _report_ignored(args, parser)
     nproc = num_workers(args.nproc_per_node, nodes)
     _, max_nodes = parse_nnodes(args.nnodes)
-    builder.node_num(max_nodes).device_per_node(nproc * max_nodes)  # groups share a node where there is no other room
+    builder.node_num(max_nodes).device_per_node(nproc).may_share_nodes()
     if args.nproc_per_node == "cpu":
         builder.device_type("CPU")
     if args.role != "default":
         builder.role(args.role)
     role = builder.train(_entry_point(args))
-    role.nnodes(args.nnodes).nproc_per_node(nproc)
+    role.nnodes(args.nnodes).nproc_per_node(nproc).resource(accelerator=1)
     if args.max_restarts is not None:
         role.max_restart(args.max_restarts).role_max_restart(args.max_restarts)
     if args.master_port or run_id(args):
@@ -171,17 +160,6 @@ def _report_ignored(args: Namespace, parser: ArgumentParser) -> None:
     ]
     if ignored:
         _log.warning("%s: ignored, since the master and the agents see to it: %s", parser.prog, ", ".join(ignored))
-
-
-def _torch_parser(launcher: str) -> ArgumentParser:
-    from torch.distributed.run import get_args_parser
-
-    parser: ArgumentParser = get_args_parser()
-    parser.prog = launcher
-    parser.allow_abbrev = launcher == "torchrun"
-    parser.error = partial(refuse, parser)  # type: ignore[method-assign]  # a library call must not end the process
-    add_own_options(parser, launcher, os.environ)
-    return parser
 
 
 def _num_gpus(env: Mapping[str, str]) -> int:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import Any, Generic, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeAlias, TypeVar
 
-from unified.errors import UsageError, nearest
+from unified.errors import JobError, nearest
 
-ParentT = TypeVar("ParentT")
-EntryPoint: TypeAlias = str | tuple[str, str]
-"""`module.attr`, `module::attr`, `file.py arguments` or `-m module arguments`; or a pair, ``(module, attr)``."""
+ParentT = TypeVar("ParentT", covariant=True)
+JobT = TypeVar("JobT", covariant=True)
+EntryPoint: TypeAlias = str | tuple[str, str] | Callable[..., Any]
+"""`module.attr`, `module::attr`, `file.py arguments` or `-m module arguments`; a pair, ``(module, attr)``; or a
+function or class itself."""
+
+
+class Builds(Protocol[JobT]):
+    """Builder of a whole job."""
+
+    def build(self) -> JobT: ...
 
 
 class RoleBuilder(Generic[ParentT]):
@@ -61,7 +69,8 @@ class RoleBuilder(Generic[ParentT]):
     ) -> Self:
         """Set the resources that each worker needs. A later call replaces an earlier one.
 
-        Asking for nothing means one accelerator, and so does asking for memory or disk alone.
+        Asking for nothing means one accelerator, and so does asking for memory or disk alone; but none in a job of
+        ``device_type("CPU")``, where the ranks of an elastic role still spread over nodes, `device_per_node` on each.
 
         Args:
             cpu: cores; or all of it as one mapping.
@@ -78,6 +87,16 @@ class RoleBuilder(Generic[ParentT]):
     def not_driver(self) -> Self:
         """The job does not wait for this role: it is stopped when the drivers are done."""
         return self._set(is_driver=False)
+
+    def service(self) -> Self:
+        """The role is a service: it answers calls until the job's other roles are done, or until the job is stopped if
+        there are no others.
+
+        When its entry point has returned, its workers are SERVING. A worker that fails is started again alone (of an
+        elastic role: with the role's other ranks), and is charged to this role's limits. A class with `@rpc` methods
+        and without `run()` is a service without this call, unless its role is elastic.
+        """
+        return self._set(is_service=True)
 
     def max_restart(self, num: int) -> Self:
         """Set the restarts of one worker, past which the job fails."""
@@ -135,6 +154,13 @@ class RoleBuilder(Generic[ParentT]):
     def description(self) -> dict[str, Any]:
         """All that was said, as input of the workload models."""
         return dict(self._fields)
+
+    if TYPE_CHECKING:  # the parent's methods that most chains go on with; the others are Any
+
+        def build(self: RoleBuilder[Builds[JobT]]) -> JobT: ...
+        def role(self, role: str) -> ParentT: ...
+        def train(self, entrypoint: EntryPoint, cls: str | None = None) -> ElasticRoleBuilder[ParentT]: ...
+        def workload(self, role: str, entrypoint: EntryPoint, cls: str | None = None) -> SimpleRoleBuilder[ParentT]: ...
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_"):
@@ -231,11 +257,11 @@ def entry_point_of(entrypoint: EntryPoint, cls: str | None) -> EntryPoint:
 
 
 def one_of(call: str, **names: Any) -> Any:
-    """The value of an argument that has several names; UsageError unless exactly one is given."""
+    """The value of an argument that has several names; JobError unless exactly one is given."""
     given = {name: value for name, value in names.items() if value is not None}
     if len(given) != 1:
         told = " and ".join(given) or " or ".join(names)
-        raise UsageError(f"{call}() " + (f"was given {told}: give one of them." if given else f"needs {told}."))
+        raise JobError(f"{call}() " + (f"was given {told}: give one of them." if given else f"needs {told}."))
     return next(iter(given.values()))
 
 

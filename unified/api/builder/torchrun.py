@@ -1,7 +1,7 @@
 """The options of `torchrun` and `dlrover-run`, and torchrun's way on several hosts: which commands are one job.
 
-Importing torch, which holds the real parser, takes longer than all the rest of starting a job; so `unified run` parses
-with this table. A test compares it with the parser of the torch at hand, option by option.
+Importing torch, which holds the real parser, takes longer than all the rest of starting a job, so there is
+this table. A test compares it with the parser of the torch at hand, option by option.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from unified.errors import OptionError, UsageError, nearest
+from unified.job.names import parse_nnodes
 
 _HERE = "Accepted; the master does this here."
 _JOINS = "With --nnodes above 1, the same command on several hosts is one job of the master's."
@@ -144,26 +145,23 @@ class _LaunchParser(ArgumentParser):
         return bool(alike) and all(action.nargs != 0 for action in alike)
 
     def error(self, message: str) -> NoReturn:
-        refuse(self, message)
+        """Raise an `OptionError`, where argparse would end the process."""
+        unknown = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrecognized") else []
+        known = [name for action in self._actions for name in action.option_strings]
+        hint = nearest(unknown[0].split("=")[0], known) if unknown else ""
+        raise OptionError(f"{self.prog}: {message}.{hint}")
 
 
 def table_parser(launcher: str, env: Mapping[str, str], prog: str | None = None) -> ArgumentParser:
     """Return a parser of the launcher's options, which raises `OptionError` where argparse would end the process."""
     parser = _LaunchParser(prog=prog or launcher, allow_abbrev=launcher == "torchrun")
-    for option in TORCHRUN:
-        add_option(parser, option, env)
-    add_own_options(parser, launcher, env)
-    parser.add_argument("training_script", type=str, help="Script, or module with -m, that each worker runs.")
-    parser.add_argument("training_script_args", nargs=REMAINDER, help="Its arguments.")
-    return parser
-
-
-def add_own_options(parser: ArgumentParser, launcher: str, env: Mapping[str, str]) -> None:
-    """Add what the launcher has beyond torchrun's options."""
-    for option in LAUNCHERS[launcher]:
+    for option in (*TORCHRUN, *LAUNCHERS[launcher]):
         add_option(parser, option, env)
     if launcher == "dlrover-run" and "PET_MAX_RESTARTS" not in env:
         parser.set_defaults(max_restarts=None)  # that launcher's own default is the default of a role
+    parser.add_argument("training_script", type=str, help="Script, or module with -m, that each worker runs.")
+    parser.add_argument("training_script_args", nargs=REMAINDER, help="Its arguments.")
+    return parser
 
 
 def add_option(parser: ArgumentParser, option: Option, env: Mapping[str, str]) -> None:
@@ -178,14 +176,6 @@ def add_option(parser: ArgumentParser, option: Option, env: Mapping[str, str]) -
         parser.add_argument(
             *option.names, dest=option.dest, type=kind, default=default, choices=option.choices, help=option.help
         )
-
-
-def refuse(parser: ArgumentParser, message: str) -> NoReturn:
-    """Raise an `OptionError`, where a parser would end the process."""
-    unknown = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrecognized") else []
-    known = [name for action in parser._actions for name in action.option_strings]
-    hint = nearest(unknown[0].split("=")[0], known) if unknown else ""
-    raise OptionError(f"{parser.prog}: {message}.{hint}")
 
 
 def run_id(args: Namespace) -> str:
@@ -212,7 +202,16 @@ def check_hosts(args: Namespace, prog: str, *, has_master: bool, can_join: bool 
     Args:
         has_master: the job goes to a master, which knows more hosts than this one.
         can_join: a command with a `common_key` joins the job that another host has submitted.
+
+    Raises:
+        UsageError: such a command, or a number of nodes or restarts that is none.
     """
+    try:
+        parse_nnodes(args.nnodes)
+    except ValueError as error:
+        raise UsageError(f"{prog}: --{error}") from None
+    if (args.max_restarts or 0) < 0:
+        raise UsageError(f"{prog}: --max-restarts={args.max_restarts} is not a number of restarts: 0 or more.")
     if not has_master:
         names_other_host = _is_elsewhere(args.rdzv_endpoint) or _is_elsewhere(args.master_addr)
         is_one_of_many = _lowest(args.nnodes) > 1 or (_highest(args.nnodes) > 1 and names_other_host)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypeVar
+from typing import Any, ParamSpec, Protocol, Self, TypeVar
 
 from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.registry import method_name
@@ -15,9 +15,20 @@ from unified.errors import UsageError
 from unified.worker.context import current_worker
 
 T = TypeVar("T")
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
 Method = str | Callable[..., Any]
 Arguments = tuple[Sequence[Any], dict[str, Any]]
 Generating = AsyncIterator[T] | Iterator[T]
+
+
+class UnboundMethod(Protocol[P, R]):
+    """A method as its class has it, ``Engine.generate``. Its `self` is none of the arguments of a call.
+
+    Type checkers tell it from a function by the name of its first parameter.
+    """
+
+    def __call__(_, self: Any, *args: P.args, **kwargs: P.kwargs) -> R: ...
 
 
 @dataclass(frozen=True)

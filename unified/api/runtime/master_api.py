@@ -11,6 +11,7 @@ from typing import Generic, ParamSpec, TypeVar
 from unified.api.runtime.role_actor import actor_named, actors_of
 from unified.client.connection import MasterConnection
 from unified.client.handle import restart_workers
+from unified.client.mirror import JobWatch
 from unified.job.enums import MasterStage
 from unified.protocol.client_master import Done, GetJob, JobStatus, RestartWorkers, StopJob
 from unified.protocol.records import DirectoryEntry, Reachability, Stage
@@ -72,9 +73,9 @@ def get_all_roles() -> dict[str, list[ActorInfo]]:
 
 
 def restart_actors(names: Iterable[str] = (), *, actor_names: Iterable[str] = ()) -> None:
-    """Give these workers (full names or ``role-rank``) a new life each, and return when those are READY.
+    """Give these workers (full names or ``role-rank``) a new incarnation each, and return when those are READY.
 
-    A rank of an elastic role restarts with its role. No call that begins afterwards meets an old life. `actor_names` is
+    A rank of an elastic role restarts with its role. No call that begins afterwards meets an old one. `actor_names` is
     another word for `names`.
 
     Raises:
@@ -103,14 +104,13 @@ def wait() -> int:
     that can be: this is for the workers beside it.
     """
     current_worker().on_stop(lambda: None)  # so that it is not ended at once, before it has the answer
-    version = -1
+    watch = JobWatch(_master(), _job_id(), has_workers=False)
     while True:
-        job = _master().ask(GetJob(job=_job_id(), after_version=version, wait_s=POLL_S), JobStatus)
+        job = watch.next_status(POLL_S)
         if job.outcome is not None:
             return job.outcome
         if job.stage is Stage.STOPPED:
             return job.exit_code or 0
-        version = job.version
 
 
 class PrimeMasterApi:
@@ -133,7 +133,7 @@ class PrimeMasterApi:
 
 
 def _mark_dead(lives: dict[str, int]) -> None:
-    """Take lives for ended that are about to be, and whose end this worker has not heard of."""
+    """Take incarnations for ended that are about to be, and whose end this worker has not heard of."""
     worker = current_worker()
     dead = [
         DirectoryEntry(worker=name, incarnation=number - 1, state=Reachability.DEAD, reason="restarted on request")

@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, Callable, Coroutine, Iterable
 from typing import Any, ParamSpec, Self, TypeVar, overload
 
-from unified.api.runtime.calling import DEFAULT_OPTIONS, CallOptions, Generating, PromisedStream, begin, check_stream
+from unified.api.runtime.calling import (
+    DEFAULT_OPTIONS,
+    CallOptions,
+    Generating,
+    PromisedStream,
+    UnboundMethod,
+    begin,
+    check_stream,
+)
 from unified.bus.calls.future import RpcFuture
 from unified.bus.streams.stream import RpcStream
-from unified.errors import UsageError, nearest
+from unified.errors import UsageError, listed, nearest
 from unified.job.names import parse_worker
 from unified.worker.context import ActorInfo, current_worker
 
@@ -39,9 +47,9 @@ class RoleActor:
 
         Args:
             timeout: seconds to the deadline of each call, all its attempts together, and of each stream.
-            retries: attempts after the first, where a failure is worth one: the worker died and another life may come,
-                a connection broke, too much was in flight. For methods marked ``@rpc(idempotent=True)``; of one that
-                bears no mark in this process (a stub, a name) it is the caller's word that it may run twice.
+            retries: attempts after the first, where a failure is worth one: the worker died and another incarnation may
+                come, a connection broke, too much was in flight. For methods marked ``@rpc(idempotent=True)``; of one
+                that bears no mark in this process (a stub, a name) it is the caller's word that it may run twice.
 
         Raises:
             UsageError: a value that makes no sense.
@@ -57,7 +65,17 @@ class RoleActor:
         self, method: Callable[P, Generating[R]], /, *args: P.args, **kwargs: P.kwargs
     ) -> RpcFuture[RpcStream[R]]: ...
     @overload
+    def call(
+        self, method: UnboundMethod[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> RpcFuture[R]: ...
+    @overload
+    def call(
+        self, method: UnboundMethod[P, Generating[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> RpcFuture[RpcStream[R]]: ...
+    @overload
     def call(self, method: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> RpcFuture[R]: ...
+    @overload
+    def call(self, method: UnboundMethod[P, R], /, *args: P.args, **kwargs: P.kwargs) -> RpcFuture[R]: ...
     @overload
     def call(
         self, method: str, /, *args: Any, _timeout: float | None = None, _retries: int | None = None, **kwargs: Any
@@ -81,6 +99,10 @@ class RoleActor:
     @overload
     def stream(
         self, method: Callable[P, AsyncIterable[R] | Iterable[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> RpcStream[R]: ...
+    @overload
+    def stream(
+        self, method: UnboundMethod[P, AsyncIterable[R] | Iterable[R]], /, *args: P.args, **kwargs: P.kwargs
     ) -> RpcStream[R]: ...
     @overload
     def stream(self, method: str, /, *args: Any, _timeout: float | None = None, **kwargs: Any) -> RpcStream[Any]: ...
@@ -112,7 +134,8 @@ def actors_of(role: str, *, optional: bool = False) -> list[ActorInfo]:
     worker = current_worker()
     actors = worker.workers_of(role)
     if not actors and not optional:
-        hint = "" if role in worker.roles else nearest(role, worker.roles)
+        is_empty = role in worker.roles
+        hint = " It has no workers." if is_empty else f"{nearest(role, worker.roles)} Roles: {listed(worker.roles)}."
         raise UsageError(f"No actors found for role '{role}'.{hint}")
     return actors
 

@@ -13,6 +13,7 @@ from unified.api.runtime.calling import (
     CallOptions,
     Generating,
     PromisedStream,
+    UnboundMethod,
     begin_all,
     begin_each,
     check_stream,
@@ -101,7 +102,17 @@ class RoleGroup(Sequence[RoleActor]):
         self, method: Callable[P, Generating[R]], /, *args: P.args, **kwargs: P.kwargs
     ) -> RpcFuture[list[RpcStream[R]]]: ...
     @overload
+    def call(
+        self, method: UnboundMethod[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> RpcFuture[list[R]]: ...
+    @overload
+    def call(
+        self, method: UnboundMethod[P, Generating[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> RpcFuture[list[RpcStream[R]]]: ...
+    @overload
     def call(self, method: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> RpcFuture[list[R]]: ...
+    @overload
+    def call(self, method: UnboundMethod[P, R], /, *args: P.args, **kwargs: P.kwargs) -> RpcFuture[list[R]]: ...
     @overload
     def call(
         self,
@@ -142,7 +153,17 @@ class RoleGroup(Sequence[RoleActor]):
         self, method: Callable[P, Generating[R]], /, *args: P.args, **kwargs: P.kwargs
     ) -> RpcFuture[RpcStream[R]]: ...
     @overload
+    def call_rank0(
+        self, method: UnboundMethod[P, Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> RpcFuture[R]: ...
+    @overload
+    def call_rank0(
+        self, method: UnboundMethod[P, Generating[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> RpcFuture[RpcStream[R]]: ...
+    @overload
     def call_rank0(self, method: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> RpcFuture[R]: ...
+    @overload
+    def call_rank0(self, method: UnboundMethod[P, R], /, *args: P.args, **kwargs: P.kwargs) -> RpcFuture[R]: ...
     @overload
     def call_rank0(
         self, method: str, /, *args: Any, _timeout: float | None = None, _retries: int | None = None, **kwargs: Any
@@ -164,6 +185,19 @@ class RoleGroup(Sequence[RoleActor]):
     @overload
     def call_batch(
         self, method: Callable[P, Sequence[R]], /, size: int, *args: P.args, **kwargs: P.kwargs
+    ) -> FutureSequence[R]: ...
+    @overload
+    def call_batch(
+        self,
+        method: UnboundMethod[P, Coroutine[Any, Any, Sequence[R]]],
+        /,
+        size: int,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> FutureSequence[R]: ...
+    @overload
+    def call_batch(
+        self, method: UnboundMethod[P, Sequence[R]], /, size: int, *args: P.args, **kwargs: P.kwargs
     ) -> FutureSequence[R]: ...
     @overload
     def call_batch(
@@ -210,6 +244,10 @@ class RoleGroup(Sequence[RoleActor]):
     ) -> list[RpcStream[R]]: ...
     @overload
     def stream(
+        self, method: UnboundMethod[P, AsyncIterable[R] | Iterable[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> list[RpcStream[R]]: ...
+    @overload
+    def stream(
         self, method: str, /, *args: Any, _scatter: bool = False, _timeout: float | None = None, **kwargs: Any
     ) -> list[RpcStream[Any]]: ...
     def stream(self, method: Any, /, *args: Any, **kwargs: Any) -> list[RpcStream[Any]]:
@@ -235,7 +273,7 @@ class RoleGroup(Sequence[RoleActor]):
         """Bring a model to all workers of the group, each of which has a `WeightsReceiver`.
 
         One rank calls it; or all ranks of an FSDP2 or DDP model together, as they call any collective. A worker that
-        dies on the way is given the version when its next life has its receiver, as long as there is time.
+        dies on the way is given the version when its next incarnation has its receiver, as long as there is time.
 
         Args:
             weights: a module, or a state dict. DDP and torch.compile are looked through. Sharded tensors (FSDP2,

@@ -137,6 +137,8 @@ class CallClient:
                 self._mind_deadlines()
         except BaseException as error:  # such as KeyboardInterrupt: the table does not decide the same again
             stopped_by = error
+            with self._lock:
+                self._mind_deadlines()  # it may have come before the timer was set, which nothing else may do
         while actions:
             try:
                 while actions:

@@ -22,6 +22,7 @@ from unified.bus.codec.codec import SerializedValue
 from unified.bus.identity import BusIdentity
 from unified.bus.shm.pool import SharedPool
 from unified.bus.shm.reader import PayloadGoneError, SharedReader
+from unified.bus.transport.bulk_receiver import BulkReceiver
 from unified.bus.transport.connections import ConnectionTable, Tombstones
 from unified.bus.transport.framing import Frames, RemoteMessage
 from unified.bus.transport.io_threads import IoThreads
@@ -116,7 +117,7 @@ class Admission:
 
     def check_new(self, envelope: Envelope) -> None:
         """Check that a call is to be run; ProtocolError: it came before (TooOldError: nobody can tell any more whether
-        it did), or its sender's life is over."""
+        it did), or its sender's incarnation is over."""
         seen = self._seen.get(envelope.sender)
         if seen is None:
             if envelope.sender in self._tombstones:
@@ -141,7 +142,7 @@ class Admission:
             self.on_outsider_gone(gone)
 
     def forget(self, inbox_id: str) -> None:
-        """Forget the calls of a life that is over; `tombstones` has it."""
+        """Forget the calls of an incarnation that is over; `tombstones` has it."""
         self._seen.pop(inbox_id, None)
 
     def reject(self, error: ProtocolError) -> None:
@@ -195,6 +196,7 @@ class Dispatcher(TransportEvents):
         self._memory = memory
         self._reader = reader
         self.pieces = PieceJoiner()
+        self.bulk = BulkReceiver(connections.gatekeeper, self.pieces)
         self.admission = Admission(identity, connections.tombstones)
         self.admission.on_outsider_gone = connections.forget_relayed
 
@@ -287,6 +289,9 @@ class Dispatcher(TransportEvents):
             if envelope.kind is Kind.PIECE:
                 self.pieces.lay(envelope, mail)
                 return
+            if envelope.kind is Kind.BULK:
+                self.bulk.expect(envelope.sender, bytes(mail.body))
+                return
             try:
                 buffers = self.pieces.collect(envelope, mail)
             except ProtocolError as error:
@@ -367,7 +372,11 @@ class Dispatcher(TransportEvents):
     def unsure(self, inbox_id: str) -> None:
         self._server.answers_lost(lambda each: each == inbox_id, "its caller")
 
+    def relay_found(self) -> None:
+        self._connections.known_to_relay(True)
+
     def relay_lost(self) -> None:
+        self._connections.known_to_relay(False)  # first: what it drops was marked as being with the relay before
         self._client.relay_lost()
         self._server.answers_lost(self._connections.is_relayed, "the bus relay")
 

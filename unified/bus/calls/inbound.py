@@ -29,7 +29,7 @@ class Caller(NamedTuple):
     worker: str
     """Full name."""
     inbox_id: str
-    """Inbox of this life of the worker."""
+    """Inbox of this incarnation of the worker."""
 
 
 class InboundCall(msgspec.Struct, eq=False):

@@ -219,7 +219,7 @@ class CallTable:
         Unless it is the last answer, it opens a stream."""
         call = self._open.get(call_id)
         if call is None or call.inbox is None or call.inbox.inbox_id != sender:
-            return False  # late, or from another life than the one that was asked
+            return False  # late, or from another incarnation than the one that was asked
         if is_last:
             self._close(call)
         return True
@@ -399,7 +399,7 @@ class CallTable:
         if call.call_id in self._early.get(call.target, {}):
             state = f"its life {call.incarnation} has not begun"
         elif self._life_of(call.target) is None:
-            state = self.directory.why_waiting(call.target)
+            state = self.directory.why_waiting(call.target).rstrip(".")
         elif call.num_refused:
             state = f"the relay has not known it in {call.num_refused} attempts"
         elif call.inbox is None:
@@ -428,8 +428,9 @@ def _broken(call: _OpenCall) -> RouteLostError:
 
 
 def _ended_for_good(call: _OpenCall, end: WorkerEnded) -> WorkerDiedError:
+    reason = end.reason.rstrip(".") or f"life {end.incarnation} was its last"
     return WorkerDiedError(
         f"worker {call.target} has ended for good, so {call.method!r} cannot be called: "
-        f"{end.reason or f'life {end.incarnation} was its last'}. `unified explain {call.target}` says more.",
+        f"{reason}. `unified explain {call.target}` says more.",
         is_final=True,
     )

@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
 from unified.bus.calls.concurrency import ConcurrencyLimit, InlinePolicy
 from unified.errors import RpcNotFoundError, UsageError, listed, nearest
+from unified.job.by_value import RPC_MARK
 
 F = TypeVar("F", bound=Callable[..., Any])
-MARK = "__unified_rpc__"
 MAX_NAMED = 50
 _RUNTIMES = ("unified.", "__queue__.")
 """Names of the runtime's own methods begin with one of these; users have no business with them."""
@@ -45,6 +45,9 @@ class MethodRegistry(dict[str, Callable[..., Any]]):
     """Function that is given the name of a missing method and a callback. Returning True, it calls that back when the
     method is there, or when it will never be."""
 
+    owners: Sequence[object] = ()
+    """Class and module of the entry point, whose unmarked functions an error tells from those that do not exist."""
+
     def register(self, name: str, function: Callable[..., Any]) -> None:
         """Make `function` callable as `name`; ValueError: the name is taken."""
         if name in self:
@@ -69,6 +72,11 @@ class MethodRegistry(dict[str, Callable[..., Any]]):
         function = self.get(name)
         if function is None:
             own = self.users_names()
+            if any(inspect.isroutine(getattr(owner, name, None)) for owner in self.owners):
+                raise RpcNotFoundError(
+                    f"worker {worker}: {name!r} exists, but is not marked @rpc: put @rpc() above its definition. "
+                    f"{_named(own) if own else ''}".rstrip()
+                )
             raise RpcNotFoundError(f"worker {worker} has no rpc method {name!r}.{nearest(name, own)} {_named(own)}")
         return function
 
@@ -173,7 +181,7 @@ def method_name(method: str | Callable[..., Any]) -> str:
 
 def mark_of(function: object) -> RpcMark | None:
     """Return the mark that `@rpc` left on a function, or None."""
-    mark = getattr(_plain(function), MARK, None)
+    mark = getattr(_plain(function), RPC_MARK, None)
     return mark if isinstance(mark, RpcMark) else None
 
 
@@ -265,7 +273,7 @@ def _mark(function: F, name: str | None, how: RpcMark) -> F:
     if how.inline and (is_async or is_stream):
         raise UsageError(f"@rpc(inline=True) on {plain.__qualname__}: only a plain function can run inline.")
     mark = how._replace(name=name or plain.__name__, is_async=is_async, is_stream=is_stream)
-    setattr(plain, MARK, mark)
+    setattr(plain, RPC_MARK, mark)
     return function
 
 

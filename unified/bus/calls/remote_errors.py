@@ -142,6 +142,12 @@ def rebuild(body: Buffer, what: str) -> RpcError:
     return error
 
 
+def summary(body: Buffer) -> str:
+    """Return type and message of an error in one line."""
+    raised = _decoder.decode(body)
+    return f"{raised.type_name}: {raised.message}"
+
+
 def raise_as(far: Exception, message: str, facts: dict[str, str]) -> RemoteError:
     """Make a `RemoteError` that is also an instance of the class of `far`, with its arguments and attributes."""
     base: Any = getattr(type(far), "far_class", type(far))

@@ -23,7 +23,7 @@ BACKOFF = Backoff(first_s=0.05, limit_s=5.0, num_free=1)
 class RetryPolicy(Value, frozen=True, kw_only=True):
     """Policy of retries: which failures are worth another attempt, and when to make it. Pure.
 
-    Retryable are the end of the callee's life where another may come, a broken connection, and too many bytes in
+    Retryable are the end of the callee's incarnation where another may come, a broken connection, and too many bytes in
     flight. Not retryable are an exception of the handler (a death that it met in a call of its own included), a
     deadline, a cancellation, and a method that does not exist.
     """
@@ -37,7 +37,7 @@ class RetryPolicy(Value, frozen=True, kw_only=True):
         if num_failed > self.retries or not (isinstance(error, RpcError) and error.retryable):
             return None
         if isinstance(error, WorkerDiedError):
-            return None if error.is_final else 0.0  # the call itself waits for the next life
+            return None if error.is_final else 0.0  # the call itself waits for the next incarnation
         return self.backoff.delay_s(num_failed, rng)
 
 

@@ -100,7 +100,7 @@ class OutboundCall(msgspec.Struct, eq=False):
     place: int = 0
     """Place among all calls that were sent; 0 until this one was."""
     inbox: Inbox | None = None
-    """Inbox of the life that the call was sent to."""
+    """Inbox of the incarnation that the call was sent to."""
     link: UnixConnection | None = None
     feed: StreamFeed | None = None
 

@@ -88,7 +88,7 @@ class CallServer:
     def accept(self, call: InboundCall) -> None:
         """Take a call in. Never blocks for longer than an inline handler does."""
         self._known[call.sender, call.call_id] = call
-        if self._early is not None:
+        if self._early is not None and call.method != "unified.attach":  # the breakpoint may stand before that
             with self._lock:
                 if self._early is not None:
                     self._early.append(call)

@@ -17,7 +17,7 @@ from functools import partial
 from unified.bus.calls.registry import is_runtimes
 from unified.bus.calls.remote_errors import REPEAT_S, error_text
 from unified.config.logging import LogOnce
-from unified.errors import RemoteError, RpcCancelledError, RpcNotFoundError
+from unified.errors import QueueClosedError, RemoteError, RpcCancelledError, RpcNotFoundError
 from unified.threads import SerialWorker
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,8 @@ class UnreadErrors:
 
     def watch(self, what: str | tuple[str, str], error: BaseException) -> UnreadError | None:
         """Return what a future that failed is to hold until its error is read, or None if nobody need hear of that."""
-        if isinstance(error, RpcCancelledError) or (type(what) is tuple and is_runtimes(what[0])):
+        is_expected = isinstance(error, RpcCancelledError) or type(error) is QueueClosedError
+        if is_expected or (type(what) is tuple and is_runtimes(what[0])):
             return None
         unread = UnreadError(self, what, error)
         self._waiting.add(weakref.ref(unread, self._waiting.discard))

@@ -76,7 +76,7 @@ class SharedPool:
     """Slots that this process owns. Safe for threads; off in a process that was forked from the one that made it.
 
     Args:
-        inbox_id: of this life; the files carry it.
+        inbox_id: of this incarnation; the files carry it.
         quota_bytes: of all slots together; None: `default_limit`. 0: the pool is off.
     """
 

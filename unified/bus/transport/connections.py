@@ -12,16 +12,15 @@ import time
 from pathlib import Path
 
 import msgspec
-import zmq
 
 from unified.bus.identity import BusIdentity
 from unified.bus.shm.pool import Trimmer
 from unified.bus.transport.failover import GIVE_UP_AFTER_S, State
 from unified.bus.transport.framing import pack
 from unified.bus.transport.io_threads import IoThreads
-from unified.bus.transport.routes import LOCAL, Policy, Route, choose_route
+from unified.bus.transport.routes import BULK, LOCAL, Policy, Route, choose_route
 from unified.bus.transport.unix_connection import TransportEvents, UnixConnection
-from unified.bus.transport.zmq_connection import SocketSender, ZmqConnection
+from unified.bus.transport.zmq_connection import RelaySender, SocketSender, ZmqConnection
 from unified.errors import RpcCancelledError, WorkerDiedError
 from unified.protocol.envelope import Kind, encode_envelope, encode_record
 from unified.protocol.records import Inbox
@@ -37,7 +36,7 @@ class Tombstones:
         self._ids: dict[str, None] = {}
 
     def add(self, inbox_id: str) -> None:
-        """Remember that this life is over; by one thread at a time."""
+        """Remember that this incarnation is over; by one thread at a time."""
         self._ids[inbox_id] = None
         if len(self._ids) > self.KEPT:
             del self._ids[next(iter(self._ids))]
@@ -93,6 +92,7 @@ class ConnectionTable:
         self._events: TransportEvents
         self._connections: dict[str, Connection] = {}
         self._relayed: set[str] = set()
+        self._is_known_to_relay = False
         self.greeted: dict[str, Inbox] = {}
         self._broken: dict[str, float] = {}
         """Peers that may have lost answers, and when to say so."""
@@ -107,7 +107,7 @@ class ConnectionTable:
         """Return the connection that leads to this inbox, made at first use. Do not wait for a direct one if what is to
         be answered came through the relay.
 
-        RpcError: nothing leads there, or its life is over. OSError: it is on this host, and nobody listens.
+        RpcError: nothing leads there, or its incarnation is over. OSError: it is on this host, and nobody listens.
         """
         connection = self._connections.get(_RELAY if inbox.inbox_id in self._relayed else inbox.inbox_id)
         return connection if connection is not None else self._connect(inbox, came_relayed)
@@ -198,18 +198,31 @@ class ConnectionTable:
             return connection
         if kind == "relay":
             return self._make_relay()
-        return ZmqConnection(self, address, inbox.inbox_id, self._hello(inbox.inbox_id), is_relayed=came_relayed)
+        hello = self._hello(inbox.inbox_id)
+        far = ZmqConnection(self, address, inbox.inbox_id, inbox.listener_key, hello, is_relayed=came_relayed)
+        bulk = next((each for each in inbox.routes if each.startswith(BULK)), "")
+        if bulk and self.gatekeeper.key is not None:
+            far.use_bulk(bulk, encode_envelope(self._identity.envelope(Kind.BULK, inbox.inbox_id)))
+        return far
 
-    def _make_relay(self) -> SocketSender:
-        return SocketSender(self.gatekeeper, zmq.DEALER, self._relay, self.limit_bytes)
+    def _make_relay(self) -> RelaySender:
+        return RelaySender(self.gatekeeper, self._relay, self.limit_bytes, is_known=self._is_known_to_relay)
 
-    def find_relay(self) -> SocketSender | None:
+    def find_relay(self) -> RelaySender | None:
         """Return the sender to the relay; None: there is none, or all is being closed."""
         with self._lock:
             connection = self._connections.get(_RELAY)
             if connection is None and self.has_relay and not self._is_closed:
                 connection = self._connections[_RELAY] = self._make_relay()
-        return connection if isinstance(connection, SocketSender) else None
+        return connection if isinstance(connection, RelaySender) else None
+
+    def known_to_relay(self, is_known: bool) -> None:
+        """Take in whether the relay knows this process's inbox; from the thread of the listeners alone."""
+        with self._lock:
+            self._is_known_to_relay = is_known
+            sender = self._connections.get(_RELAY)
+        if isinstance(sender, RelaySender):
+            (sender.opened if is_known else sender.lost)()
 
     def state_changed(self, connection: ZmqConnection, before: State) -> None:
         """Log the new state of a connection to another host, and say what became of the messages on it."""

@@ -42,8 +42,18 @@ minute on a poor line, and a sender may be stopped for a while."""
 _numbers = itertools.count(1)
 
 
+class LargeMessage(list[list[Buffer]]):
+    """Messages as which one with large buffers is sent, and these buffers by their numbers in it."""
+
+    def __init__(self, number: int, large: dict[int, memoryview]) -> None:
+        self.number = number
+        self.large = large
+        self.nbytes = sum(each.nbytes for each in large.values())
+
+
 def split(envelope: Envelope, body: Buffer, buffers: Sequence[Buffer]) -> list[list[Buffer]]:
-    """Return the messages as which a message is sent: the pieces of its large buffers, then itself without them."""
+    """Return the messages as which a message is sent: the pieces of its large buffers, then itself without them, as a
+    `LargeMessage`; or itself alone."""
     views = {index: memoryview(each) for index, each in enumerate(buffers)}
     large = {index: each.cast("B") for index, each in views.items() if each.nbytes >= PIECE_BYTES}
     if not large:
@@ -61,7 +71,7 @@ def split(envelope: Envelope, body: Buffer, buffers: Sequence[Buffer]) -> list[l
             series=series,
         )
     )
-    messages: list[list[Buffer]] = []
+    messages = LargeMessage(series.number, large)
     for index, view in large.items():
         for start in range(0, view.nbytes, PIECE_BYTES):
             piece = encode_record(PiecePlace(index=index, start=start, nbytes=view.nbytes))
@@ -91,14 +101,24 @@ class PieceJoiner:
         way = envelope.sender, message.is_relayed
         series = self._unfinished.get(way)
         if series is None or series.number < envelope.series.number:
-            series = self._unfinished[way] = _Unfinished(envelope.series.number)
+            series = _Unfinished(envelope.series.number)
+            with self._lock:
+                self._unfinished[way] = series
         elif series.number > envelope.series.number:
             raise ProtocolError("a PIECE that came behind a newer series of its sender: its connection broke")
         buffer = series.buffers.get(piece.index)
         if buffer is None or piece.start == 0:  # again from the start, if its sender found no room in the middle
-            buffer = series.buffers[piece.index] = _Laid(self._take(piece.nbytes))
+            buffer = series.buffers[piece.index] = _Laid(self.take(piece.nbytes))
         buffer.lay(piece, message.buffers[0])
         series.newest = time.monotonic()
+
+    def deposit(self, sender: str, number: int, buffers: dict[int, memoryview]) -> None:
+        """Keep the whole buffers of a message that follows, from any thread; not if its sender has tried otherwise."""
+        with self._lock:
+            found = self._unfinished.get((sender, False))
+            if found is None or found.number < number:
+                series = self._unfinished[sender, False] = _Unfinished(number)
+                series.buffers = {index: _Laid(view, view.nbytes) for index, view in buffers.items()}
 
     def collect(self, envelope: Envelope, message: RemoteMessage) -> list[Buffer]:
         """Return the buffers of a message, with those that went ahead; PayloadGoneError: not all of them came."""
@@ -132,7 +152,8 @@ class PieceJoiner:
                     self._idle.remove(each)
         return bool(self._idle or self._used)
 
-    def _take(self, nbytes: int) -> memoryview:
+    def take(self, nbytes: int) -> memoryview:
+        """Return memory for a buffer, which is used again once nothing refers to it; ProtocolError: there is none."""
         import ctypes  # which workers that get no large buffers do without
 
         size = -(-nbytes // _ROUNDED_BYTES) * _ROUNDED_BYTES
@@ -171,11 +192,11 @@ class _Unfinished:
 class _Laid:
     """One buffer, of which the first bytes are there."""
 
-    def __init__(self, view: memoryview) -> None:
+    def __init__(self, view: memoryview, num_filled: int = 0) -> None:
         from unified.memory.copy import address_of
 
         self.view = view
-        self.num_filled = 0
+        self.num_filled = num_filled
         self._address = address_of(view)
 
     def lay(self, piece: PiecePlace, data: Buffer) -> None:

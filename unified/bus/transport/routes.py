@@ -13,6 +13,8 @@ Policy = Literal["auto", "tcp", "relay"]
 VARIABLE = "UNIFIED_BUS_ROUTE"
 LOCAL = "ipc://"
 """A Unix socket that speaks `unified.bus.transport.framing`."""
+BULK = "bulk://"
+"""A port for large payloads beside the ``tcp`` one, where there is a key (`unified.bus.transport.bulk_reader`)."""
 MAX_IPC_PATH = 107
 """Characters of a Unix socket's path on Linux."""
 

@@ -111,6 +111,9 @@ class TransportEvents(Protocol):
     def unsure(self, inbox_id: str) -> None:
         """Answers that were sent to this inbox on another host may be lost, and its process is alive."""
 
+    def relay_found(self) -> None:
+        """The relay knows the inbox of this process."""
+
     def relay_lost(self) -> None:
         """The connection to the relay broke, and what was on its way may be lost."""
 

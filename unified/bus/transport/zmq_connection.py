@@ -12,6 +12,7 @@ from typing import Protocol
 import zmq
 
 from unified.bus.buffers import Buffer
+from unified.bus.transport.bulk_sender import BulkSender, Messages
 from unified.bus.transport.failover import DirectOrRelay, State
 from unified.bus.transport.io_threads import IoThreads
 from unified.core.backoff import Backoff
@@ -21,11 +22,45 @@ MAX_QUEUED_MESSAGES = 16_384
 TRACKED_BYTES = 64 * 1024
 """Size of a frame from which on ZeroMQ sends from the caller's memory, and tells when it is done with it."""
 HEARTBEAT_MS = 5_000
+MAX_HELD = MAX_QUEUED_MESSAGES - 1
+"""Number for which, with a greeting, there is room in the socket once it is connected."""
 Socket = zmq.Socket[bytes]
-Messages = Sequence[Sequence[Buffer]]
-"""A message that is sent, and before it those with the pieces of its large buffers (`unified.bus.transport.pieces`)."""
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # `|` of enum members costs more than a send
 _SEND_AGAIN = Backoff(first_s=0.0002, limit_s=0.005, num_free=0)
+
+
+class HeldMessages:
+    """Messages that wait for a connection, oldest first: at most `MAX_HELD`, and `limit_bytes` with the last one."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._messages: deque[Messages] = deque()
+        self._num = self._nbytes = 0
+
+    def add(self, messages: Messages) -> bool:
+        """Keep a message, its pieces first; return False if there is no room."""
+        if self._num + len(messages) > MAX_HELD or self._nbytes >= self._limit_bytes:
+            return False
+        self._messages.append(messages)
+        self._num += len(messages)
+        self._nbytes += sum(memoryview(frame).nbytes for frames in messages for frame in frames)
+        return True
+
+    def __bool__(self) -> bool:
+        return bool(self._messages)
+
+    def pass_on(self, try_send: Callable[[Messages], bool]) -> bool:
+        """Send what waits, as far as there is room; return whether nothing is left. Nothing is to be added after."""
+        while self._messages and try_send(self._messages[0]):
+            self._messages.popleft()
+        return not self._messages
+
+    def take(self) -> list[Messages]:
+        """Return what waits, and forget it."""
+        taken = list(self._messages)
+        self._messages.clear()
+        self._num = self._nbytes = 0
+        return taken
 
 
 class SocketSender:
@@ -43,35 +78,45 @@ class SocketSender:
     def __init__(self, gatekeeper: Gatekeeper, kind: int, address: str, limit_bytes: int) -> None:
         self.address = address
         self.is_relay = self.may_give_back = kind == zmq.DEALER
+        self._gatekeeper = gatekeeper
+        self._kind = kind
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._on_way: deque[tuple[zmq.MessageTracker, int]] = deque()
-        self._socket: Socket | None = gatekeeper.socket(kind)
-        self._socket.set(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
-        self._socket.set(zmq.IPV6, "[" in address)
-        self._socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        self._socket.set(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
-        self._prepare(gatekeeper, self._socket)
-        self._socket.connect(address)
+        self._held = HeldMessages(limit_bytes)
+        self._socket: Socket | None = None
 
-    def _prepare(self, gatekeeper: Gatekeeper, socket: Socket) -> None:
+    def _connect(self, server: str = "") -> Socket:
+        socket = self._gatekeeper.socket(self._kind, server)
+        socket.set(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
+        socket.set(zmq.IPV6, "[" in self.address)
+        socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.set(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+        self._prepare(socket)
+        socket.connect(self.address)
+        return socket
+
+    def _prepare(self, socket: Socket) -> None:
         """Set further options before the socket connects."""
 
     def try_send(self, messages: Messages) -> bool:
         """Queue a message, its pieces first; return False if the queue is full, and it is to be sent from the start.
         Once closed it goes nowhere: the peer is dead."""
         with self._lock:
-            socket = self._socket
-            if socket is None:
-                return self._send_otherwise(messages)
-            if self._on_way and not self._has_room():
-                return False
-            try:
-                for frames in messages:
-                    self._put(socket, frames)
-            except zmq.Again:  # only the first frame of each can meet a full queue
-                return False
-            return True
+            return self._try_send(messages)
+
+    def _try_send(self, messages: Messages) -> bool:
+        socket = self._socket
+        if socket is None:
+            return self._send_otherwise(messages)
+        if self._on_way and not self._has_room():
+            return False
+        try:
+            for frames in messages:
+                self._put(socket, frames)
+        except zmq.Again:  # only the first frame of each can meet a full queue
+            return False
+        return True
 
     def send(self, messages: Messages, give_up: Callable[[], bool]) -> bool:
         """Queue a message, waiting for room until `give_up` says so; then return False."""
@@ -95,6 +140,12 @@ class SocketSender:
         """Send, under the lock, where no socket is to be used; as `try_send`."""
         return True
 
+    def _use(self, socket: Socket) -> None:
+        """Have a new socket take, under the lock, what was held, and what is sent from now on."""
+        self._socket = socket
+        for messages in self._held.take():
+            self._try_send(messages)  # there is room
+
     def _put(self, socket: Socket, frames: Sequence[Buffer]) -> None:
         for frame in frames[:-1]:
             self._send_frame(socket, frame, _MORE)
@@ -115,9 +166,45 @@ class SocketSender:
         return sum(nbytes for _, nbytes in self._on_way) < self._limit_bytes
 
 
+class RelaySender(SocketSender):
+    """Sender to the relay. Holds what is sent while the relay does not know the inbox of this process: an answer, or a
+    call that the relay gives back, would not find its way.
+
+    Args:
+        is_known: the relay knows the inbox.
+    """
+
+    def __init__(self, gatekeeper: Gatekeeper, address: str, limit_bytes: int, *, is_known: bool) -> None:
+        super().__init__(gatekeeper, zmq.DEALER, address, limit_bytes)
+        self._is_closed = False
+        if is_known:
+            self.opened()
+
+    def opened(self) -> None:
+        """Send what was held: the relay knows the inbox."""
+        with self._lock:
+            if self._socket is None and not self._is_closed:
+                self._use(self._connect(self._gatekeeper.relay))
+
+    def lost(self) -> None:
+        """Hold what is sent from now on: the relay has lost the inbox, and what was on its way may be lost."""
+        with self._lock:
+            if self._socket is not None:
+                self._socket.close(0)
+                self._socket = None
+                self._on_way.clear()
+
+    def close(self, linger_ms: int = 0) -> None:
+        if linger_ms:
+            self.opened()
+        self._is_closed = True
+        super().close(linger_ms)
+
+    def _send_otherwise(self, messages: Messages) -> bool:
+        return self._is_closed or self._held.add(messages)
+
+
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-_MAX_HELD = MAX_QUEUED_MESSAGES - 1
-"""Number for which, with the greeting, there is room in the socket once it is connected."""
 _LONGEST_PAUSE_MS = 5_000
 """Time between attempts to connect, and for one attempt: of a thousand peers out of reach all are tried on."""
 _numbers = itertools.count()
@@ -131,7 +218,7 @@ class Owner(Protocol):
     has_relay: bool
     files: IoThreads
 
-    def find_relay(self) -> SocketSender | None:
+    def find_relay(self) -> RelaySender | None:
         """Return the sender to the relay, unless there is none or all is being closed."""
 
     def state_changed(self, connection: ZmqConnection, before: State) -> None:
@@ -143,12 +230,13 @@ class ZmqConnection(SocketSender):
 
     Args:
         inbox_id: of the peer.
+        server: public half of its listener's pair; empty where there is no key.
         greeting: a message to send before all others on the connection.
         is_relayed: begin through the relay.
     """
 
     def __init__(
-        self, owner: Owner, address: str, inbox_id: str, greeting: Sequence[Buffer], *, is_relayed: bool
+        self, owner: Owner, address: str, inbox_id: str, server: str, greeting: Sequence[Buffer], *, is_relayed: bool
     ) -> None:
         self._monitor: Socket | None = None
         self._fd = -1
@@ -156,22 +244,21 @@ class ZmqConnection(SocketSender):
         self.inbox_id = inbox_id
         self._owner = owner
         self._greeting = greeting
-        self._held: deque[Messages] = deque()
-        self._num_held = 0
-        self._num_held_bytes = 0
+        self._bulk: BulkSender | None = None
         self._route = DirectOrRelay(time.monotonic(), has_relay=owner.has_relay, is_relayed=is_relayed)
-        self._unconnected, self._socket = self._socket, None  # so that `try_send` has to look at one thing only
+        # Not `_socket`: `try_send` has to look at one thing only.
+        self._unconnected: Socket | None = self._connect(server)
         self._show()
         if self._monitor is not None:
             self._fd = self._monitor.get(zmq.FD)
             owner.files.watch_file(self._fd, self.read)
 
-    def _prepare(self, gatekeeper: Gatekeeper, socket: Socket) -> None:
+    def _prepare(self, socket: Socket) -> None:
         socket.set(zmq.RECONNECT_IVL_MAX, _LONGEST_PAUSE_MS)
         socket.set(zmq.CONNECT_TIMEOUT, _LONGEST_PAUSE_MS)
         events = f"inproc://unified.direct.{next(_numbers)}"
         socket.monitor(events, _EVENTS)
-        self._monitor = monitor = gatekeeper.context.socket(zmq.PAIR)
+        self._monitor = monitor = self._gatekeeper.context.socket(zmq.PAIR)
         monitor.linger = 0
         monitor.rcvhwm = 0  # if events could not wait, libzmq would stop the socket instead
         monitor.connect(events)
@@ -199,6 +286,20 @@ class ZmqConnection(SocketSender):
             if linger_ms and self._route.state == "connecting":
                 self._go_up()
             self._drop(linger_ms)
+
+    def use_bulk(self, address: str, introduction: bytes) -> None:
+        """Send large buffers there, beside ZeroMQ; before anything is sent."""
+        self._bulk = BulkSender(address, self._lock, self._try_send_by_zmq, introduction)
+
+    def _try_send(self, messages: Messages) -> bool:
+        bulk = self._bulk
+        if bulk is not None and self._socket is not None and bulk.takes(messages):
+            return bulk.add(messages, MAX_HELD, self._limit_bytes)
+        return super()._try_send(messages)
+
+    def _try_send_by_zmq(self, messages: Messages) -> bool:
+        with self._lock:
+            return super()._try_send(messages)
 
     def _advance(self, take_in: Callable[[], None]) -> None:
         with self._lock:
@@ -240,35 +341,29 @@ class ZmqConnection(SocketSender):
             self._route.used_relay(time.monotonic())
             relay = self._owner.find_relay()
             return relay is not None and self._pass_on() and relay.try_send(messages)
-        if self._num_held + len(messages) > _MAX_HELD or self._num_held_bytes >= self._limit_bytes:
-            return False
-        self._held.append(messages)
-        self._num_held += len(messages)
-        self._num_held_bytes += sum(memoryview(frame).nbytes for frames in messages for frame in frames)
-        return True
+        return self._held.add(messages)
 
     def _pass_on(self) -> bool:
         """Have the relay take what was kept; return whether nothing is left."""
         relay = self._owner.find_relay() if self._held else None
-        while self._held and relay is not None and relay.try_send(self._held[0]):
-            self._held.popleft()
-        return not self._held
+        return self._held.pass_on(relay.try_send) if relay is not None else not self._held
 
     def _go_up(self) -> None:
         """Send what was kept, and from now on what is sent."""
         if self._unconnected is None:
             return
-        self._socket, self._unconnected = self._unconnected, None
-        for frames in (self._greeting, *itertools.chain.from_iterable(self._held)):
-            self._put(self._socket, frames)
-        self._held.clear()
+        socket, self._unconnected = self._unconnected, None
+        self._put(socket, self._greeting)
+        self._use(socket)
 
     def _drop(self, linger_ms: int) -> None:
         if self._monitor is None:
             return
+        if self._bulk is not None:
+            self._bulk.close(linger_ms / 1000)
         socket = self._socket or self._unconnected
         self._socket = self._unconnected = None
-        self._held.clear()
+        self._held.take()
         self._on_way.clear()
         if socket is not None:
             socket.disable_monitor()  # first: with nobody at its other end libzmq would wait

@@ -28,7 +28,7 @@ from unified.checkpoint.sharded.plan import expanded
 from unified.checkpoint.state_stream import load_state
 from unified.checkpoint.store import RANK_ERRORS, CheckpointStore
 from unified.errors import CheckpointCorruptError, CheckpointError
-from unified.worker.rank_group import Ranks, each_does, lead
+from unified.rounds.rank_group import Ranks, each_does, lead
 
 
 class Origin(Protocol):

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from unified.checkpoint.sharded.index import IndexEntry
 from unified.errors import UsageError
-from unified.worker.rank_group import Ranks
+from unified.rounds.rank_group import Ranks
 
 SMALL_BYTES = 1 << 20
 """Size up to which a piece that several ranks have is written by the first, so that a load finds such pieces together;

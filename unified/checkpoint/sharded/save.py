@@ -49,7 +49,7 @@ from unified.errors import (
     listed,
 )
 from unified.memory.host_buffers import BufferPool
-from unified.worker.rank_group import Ranks, ranks_here
+from unified.rounds.rank_group import Ranks, ranks_here
 
 logger = logging.getLogger(__name__)
 

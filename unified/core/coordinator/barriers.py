@@ -13,23 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from unified.core.coordinator import records
 from unified.core.coordinator.messages import CoordinatorStep, Token
-from unified.core.coordinator.records import (
-    BARRIER,
-    MAX_BARRIERS,
-    MAX_RELEASES,
-    Barrier,
-    PastReleases,
-    Presence,
-    RegisteredWorker,
-    Release,
-    Waiting,
-    names,
-    row_key,
-)
 from unified.core.coordinator.state import Space, current, heard
 from unified.errors import UsageError
-from unified.protocol.coordinator import BarrierResponse, LeaveBarrier, ReleasedBy, WaitBarrier
+from unified.protocol.coordinator import BarrierResponse, BarrierStatus, LeaveBarrier, ReleasedBy, WaitBarrier
 
 MAX_VACANT = 10_000
 """Most ranks for which nobody registered that are looked for one by one."""
@@ -44,8 +32,8 @@ def wait(step: CoordinatorStep, space: Space, token: Token, request: WaitBarrier
         return answer
     _check(presence, barrier, request)
     if barrier is None:
-        past = PastReleases(space=space.name, barrier_id=request.barrier_id, number=0, generation=0)
-        barrier = space.barriers[request.barrier_id] = Barrier(past=past)
+        past = records.PastReleases(space=space.name, barrier_id=request.barrier_id, number=0, generation=0)
+        barrier = space.barriers[request.barrier_id] = records.Barrier(past=past)
     _arrive(step, space, barrier, presence, token, request)
     _settle(step, space, barrier)
     return None
@@ -69,7 +57,7 @@ def leave(step: CoordinatorStep, space: Space, request: LeaveBarrier) -> None:
     _go_on_without(space, barrier)
 
 
-def drop_worker(step: CoordinatorStep, space: Space, presence: Presence, released_by: ReleasedBy) -> None:
+def drop_worker(step: CoordinatorStep, space: Space, presence: records.Presence, released_by: ReleasedBy) -> None:
     """Answer what an incarnation asked that is over, and see who waited for it. It is among the gone already."""
     worker = presence.worker
     for barrier_id in sorted(presence.waits_at):
@@ -90,7 +78,7 @@ def drop_worker(step: CoordinatorStep, space: Space, presence: Presence, release
         _settle(step, space, barrier)
 
 
-def overdue(step: CoordinatorStep, space: Space, barrier: Barrier) -> None:
+def overdue(step: CoordinatorStep, space: Space, barrier: records.Barrier) -> None:
     """End a generation whose deadline has passed."""
     lost = _lost(space, barrier)
     missing = _missing(space, barrier)
@@ -106,8 +94,8 @@ def overdue(step: CoordinatorStep, space: Space, barrier: Barrier) -> None:
         who += [f"rank {rank} (nobody registered for it)" for rank in vacant]
     elif num_unknown > 0:
         who.append(f"{num_unknown} of whom nobody registered")
-    came = names(_by_rank(space, barrier.waiting))
-    reason = f"barrier {barrier.barrier_id!r} of {barrier.world_size} took too long: missing {names(who)}; {came} came."
+    absent, came = records.names(who), records.names(_by_rank(space, barrier.waiting))
+    reason = f"barrier {barrier.barrier_id!r} of {barrier.world_size} took too long: missing {absent}; {came} came."
     step.report("barrier-broken", reason, space.name)
     _release(step, space, barrier, "timeout", lost, reason)
 
@@ -124,7 +112,7 @@ def close(step: CoordinatorStep, space: Space) -> None:
         space.timers.barriers.cancel((space.name, barrier.barrier_id))
 
 
-def _answered(barrier: Barrier, request: WaitBarrier) -> BarrierResponse | None:
+def _answered(barrier: records.Barrier, request: WaitBarrier) -> BarrierResponse | None:
     """Return the answer that this arrival was given, if it was given one."""
     for release in reversed(barrier.past.releases):
         session, arrival = release.arrivals.get(request.worker_id, ("", -1))
@@ -133,7 +121,7 @@ def _answered(barrier: Barrier, request: WaitBarrier) -> BarrierResponse | None:
     return None
 
 
-def _check(presence: Presence, barrier: Barrier | None, request: WaitBarrier) -> None:
+def _check(presence: records.Presence, barrier: records.Barrier | None, request: WaitBarrier) -> None:
     who, world = f"worker {request.worker_id}", request.world_size
     registered = presence.worker.info.world_size
     if not request.barrier_id:
@@ -160,7 +148,12 @@ def _check(presence: Presence, barrier: Barrier | None, request: WaitBarrier) ->
 
 
 def _arrive(
-    step: CoordinatorStep, space: Space, barrier: Barrier, presence: Presence, token: Token, request: WaitBarrier
+    step: CoordinatorStep,
+    space: Space,
+    barrier: records.Barrier,
+    presence: records.Presence,
+    token: Token,
+    request: WaitBarrier,
 ) -> None:
     came_at = presence.worker.came_at
     if not barrier.waiting:
@@ -169,7 +162,7 @@ def _arrive(
     barrier.oldest_came_at = min(barrier.oldest_came_at, came_at)
     waiting = barrier.waiting.get(request.worker_id)
     if waiting is None:
-        waiting = barrier.waiting[request.worker_id] = Waiting(presence, {})
+        waiting = barrier.waiting[request.worker_id] = records.Waiting(presence, {})
         presence.waits_at.add(request.barrier_id)
     is_new = request.arrival not in waiting.tokens
     waiting.tokens[request.arrival] = token
@@ -180,7 +173,7 @@ def _arrive(
             space.timers.barriers.arm((space.name, barrier.barrier_id), deadline)
 
 
-def _go_on_without(space: Space, barrier: Barrier) -> None:
+def _go_on_without(space: Space, barrier: records.Barrier) -> None:
     """Take back the options of a worker that waits here no more."""
     if not barrier.waiting:
         _close(space, barrier)
@@ -195,7 +188,7 @@ def _go_on_without(space: Space, barrier: Barrier) -> None:
         space.timers.barriers.arm((space.name, barrier.barrier_id), barrier.deadline)
 
 
-def _settle(step: CoordinatorStep, space: Space, barrier: Barrier) -> None:
+def _settle(step: CoordinatorStep, space: Space, barrier: records.Barrier) -> None:
     """Release the barrier if there is nothing to wait for."""
     lost = _lost(space, barrier)
     needed = barrier.world_size - (len(lost) if barrier.on_loss == "shrink" else 0)
@@ -214,9 +207,9 @@ def _settle(step: CoordinatorStep, space: Space, barrier: Barrier) -> None:
 def _release(
     step: CoordinatorStep,
     space: Space,
-    barrier: Barrier,
+    barrier: records.Barrier,
     released_by: ReleasedBy,
-    lost: list[RegisteredWorker],
+    lost: list[records.RegisteredWorker],
     reason: str,
 ) -> None:
     """End a generation; its answer is remembered for those who do not receive it."""
@@ -238,16 +231,16 @@ def _release(
         for worker_id in arrivals:
             release.arrivals.pop(worker_id, None)
     earlier = [release for release in past.releases if release.arrivals]
-    past.releases = [*earlier, Release(response=response, arrivals=arrivals)][-MAX_RELEASES:]
+    past.releases = [*earlier, records.Release(response=response, arrivals=arrivals)][-records.MAX_RELEASES :]
     past.generation += 1
     space.num_releases += 1
     past.number = space.num_releases
-    step.save(BARRIER, row_key(space.name, barrier.barrier_id), past)
+    step.save(records.BARRIER, records.row_key(space.name, barrier.barrier_id), past)
     _close(space, barrier)
     _forget_idle(step, space)
 
 
-def _close(space: Space, barrier: Barrier) -> None:
+def _close(space: Space, barrier: records.Barrier) -> None:
     """Take the barrier's timer away: nobody waits here for now."""
     for waiting in barrier.waiting.values():
         waiting.presence.waits_at.discard(barrier.barrier_id)
@@ -260,23 +253,37 @@ def _close(space: Space, barrier: Barrier) -> None:
 
 
 def _forget_idle(step: CoordinatorStep, space: Space) -> None:
-    while len(space.barriers) > MAX_BARRIERS:
+    while len(space.barriers) > records.MAX_BARRIERS:
         oldest = next((each for each in space.barriers.values() if not each.waiting), None)
         if oldest is None:
             return
         del space.barriers[oldest.barrier_id]
-        step.save(BARRIER, row_key(space.name, oldest.barrier_id), None)
+        step.save(records.BARRIER, records.row_key(space.name, oldest.barrier_id), None)
 
 
-def _open(space: Space) -> list[Barrier]:
+def listing(space: Space) -> list[BarrierStatus]:
+    """Return the barriers at which somebody waits, for people."""
+    return [
+        BarrierStatus(
+            barrier_id=barrier.barrier_id,
+            generation=barrier.past.generation,
+            world_size=barrier.world_size,
+            arrived=list(barrier.waiting),
+            missing=_missing(space, barrier),
+        )
+        for barrier in _open(space)
+    ]
+
+
+def _open(space: Space) -> list[records.Barrier]:
     """Return the barriers at which somebody waits."""
     at = {barrier_id for presence in space.present.values() for barrier_id in presence.waits_at}
     return [space.barriers[barrier_id] for barrier_id in sorted(at)]
 
 
-def _lost(space: Space, barrier: Barrier) -> list[RegisteredWorker]:
+def _lost(space: Space, barrier: records.Barrier) -> list[records.RegisteredWorker]:
     """Return the workers of this world that went after those who wait had come, and whose rank nobody has taken."""
-    lost: list[RegisteredWorker] = []
+    lost: list[records.RegisteredWorker] = []
     for worker in reversed(space.gone.values()):
         if worker.gone_at <= barrier.oldest_came_at:
             break
@@ -292,7 +299,7 @@ def _lost(space: Space, barrier: Barrier) -> list[RegisteredWorker]:
     return sorted(lost, key=lambda worker: (worker.info.rank, worker.worker_id))
 
 
-def _missing(space: Space, barrier: Barrier) -> list[str]:
+def _missing(space: Space, barrier: records.Barrier) -> list[str]:
     """Return the workers of this world that are registered and have not arrived."""
     missing = [
         worker_id

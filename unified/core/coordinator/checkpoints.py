@@ -15,6 +15,7 @@ from unified.errors import UsageError
 from unified.protocol.client_master import Done
 from unified.protocol.coordinator import (
     CheckpointResponse,
+    CheckpointStatus,
     GetLatestCheckpoint,
     NotifyCheckpoint,
     RecoveryInfo,
@@ -70,6 +71,21 @@ def latest(space: Space, request: GetLatestCheckpoint) -> RecoveryInfo:
         metadata=notice.metadata,
         saved_at=checkpoint.saved_at,
     )
+
+
+def listing(space: Space) -> list[CheckpointStatus]:
+    """Return the latest checkpoint of each series, for people."""
+    return [
+        CheckpointStatus(
+            name=name,
+            step=each.notice.step,
+            path=each.notice.path,
+            size_bytes=each.notice.size_bytes,
+            world_size=each.notice.world_size,
+            saved_at=each.saved_at,
+        )
+        for name, each in sorted(space.checkpoints.items())
+    ]
 
 
 MAX_NAME = 200

@@ -7,44 +7,17 @@ from typing import assert_never
 
 import msgspec
 
-from unified.core.coordinator import barriers, checkpoints, datasets, positions, workers
-from unified.core.coordinator.messages import (
-    Action,
-    CoordinatorStep,
-    CoordinatorTick,
-    Event,
-    RequestCame,
-    Row,
-    SpaceClosed,
-    WorkerGone,
-)
+from unified.core.coordinator import barriers, checkpoints, datasets, messages, positions, workers
 from unified.core.coordinator.persistence import forget, restore
 from unified.core.coordinator.state import CoordinatorTimers, Space, heard
 from unified.core.coordinator.workers import HEARTBEAT_TIMES, HeartbeatTimes
 from unified.errors import DatasetError, RefusedError, UsageError
+from unified.protocol import coordinator as protocol
 from unified.protocol.client_master import Done, MasterAnswer, Refused
-from unified.protocol.coordinator import (
-    AdvanceEpoch,
-    DataRequest,
-    DeregisterWorker,
-    GetDatasets,
-    GetDataShard,
-    GetLatestCheckpoint,
-    GetRankFiles,
-    Heartbeat,
-    HeartbeatResponse,
-    LeaveBarrier,
-    MarkDone,
-    NotifyCheckpoint,
-    RegisterDataset,
-    RegisterWorker,
-    RestorePosition,
-    SetDataWorker,
-    TellEvent,
-    WaitBarrier,
-)
 
-_UNKNOWN = HeartbeatResponse(is_known=False, revision=0)
+MAX_SPACES = 200
+"""Spaces in one answer, the newest."""
+_UNKNOWN = protocol.HeartbeatResponse(is_known=False, revision=0)
 
 
 class CoordinatorCore:
@@ -68,7 +41,7 @@ class CoordinatorCore:
         """Time at which `CoordinatorTick` is due; None if nothing is awaited."""
         return self.timers.next_deadline
 
-    def restore(self, now: float, rows: Iterable[Row]) -> None:
+    def restore(self, now: float, rows: Iterable[messages.Row]) -> None:
         """Go on from what was persisted. Call it once, before the first step. Rows of other kinds are passed over.
 
         Workers that were there have their whole time-out to be heard again. Those who waited at a barrier ask again.
@@ -76,27 +49,27 @@ class CoordinatorCore:
         """
         restore(self.spaces, self.timers, now, rows, await_s=self.heartbeats.timeout_s)
 
-    def step(self, now: float, event: Event) -> list[Action]:
+    def step(self, now: float, event: messages.Event) -> list[messages.Action]:
         """Return the actions for an event. Every event has an answer in every state, even if it is nothing."""
-        step = CoordinatorStep(now)
+        step = messages.CoordinatorStep(now)
         match event:
-            case RequestCame():
+            case messages.RequestCame():
                 name = event.request.space
                 space = self.spaces.get(name) or Space(name, self.timers)
                 self._answer(step, space, event)
                 if not space.is_empty:  # else a question about nothing would be remembered for ever
                     self.spaces[name] = space
-            case WorkerGone():
+            case messages.WorkerGone():
                 gone = self.spaces.get(event.space)
                 presence = gone.present.get(gone.id_of(event.worker_id)) if gone is not None else None
                 if gone is not None and presence is not None:
                     workers.remove(step, gone, presence, event.reason, "worker-lost")
-            case SpaceClosed():
+            case messages.SpaceClosed():
                 closed = self.spaces.pop(event.space, None)
                 if closed is not None:
                     barriers.close(step, closed)
                     forget(step, closed)
-            case CoordinatorTick():
+            case messages.CoordinatorTick():
                 self._deadline_reached(step)
             case _:
                 assert_never(event)
@@ -104,7 +77,7 @@ class CoordinatorCore:
             datasets.spread(step, self.spaces[space_name], dataset_id, members)
         return step.actions()
 
-    def heartbeat(self, now: float, request: Heartbeat) -> HeartbeatResponse:
+    def heartbeat(self, now: float, request: protocol.Heartbeat) -> protocol.HeartbeatResponse:
         """Answer a heartbeat as a step would, without the cost of one. Nothing that is persisted changes.
 
         The answer is the same object until somebody comes or goes, so a shell may keep its encoding.
@@ -118,7 +91,7 @@ class CoordinatorCore:
         heard(space, presence, now)
         return space.alive
 
-    def _answer(self, step: CoordinatorStep, space: Space, event: RequestCame) -> None:
+    def _answer(self, step: messages.CoordinatorStep, space: Space, event: messages.RequestCame) -> None:
         try:
             answer = self._handle(step, space, event)
         except RefusedError as refusal:
@@ -128,48 +101,51 @@ class CoordinatorCore:
         if answer is not None:
             step.answer(event.token, answer)
 
-    def _handle(self, step: CoordinatorStep, space: Space, event: RequestCame) -> MasterAnswer | None:
+    def _handle(self, step: messages.CoordinatorStep, space: Space, event: messages.RequestCame) -> MasterAnswer | None:
         request = event.request
-        if isinstance(request, DataRequest) and request.is_id:
+        if isinstance(request, protocol.DataRequest) and request.is_id:
             request = msgspec.structs.replace(request, worker_id=space.member_of(request.worker_id), is_id=False)
         match request:
-            case Heartbeat():
+            case protocol.Heartbeat():
                 return self.heartbeat(step.now, request)
-            case GetDataShard():
+            case protocol.GetDataShard():
                 return datasets.shards(step, space, request)
-            case GetRankFiles():
+            case protocol.GetRankFiles():
                 return datasets.rank_files(space, request)
-            case MarkDone():
+            case protocol.MarkDone():
                 return datasets.mark_done(step, space, request)
-            case WaitBarrier():
+            case protocol.WaitBarrier():
                 return barriers.wait(step, space, event.token, request)
-            case LeaveBarrier():
+            case protocol.LeaveBarrier():
                 barriers.leave(step, space, request)
                 return Done()
-            case RegisterWorker():
+            case protocol.RegisterWorker():
                 return workers.register(step, space, request, self.heartbeats)
-            case DeregisterWorker():
+            case protocol.DeregisterWorker():
                 return workers.deregister(step, space, request)
-            case RegisterDataset():
+            case protocol.RegisterDataset():
                 return datasets.register(step, space, request)
-            case RestorePosition():
+            case protocol.RestorePosition():
                 return positions.restore(step, space, request, event.lives)
-            case SetDataWorker():
+            case protocol.SetDataWorker():
                 return datasets.set_worker(step, space, request, self.heartbeats.timeout_s)
-            case AdvanceEpoch():
+            case protocol.AdvanceEpoch():
                 return datasets.advance(step, space, request)
-            case GetDatasets():
+            case protocol.GetDatasets():
                 return datasets.listing(space)
-            case NotifyCheckpoint():
+            case protocol.DescribeSpaces():
+                known = list(self.spaces.values())[-MAX_SPACES:] if request.is_every_space else [space]
+                return protocol.SpaceList(spaces=[_status(each) for each in known])
+            case protocol.NotifyCheckpoint():
                 return checkpoints.notify(step, space, request)
-            case GetLatestCheckpoint():
+            case protocol.GetLatestCheckpoint():
                 return checkpoints.latest(space, request)
-            case TellEvent():
+            case protocol.TellEvent():
                 return checkpoints.tell(step, space, request)
             case _:
                 raise UsageError(f"a coordinator does not know {type(request).__name__}.")
 
-    def _deadline_reached(self, step: CoordinatorStep) -> None:
+    def _deadline_reached(self, step: messages.CoordinatorStep) -> None:
         due = self.next_deadline
         late_s = step.now - due if due is not None else 0.0
         for presence in self.timers.leases.expired(step.now):
@@ -184,3 +160,16 @@ class CoordinatorCore:
             unheard.setdefault((space_name, dataset_id), []).append(member)
         for (space_name, dataset_id), members in unheard.items():
             datasets.give_up(step, self.spaces[space_name], dataset_id, members, self.heartbeats.timeout_s)
+
+
+def _status(space: Space) -> protocol.SpaceStatus:
+    present = [presence.worker.info for presence in space.present.values()]
+    return protocol.SpaceStatus(
+        space=space.name,
+        datasets=datasets.listing(space).datasets,
+        barriers=barriers.listing(space),
+        checkpoints=checkpoints.listing(space),
+        workers=[
+            protocol.PresentWorker(worker_id=each.worker_id, hostname=each.hostname, rank=each.rank) for each in present
+        ],
+    )

@@ -7,24 +7,11 @@ from unified.core.coordinator.messages import CoordinatorStep
 from unified.core.coordinator.records import AWAITED, DATASET, LEDGER, MARK, WORKER, AwaitedMembers, names, row_key
 from unified.core.coordinator.state import Space, absent, check_session
 from unified.errors import RefusedError, UsageError, nearest
+from unified.protocol import coordinator as protocol
 from unified.protocol.client_master import Done
-from unified.protocol.coordinator import (
-    AdvanceEpoch,
-    DataRequest,
-    DatasetRegistration,
-    Datasets,
-    DataShards,
-    GetDataShard,
-    GetRankFiles,
-    MarkDone,
-    RankFiles,
-    RegisterDataset,
-    SetDataWorker,
-    ShardsDone,
-)
 
 
-def register(step: CoordinatorStep, space: Space, request: RegisterDataset) -> DatasetRegistration:
+def register(step: CoordinatorStep, space: Space, request: protocol.RegisterDataset) -> protocol.DatasetRegistration:
     """Register a dataset; again with the same values, nothing happens."""
     dataset = space.datasets.get(request.dataset_id)
     if dataset is None:
@@ -41,10 +28,10 @@ def register(step: CoordinatorStep, space: Space, request: RegisterDataset) -> D
             "Register it as it was, or under another name.",
         )
     num_shards, epoch = dataset.plan.num_shards, dataset.ledger.epoch
-    return DatasetRegistration(dataset_id=request.dataset_id, num_shards=num_shards, epoch=epoch)
+    return protocol.DatasetRegistration(dataset_id=request.dataset_id, num_shards=num_shards, epoch=epoch)
 
 
-def shards(step: CoordinatorStep, space: Space, request: GetDataShard) -> DataShards:
+def shards(step: CoordinatorStep, space: Space, request: protocol.GetDataShard) -> protocol.DataShards:
     """Return the shards that a worker has still to read of an epoch."""
     dataset = asked(space, request)
     hear(step, space, dataset, request.worker_id)
@@ -76,7 +63,7 @@ def shards(step: CoordinatorStep, space: Space, request: GetDataShard) -> DataSh
     return answer
 
 
-def mark_done(step: CoordinatorStep, space: Space, request: MarkDone) -> ShardsDone:
+def mark_done(step: CoordinatorStep, space: Space, request: protocol.MarkDone) -> protocol.ShardsDone:
     """Count shards that a worker has read to their end."""
     dataset = asked(space, request)
     if not request.session and space.id_of(request.worker_id) in space.present:
@@ -97,10 +84,10 @@ def mark_done(step: CoordinatorStep, space: Space, request: MarkDone) -> ShardsD
         else:
             space.revision += dataset.ledger.revision != revision
             _save(step, space, dataset)
-    return ShardsDone(shard_ids=counted, revision=space.revision)
+    return protocol.ShardsDone(shard_ids=counted, revision=space.revision)
 
 
-def rank_files(space: Space, request: GetRankFiles) -> RankFiles:
+def rank_files(space: Space, request: protocol.GetRankFiles) -> protocol.RankFiles:
     """Return the whole files of a rank: the same ones whoever asks, and whatever was read."""
     dataset = asked(space, request)
     _check_epoch(dataset, request.epoch)
@@ -123,14 +110,14 @@ def rank_files(space: Space, request: GetRankFiles) -> RankFiles:
         raise UsageError(f"{who} is not in a world of {world_size}: its ranks are 0 to {world_size - 1}.")
     by_rank = dataset.files_by_rank(request.epoch, world_size)
     files = dataset.info.files
-    return RankFiles(
+    return protocol.RankFiles(
         file_paths=[files[number].path if files else dataset.info.path for number in by_rank[rank]],
         num_files=sum(map(len, by_rank)),
         idle=[each for each, mine in enumerate(by_rank) if not mine],
     )
 
 
-def set_worker(step: CoordinatorStep, space: Space, request: SetDataWorker, await_s: float) -> Done:
+def set_worker(step: CoordinatorStep, space: Space, request: protocol.SetDataWorker, await_s: float) -> Done:
     """Let a worker join or leave, by its own wish or another's. One that another has named is awaited `await_s`."""
     dataset = asked(space, request)
     worker_id = request.worker_id
@@ -161,7 +148,7 @@ def set_worker(step: CoordinatorStep, space: Space, request: SetDataWorker, awai
     return Done()
 
 
-def advance(step: CoordinatorStep, space: Space, request: AdvanceEpoch) -> Done:
+def advance(step: CoordinatorStep, space: Space, request: protocol.AdvanceEpoch) -> Done:
     """Go on to an epoch; one that is the current one, or past, changes nothing."""
     dataset = _find(space, request.dataset_id)
     revision = dataset.ledger.revision
@@ -174,11 +161,11 @@ def advance(step: CoordinatorStep, space: Space, request: AdvanceEpoch) -> Done:
     return Done()
 
 
-def listing(space: Space) -> Datasets:
+def listing(space: Space) -> protocol.Datasets:
     """Return all datasets, for people and programs."""
     ids = {presence.worker.member: worker_id for worker_id, presence in space.present.items()}
     datasets = [space.datasets[dataset_id].status(ids) for dataset_id in sorted(space.datasets)]
-    return Datasets(datasets=datasets, workers=sorted(space.present))
+    return protocol.Datasets(datasets=datasets, workers=sorted(space.present))
 
 
 def drop_worker(step: CoordinatorStep, space: Space, worker_id: str) -> list[str]:
@@ -223,7 +210,7 @@ def spread(step: CoordinatorStep, space: Space, dataset_id: str, members: set[st
     save_changed(step, space, dataset, revision)
 
 
-def asked(space: Space, request: DataRequest) -> DatasetState:
+def asked(space: Space, request: protocol.DataRequest) -> DatasetState:
     """Return the dataset that a worker asks about; RefusedError: there is none, or the worker may not ask."""
     if request.session:
         check_session(space, request.worker_id, request.session)

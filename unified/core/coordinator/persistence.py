@@ -7,26 +7,9 @@ from typing import TypeVar
 
 import msgspec
 
+from unified.core.coordinator import records
 from unified.core.coordinator.dataset import DatasetProgress, DatasetState, Mark
 from unified.core.coordinator.messages import CoordinatorStep, Row
-from unified.core.coordinator.records import (
-    AWAITED,
-    BARRIER,
-    CHECKPOINT,
-    DATASET,
-    LEDGER,
-    MARK,
-    POSITION,
-    WORKER,
-    AwaitedMembers,
-    Barrier,
-    Checkpoint,
-    LoadedPosition,
-    PastReleases,
-    Presence,
-    RegisteredWorker,
-    row_key,
-)
 from unified.core.coordinator.state import CoordinatorTimers, Space, heard
 from unified.core.shards.ledger import Ledger
 from unified.errors import CoordinatorError, UnifiedError
@@ -56,7 +39,7 @@ def restore(
 
     revisions: dict[str, int] = {}
     try:
-        workers = read(WORKER, RegisteredWorker)
+        workers = read(records.WORKER, records.RegisteredWorker)
         for worker in sorted(workers, key=lambda worker: (worker.gone_at, worker.came_at)):
             name = worker.info.space
             revisions[name] = max(revisions.get(name, 0), worker.came_at, worker.gone_at)
@@ -64,24 +47,24 @@ def restore(
         for worker in sorted(workers, key=lambda worker: worker.came_at):
             if worker.end != "worker-left":
                 space_of(worker.info.space).ids[worker.member] = worker.worker_id
-        for past in sorted(read(BARRIER, PastReleases), key=lambda past: past.number):
+        for past in sorted(read(records.BARRIER, records.PastReleases), key=lambda past: past.number):
             space = space_of(past.space)
-            space.barriers[past.barrier_id] = Barrier(past=past)
+            space.barriers[past.barrier_id] = records.Barrier(past=past)
             space.num_releases = past.number
-        infos = {(info.space, info.dataset_id): info for info in read(DATASET, RegisterDataset)}
-        for progress in read(LEDGER, DatasetProgress):
+        infos = {(info.space, info.dataset_id): info for info in read(records.DATASET, RegisterDataset)}
+        for progress in read(records.LEDGER, DatasetProgress):
             name = progress.space
             revisions[name] = max(revisions.get(name, 0), progress.space_revision)
             dataset = DatasetState(infos[name, progress.dataset_id], Ledger.restore(progress.ledger))
             space_of(name).datasets[progress.dataset_id] = dataset
-        for position in read(POSITION, LoadedPosition):
+        for position in read(records.POSITION, records.LoadedPosition):
             space_of(position.space).datasets[position.dataset_id].position = position
-        for awaited in read(AWAITED, AwaitedMembers):
+        for awaited in read(records.AWAITED, records.AwaitedMembers):
             space_of(awaited.space).datasets[awaited.dataset_id].awaited.update(awaited.members)
             for member in awaited.members:
                 timers.awaited.arm((awaited.space, awaited.dataset_id, member), now + await_s)
-        _marks(spaces, read(MARK, Mark))
-        for checkpoint in read(CHECKPOINT, Checkpoint):
+        _marks(spaces, read(records.MARK, Mark))
+        for checkpoint in read(records.CHECKPOINT, records.Checkpoint):
             space_of(checkpoint.notice.space).checkpoints[checkpoint.notice.name] = checkpoint
     except (msgspec.DecodeError, UnifiedError, KeyError, ValueError) as error:
         raise CoordinatorError(
@@ -97,30 +80,30 @@ def forget(step: CoordinatorStep, space: Space) -> None:
     for presence in space.present.values():
         space.timers.leases.drop(presence)
     for worker_id in (*space.present, *space.gone):
-        step.save(WORKER, row_key(space.name, worker_id), None)
+        step.save(records.WORKER, records.row_key(space.name, worker_id), None)
     for barrier_id, barrier in space.barriers.items():
         if barrier.past.generation:  # it was released, and so persisted
-            step.save(BARRIER, row_key(space.name, barrier_id), None)
+            step.save(records.BARRIER, records.row_key(space.name, barrier_id), None)
     for name in space.checkpoints:
-        step.save(CHECKPOINT, row_key(space.name, name), None)
+        step.save(records.CHECKPOINT, records.row_key(space.name, name), None)
     for dataset_id, dataset in space.datasets.items():
-        step.save(DATASET, row_key(space.name, dataset_id), None)
-        step.save(LEDGER, row_key(space.name, dataset_id), None)
+        step.save(records.DATASET, records.row_key(space.name, dataset_id), None)
+        step.save(records.LEDGER, records.row_key(space.name, dataset_id), None)
         if dataset.position is not None:
-            step.save(POSITION, row_key(space.name, dataset_id), None)
+            step.save(records.POSITION, records.row_key(space.name, dataset_id), None)
         if dataset.awaited:
-            step.save(AWAITED, row_key(space.name, dataset_id), None)
+            step.save(records.AWAITED, records.row_key(space.name, dataset_id), None)
             for member in dataset.awaited:
                 space.timers.awaited.cancel((space.name, dataset_id, member))
         for key in dataset.mark_keys(space.name):
-            step.save(MARK, key, None)
+            step.save(records.MARK, key, None)
 
 
-def _worker(space: Space, now: float, worker: RegisteredWorker) -> None:
+def _worker(space: Space, now: float, worker: records.RegisteredWorker) -> None:
     if worker.gone_at:
         space.gone[worker.worker_id] = worker
         return
-    presence = space.present[worker.worker_id] = Presence(worker, worker.info.session, now)
+    presence = space.present[worker.worker_id] = records.Presence(worker, worker.info.session, now)
     world, rank = worker.rank_slot
     if world > 0 and rank >= 0:
         space.rank_slots[worker.rank_slot] = worker.worker_id

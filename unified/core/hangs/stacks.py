@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from unified.job.names import parse_worker
 from unified.protocol.stacks import StackReport, ThreadStack, WorkerStacks
 
 MAX_FRAMES = 100
@@ -104,6 +105,14 @@ def _py_spy_thread(thread: Mapping[str, Any], pid: int) -> Thread:
     name = "MainThread" if is_main else str(thread.get("thread_name") or thread["thread_id"])
     frames = [frame(each["filename"], each["line"], each["name"]) for each in reversed(thread["frames"])]
     return Thread(name, frames, is_main)
+
+
+def by_role(report: StackReport) -> dict[str, StackReport]:
+    """Return the report of each role, with its workers by rank."""
+    roles: dict[str, list[WorkerStacks]] = {}
+    for worker in sorted(report.workers, key=lambda worker: worker.rank):
+        roles.setdefault(parse_worker(worker.worker).role, []).append(worker)
+    return {name: msgspec.structs.replace(report, workers=workers) for name, workers in sorted(roles.items())}
 
 
 def group(report: StackReport, *, with_runtime: bool = False) -> list[StackGroup]:

@@ -129,12 +129,16 @@ def _unique(workers: Iterable[WorkerStacks]) -> list[WorkerStacks]:
 
 def ranks_text(workers: Iterable[WorkerStacks]) -> str:
     """Return ``rank 3`` or ``ranks 0-2, 7``."""
-    ranks = sorted({worker.rank for worker in workers})
+    ranks = {worker.rank for worker in workers}
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranges_text(ranks)}"
+
+
+def ranges_text(ranks: Iterable[int]) -> str:
+    """Return ``3`` or ``0-2, 7``."""
     runs: list[list[int]] = []
-    for rank in ranks:
+    for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)

@@ -8,18 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from unified.queue.core.messages import (
-    AnswerGet,
-    ConsumerEnded,
-    DropItems,
-    DropLease,
-    GetAsked,
-    Item,
-    Outcome,
-    SaveLease,
-    TakeDone,
-    TakeReturned,
-)
+from unified.queue.core import messages
 from unified.queue.core.state import Consumer, Handle, Lease, QueueState, Rate, WaitingGet
 
 
@@ -33,26 +22,26 @@ class Consumers:
         self.num_leased = 0
         self.rate = Rate(now)
 
-    def ask(self, now: float, event: GetAsked) -> WaitingGet | None:
+    def ask(self, now: float, event: messages.GetAsked) -> WaitingGet | None:
         """Return the get that waits now, to be served; None if it was answered already."""
         handle = self._state.handles.get(event.handle)
         if handle is None:
-            self._answer(event.request_id, Outcome.UNKNOWN)
+            self._answer(event.request_id, messages.Outcome.UNKNOWN)
             return None
         consumer = handle.consumers.get(event.consumer)
         if consumer is None:
             consumer = handle.consumers[event.consumer] = Consumer(event.consumer, event.handle)
         if event.number < consumer.number:  # overtaken by a newer one: nobody waits for its answer
-            self._answer(event.request_id, Outcome.WAITING)
+            self._answer(event.request_id, messages.Outcome.WAITING)
             return None
         lease = consumer.lease
         if lease is not None and lease.number == event.number:  # its first answer was lost
             rest = lease.items[event.max_items :]  # whoever gave up hearing it may take fewer now
             lease.items = lease.items[: event.max_items]
             self._return(rest)
-            self._answer(event.request_id, Outcome.DONE, lease.items)
+            self._answer(event.request_id, messages.Outcome.DONE, lease.items)
             return None
-        self.stop_waiting(consumer, Outcome.WAITING)
+        self.stop_waiting(consumer, messages.Outcome.WAITING)
         self._end_lease(consumer, event.received)
         consumer.number = event.number
         deadline = self._state.deadline(now, event.wait_s)
@@ -76,15 +65,15 @@ class Consumers:
             self.rate.add(now, len(items))
             if self._state.is_durable:
                 item_ids = [item.item_id for item in items]
-                record = SaveLease(
+                record = messages.SaveLease(
                     handle=get.consumer.handle, consumer=get.consumer.consumer, number=get.number, item_ids=item_ids
                 )
                 self._state.actions.append(record)
-            self._answer(get.request_id, Outcome.DONE, items)
+            self._answer(get.request_id, messages.Outcome.DONE, items)
             has_given = True
         return has_given
 
-    def done(self, consumer: Consumer, event: TakeDone) -> None:
+    def done(self, consumer: Consumer, event: messages.TakeDone) -> None:
         lease = consumer.lease
         if lease is None or lease.number != event.number:
             return
@@ -96,36 +85,36 @@ class Consumers:
         if not lease.items:
             consumer.lease = None
 
-    def returned(self, consumer: Consumer, event: TakeReturned) -> None:
+    def returned(self, consumer: Consumer, event: messages.TakeReturned) -> None:
         consumer.number = max(consumer.number, event.number + 1)  # should that get come only now, it is too late
         get = self.waiting.get(event.consumer)
         if get is not None and get.number <= event.number:
-            self.stop_waiting(consumer, Outcome.WAITING)
+            self.stop_waiting(consumer, messages.Outcome.WAITING)
         if consumer.lease is not None and consumer.lease.number <= event.number:
             self._end_lease(consumer, event.received)
 
-    def end(self, consumer: Consumer, event: ConsumerEnded) -> None:
+    def end(self, consumer: Consumer, event: messages.ConsumerEnded) -> None:
         """End a consumer that will take no more, and was done with what it received."""
-        self.stop_waiting(consumer, Outcome.WAITING)
+        self.stop_waiting(consumer, messages.Outcome.WAITING)
         self._end_lease(consumer, event.received)
         del self._state.handles[consumer.handle].consumers[consumer.consumer]
 
     def drop(self, handle: Handle) -> None:
         """Drop a handle that is gone, in the middle of whatever its consumers did."""
         for consumer in handle.consumers.values():
-            self.stop_waiting(consumer, Outcome.UNKNOWN)
+            self.stop_waiting(consumer, messages.Outcome.UNKNOWN)
             self._give_back(consumer)
 
-    def stop_waiting(self, consumer: Consumer, outcome: Outcome) -> None:
+    def stop_waiting(self, consumer: Consumer, outcome: messages.Outcome) -> None:
         get = self.waiting.pop(consumer.consumer, None)
         if get is not None:
             self._answer(get.request_id, outcome)
 
     def expire_due(self, now: float) -> None:
         for get in [each for each in self.waiting.values() if each.deadline is not None and each.deadline <= now]:
-            self.stop_waiting(get.consumer, Outcome.WAITING)
+            self.stop_waiting(get.consumer, messages.Outcome.WAITING)
 
-    def end_all(self, outcome: Outcome) -> None:
+    def end_all(self, outcome: messages.Outcome) -> None:
         for get in list(self.waiting.values()):
             self.stop_waiting(get.consumer, outcome)
 
@@ -139,22 +128,22 @@ class Consumers:
         else:  # its answer never arrived, so nobody has seen these
             self._give_back(consumer)
 
-    def _acknowledge(self, items: list[Item]) -> None:
+    def _acknowledge(self, items: list[messages.Item]) -> None:
         self.num_leased -= len(items)
         if self._state.is_durable and items:
-            self._state.actions.append(DropItems(item_ids=[item.item_id for item in items]))
+            self._state.actions.append(messages.DropItems(item_ids=[item.item_id for item in items]))
 
     def _give_back(self, consumer: Consumer) -> None:
         lease, consumer.lease = consumer.lease, None
         if lease is not None:
             self._return(lease.items)
 
-    def _return(self, items: list[Item]) -> None:
+    def _return(self, items: list[messages.Item]) -> None:
         """Return the items to their places in the queue."""
         self.num_leased -= len(items)
         self._state.buffer.give_back(items)
         if self._state.is_durable and items:
-            self._state.actions.append(DropLease(item_ids=[item.item_id for item in items]))
+            self._state.actions.append(messages.DropLease(item_ids=[item.item_id for item in items]))
 
-    def _answer(self, request_id: int, outcome: Outcome, items: list[Item] | None = None) -> None:
-        self._state.actions.append(AnswerGet(request_id=request_id, outcome=outcome, items=items or []))
+    def _answer(self, request_id: int, outcome: messages.Outcome, items: list[messages.Item] | None = None) -> None:
+        self._state.actions.append(messages.AnswerGet(request_id=request_id, outcome=outcome, items=items or []))

@@ -10,26 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from unified.queue.core import messages
 from unified.queue.core.consumers import Consumers
-from unified.queue.core.messages import (
-    Action,
-    CloseAsked,
-    ConsumerEnded,
-    DropHandle,
-    Event,
-    GetAsked,
-    HandleAttached,
-    HandleClosed,
-    IncarnationEnded,
-    JournalState,
-    Outcome,
-    PutAsked,
-    QueueTick,
-    SaveClosed,
-    SaveHandle,
-    TakeDone,
-    TakeReturned,
-)
 from unified.queue.core.producers import Producers
 from unified.queue.core.state import Consumer, Handle, ItemBuffer, Lease, QueueState, QueueStats
 
@@ -53,7 +35,7 @@ class QueueCore:
         size: int,
         max_bytes: int | None = None,
         is_durable: bool = False,
-        memory: JournalState | None = None,
+        memory: messages.JournalState | None = None,
     ) -> None:
         self.name = name
         self.buffer = ItemBuffer(size, max_bytes)
@@ -63,21 +45,21 @@ class QueueCore:
         self._dead: dict[str, int] = {}
         """The newest incarnation of each worker that is known to be over."""
         self._handlers: dict[type, Callable[[float, Any], None]] = {
-            HandleAttached: self._on_attached,
-            HandleClosed: self._on_handle_closed,
-            PutAsked: self._on_put,
-            GetAsked: self._on_get,
-            TakeDone: partial(self._on_consumer, self.consumers.done),
-            TakeReturned: partial(self._on_consumer, self.consumers.returned),
-            ConsumerEnded: partial(self._on_consumer, self.consumers.end),
-            IncarnationEnded: self._on_incarnation_ended,
-            CloseAsked: self._on_close,
-            QueueTick: self._on_time,
+            messages.HandleAttached: self._on_attached,
+            messages.HandleClosed: self._on_handle_closed,
+            messages.PutAsked: self._on_put,
+            messages.GetAsked: self._on_get,
+            messages.TakeDone: partial(self._on_consumer, self.consumers.done),
+            messages.TakeReturned: partial(self._on_consumer, self.consumers.returned),
+            messages.ConsumerEnded: partial(self._on_consumer, self.consumers.end),
+            messages.IncarnationEnded: self._on_incarnation_ended,
+            messages.CloseAsked: self._on_close,
+            messages.QueueTick: self._on_time,
         }
         if memory is not None:
             self._restore(memory)
 
-    def step(self, now: float, event: Event) -> list[Action]:
+    def step(self, now: float, event: messages.Event) -> list[messages.Action]:
         self._handlers[type(event)](now, event)
         self._settle(now)
         actions, self.state.actions = self.state.actions, []
@@ -113,51 +95,54 @@ class QueueCore:
             is_durable=self.state.is_durable,
         )
 
-    def _on_attached(self, now: float, event: HandleAttached) -> None:
+    def _on_attached(self, now: float, event: messages.HandleAttached) -> None:
         state = self.state
         if event.handle in state.handles or event.incarnation <= self._dead.get(event.worker, -1):
             return  # of a dead one, whatever it asks is answered with UNKNOWN
         state.handles[event.handle] = Handle(event.handle, event.worker, event.incarnation)
-        state.save(SaveHandle(handle=event.handle, worker=event.worker, incarnation=event.incarnation))
+        state.save(messages.SaveHandle(handle=event.handle, worker=event.worker, incarnation=event.incarnation))
         self._end_incarnations(event.worker, event.incarnation - 1)
 
-    def _on_handle_closed(self, now: float, event: HandleClosed) -> None:
+    def _on_handle_closed(self, now: float, event: messages.HandleClosed) -> None:
         handle = self.state.handles.get(event.handle)
         if handle is not None:
             self._drop(handle)
 
-    def _on_incarnation_ended(self, now: float, event: IncarnationEnded) -> None:
+    def _on_incarnation_ended(self, now: float, event: messages.IncarnationEnded) -> None:
         self._end_incarnations(event.worker, event.incarnation)
 
-    def _on_put(self, now: float, event: PutAsked) -> None:
+    def _on_put(self, now: float, event: messages.PutAsked) -> None:
         put = self.producers.ask(now, event)
         self._settle(now)
         may_wait = event.wait_s is None or event.wait_s > 0
         if not may_wait and put is not None and put.request_id is not None:
             self.producers.expire(put)
 
-    def _on_get(self, now: float, event: GetAsked) -> None:
+    def _on_get(self, now: float, event: messages.GetAsked) -> None:
         get = self.consumers.ask(now, event)
         self._settle(now)
         may_wait = event.wait_s is None or event.wait_s > 0
         if not may_wait and get is not None and self.consumers.waiting.get(event.consumer) is get:
-            self.consumers.stop_waiting(get.consumer, Outcome.WAITING)
+            self.consumers.stop_waiting(get.consumer, messages.Outcome.WAITING)
 
     def _on_consumer(
-        self, handle_event: Callable[[Consumer, Any], None], now: float, event: TakeDone | TakeReturned | ConsumerEnded
+        self,
+        handle_event: Callable[[Consumer, Any], None],
+        now: float,
+        event: messages.TakeDone | messages.TakeReturned | messages.ConsumerEnded,
     ) -> None:
         handle = self.state.handles.get(event.handle)
         consumer = handle.consumers.get(event.consumer) if handle is not None else None
         if consumer is not None:
             handle_event(consumer, event)
 
-    def _on_close(self, now: float, event: CloseAsked) -> None:
+    def _on_close(self, now: float, event: messages.CloseAsked) -> None:
         if not self.state.is_closed:
             self.state.is_closed = True
-            self.state.save(SaveClosed())
-            self.producers.end_all(Outcome.CLOSED)
+            self.state.save(messages.SaveClosed())
+            self.producers.end_all(messages.Outcome.CLOSED)
 
-    def _on_time(self, now: float, event: QueueTick) -> None:
+    def _on_time(self, now: float, event: messages.QueueTick) -> None:
         self.producers.expire_due(now)
         self.consumers.expire_due(now)
         due = [put.deadline for put in self.producers.waiting.values()]
@@ -173,7 +158,7 @@ class QueueCore:
             if not (consumers.waiting and consumers.hand_out(now) and producers.waiting):
                 break
         if consumers.waiting and self.is_finished:
-            consumers.end_all(Outcome.CLOSED)
+            consumers.end_all(messages.Outcome.CLOSED)
 
     def _end_incarnations(self, worker: str, incarnation: int) -> None:
         """End this incarnation of a worker, and every one before it."""
@@ -188,16 +173,16 @@ class QueueCore:
         self.producers.drop(handle)
         self.consumers.drop(handle)
         del self.state.handles[handle.handle]
-        self.state.save(DropHandle(handle=handle.handle))
+        self.state.save(messages.DropHandle(handle=handle.handle))
 
-    def _restore(self, memory: JournalState) -> None:
+    def _restore(self, memory: messages.JournalState) -> None:
         self.state.is_closed = memory.is_closed
         handles = self.state.handles
         for each in memory.handles:
             handles[each.handle] = Handle(each.handle, each.worker, each.incarnation)
         for put in memory.puts:
             handle = handles[put.handle]
-            if put.outcome is Outcome.WAITING:
+            if put.outcome is messages.Outcome.WAITING:
                 handle.begun_puts[put.number] = put.num_in
             else:
                 handle.ended_puts[put.number] = (put.outcome, put.num_in)

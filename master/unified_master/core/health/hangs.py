@@ -13,8 +13,9 @@ from unified.core.hangs.stacks import StackGroup, group, merge
 from unified.core.hangs.verdict import judge, ranks_text
 from unified.protocol.records import Failure, NodeState, WorkerState
 from unified.protocol.stacks import StackReport
-from unified_master.core import incarnations, recovery
 from unified_master.core.health import stacks
+from unified_master.core.membership import WorkerMembership, membership_of
+from unified_master.core.rounds import incarnations, recovery
 from unified_master.core.state import HangWatch, JobRecord, StackCollection, TimerKey, WorkerRecord
 from unified_master.core.step import MasterStep
 
@@ -23,6 +24,10 @@ WITHIN_S = 5.0
 MAX_GROUPS = 12
 MAX_FRAMES = 30
 MAX_REASON = 2000
+_BETWEEN = (
+    *(WorkerMembership.HELD, WorkerMembership.STARTING, WorkerMembership.READY),
+    *(WorkerMembership.JOINING, WorkerMembership.LEAVING, WorkerMembership.BETWEEN),
+)
 
 
 def progressed(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> None:
@@ -47,7 +52,7 @@ def look(step: MasterStep, timer: TimerKey) -> None:
         return
     job, watch, timeout_s, watched = found
     running = [worker for worker in watched if _runs(worker)]
-    if any(_is_between(worker) for worker in watched):
+    if any(map(_is_between, watched)) or any(worker.waits_for for worker in job.workers.values()):
         watch.progressed_at = step.now
     due = watch.progressed_at + timeout_s
     if due <= step.now and not all(_is_heard(step, worker) for worker in running):
@@ -56,6 +61,7 @@ def look(step: MasterStep, timer: TimerKey) -> None:
         cluster.timers.arm(timer, due)
         return
     watch.suspected_at = step.now
+    job.account.suspect(step.now, watch.progressed_at)
     text = f"{_subject(role_name, name)} has made no progress for {timeout_s:g} s (hang_timeout): its stacks are read"
     step.decide("hang-suspected", text, job, role_name, name)
     collection = StackCollection(job_id=job_id, hang=(role_name, name))
@@ -74,6 +80,7 @@ def diagnosed(step: MasterStep, collection: StackCollection | None) -> None:
     job, watch, timeout_s, watched = found
     running = {worker.name: worker for worker in watched if _runs(worker)}
     if watch.progressed_at > watch.suspected_at:
+        job.account.goes_on(step.now)
         step.decide("hang-over", f"{_subject(role_name, name)} goes on", job, role_name, name)
         cluster.timers.arm(("hang", *key), watch.progressed_at + timeout_s)
         return
@@ -123,11 +130,8 @@ def _runs(worker: WorkerRecord) -> bool:
 
 
 def _is_between(worker: WorkerRecord) -> bool:
-    """Return True if others may have to wait for it, with good reason: it is between two lives or two rounds."""
-    if worker.is_held or worker.is_joining:
-        return True
-    starts = worker.state in (WorkerState.STARTING, WorkerState.READY)
-    return worker.is_desired and (starts or worker.notice is not None)
+    """Return True if others may have to wait for it, with good reason: it is between two incarnations or two rounds."""
+    return membership_of(worker) in _BETWEEN
 
 
 def _is_heard(step: MasterStep, worker: WorkerRecord) -> bool:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from unified.errors import listed
 from unified.protocol.records import Failure, NodeCheckReport
-from unified_master.core import incarnations, nodes, recovery
-from unified_master.core.health import node_checks
-from unified_master.core.scheduling import exclusion
+from unified_master.core import nodes
+from unified_master.core.rounds import exclusion, incarnations, node_checks, recovery
 from unified_master.core.state import JobRecord, WorkerRecord
 from unified_master.core.step import MasterStep
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from unified.job.spec import Resources
 from unified.values import Value
-from unified_master.core.scheduling.node_capacity import EPSILON, Allocation, NodeCapacity, Unit
+from unified_master.core.node_capacity import EPSILON, Allocation, NodeCapacity, Unit
 from unified_master.core.state import STORE
 from unified_master.core.step import count
 
@@ -319,13 +319,18 @@ def _shortage(unit: Unit, units: Sequence[Unit], nodes: list[NodeCapacity], num_
             return f"{wanted}; the job may use {cap} of a node (device_per_node)"
         free = {node.name: float(node.free_devices) for node in nodes}
         total = {node.name: float(len(node.devices)) for node in nodes}
-        return f"{wanted}; {_at_most(whole, '', free, total, num_placed)}"
+        hint = "; a role that needs none says .resource(cpu=1)" if whole > max(total.values()) else ""
+        return f"{wanted}; {_at_most(whole, '', free, total, num_placed)}{hint}"
     for field, word in _AMOUNTS:
         amount = unit.total(field)
         free = {node.name: getattr(node, field) for node in nodes}
         if amount > 0 and amount > max(free.values()) + EPSILON:
             total = {node.name: getattr(node.resources, field) for node in nodes}
             return f"{needs} {amount:g} {word}; {_at_most(amount, f' {word}', free, total, num_placed)}"
+    if not any(node.may_hold(unit) for node in nodes):
+        return (
+            f"{needs} {count(len(unit.members), 'rank')}; the job may have {unit.max_ranks} on a node (device_per_node)"
+        )
     rooms_left = f"there is room for {num_placed} of them, and " if num_placed else ""
     named = unit.user_total()
     if any(node.grants(unit.isolation) for node in nodes):

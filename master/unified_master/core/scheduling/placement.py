@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -9,8 +10,8 @@ import msgspec
 
 from unified.errors import listed
 from unified.job.names import parse_worker
-from unified.job.spec import JobSpec, Resources, has_range
-from unified_master.core.scheduling.node_capacity import Member, NodeCapacity, Unit
+from unified.job.spec import JobSpec, Resources, RoleSpec, has_range, places_store
+from unified_master.core.node_capacity import Member, NodeCapacity, Unit
 from unified_master.core.scheduling.packing import PlacementPlan, plan
 from unified_master.core.state import STORE, Cluster, JobRecord, NodeRecord
 
@@ -40,15 +41,25 @@ def units_of(spec: JobSpec) -> list[Unit]:
                         members=tuple(members),
                         isolation=spec.worker_isolation_resource,
                         elastic=tuple(role.name for role in roles if role.kind == "elastic"),
+                        max_ranks=_max_ranks(spec, roles),
                     )
                 )
     return units
 
 
+def _max_ranks(spec: JobSpec, roles: Sequence[RoleSpec]) -> int:
+    """Return how many ranks of an elastic role without a resource a node of a CPU job may have: as many as devices, as
+    if each took one; but as many as are needed to place them all on the nodes of the job."""
+    role = roles[0]
+    is_free = not (role.resources.cpu or role.resources.accelerator or role.resources.user_defined)
+    if spec.accelerator_type != "CPU" or len(roles) > 1 or role.kind != "elastic" or not is_free:
+        return 0
+    return max(spec.device_cap, role.per_group * math.ceil(role.num_groups / spec.node_num))
+
+
 def control_unit(spec: JobSpec) -> Unit | None:
     """Return the unit of the job's store host, if the job says where it goes; else it goes with the first rank."""
-    is_said = spec.master_isolation_resource or spec.master_cpu > 0 or spec.master_memory_mb > 0
-    if not is_said or not any(role.kind == "elastic" and role.total > 0 for role in spec.roles):
+    if not places_store(spec) or not any(role.kind == "elastic" and role.total > 0 for role in spec.roles):
         return None
     needs = Resources(cpu=spec.master_cpu, memory_mb=spec.master_memory_mb)
     return Unit(
@@ -108,7 +119,7 @@ def place(
 
 def capacities(nodes: Iterable[NodeRecord], job: JobRecord, *, is_empty: bool) -> list[NodeCapacity]:
     """Return what is free of each node for a job; with `is_empty`, as if nothing ran there."""
-    kind, cap = job.spec.accelerator_type, job.spec.device_per_node
+    kind, cap = job.spec.accelerator_type, job.spec.device_cap
     own = set() if is_empty else {worker.node for worker in job.workers.values() if worker.allocation is not None}
     return [
         _beside_own(node, job) if node.name in own else node.capacity(kind, cap, is_empty=is_empty) for node in nodes
@@ -117,7 +128,7 @@ def capacities(nodes: Iterable[NodeRecord], job: JobRecord, *, is_empty: bool) -
 
 def _beside_own(node: NodeRecord, job: JobRecord) -> NodeCapacity:
     """Return what is free of a node where the job has workers already."""
-    capacity = node.capacity(job.spec.accelerator_type, job.spec.device_per_node).copy()
+    capacity = node.capacity(job.spec.accelerator_type, job.spec.device_cap).copy()
     for (owner, worker), allocation in node.allocations.items():
         if owner == job.job_id:
             capacity.own.update(allocation.devices)

@@ -5,7 +5,7 @@ when room has become free.
 from __future__ import annotations
 
 from unified.job.spec import JobSpec
-from unified_master.core.scheduling.node_capacity import EPSILON, NodeCapacity, PlacementAttempt
+from unified_master.core.node_capacity import EPSILON, NodeCapacity, PlacementAttempt
 from unified_master.core.scheduling.packing import PlacementPlan
 from unified_master.core.scheduling.placement import all_units, capacities, place_within_ranges
 from unified_master.core.state import Cluster, JobRecord
@@ -88,3 +88,18 @@ def _total(nodes: list[NodeCapacity], name: str) -> float:
 
 def _nodes(cluster: Cluster, job: JobRecord) -> int:
     return hash((cluster.num_node_changes, tuple(job.excluded)))
+
+
+def waiting_jobs(cluster: Cluster) -> list[JobRecord]:
+    """Return the jobs that wait for a place, oldest first."""
+    found = (job for job in cluster.jobs.values() if job.is_waiting and job.suspended is None)
+    return sorted(found, key=lambda job: job.sequence)
+
+
+def blocker(cluster: Cluster) -> JobRecord | None:
+    """Return the waiting job that all later ones are behind."""
+    return next((job for job in waiting_jobs(cluster) if could_ever_fit(cluster, job)), None)
+
+
+def behind(job: JobRecord) -> str:
+    return f"job {job.job_id} came first and waits for room"

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.bus import PATIENCE_S, World, call
+from tests.support.deadlines import missed
 from unified.bus.calls.inbound import current_call
 from unified.bus.calls.registry import rpc
 from unified.bus.calls.sender import Sender
@@ -50,7 +51,7 @@ def test_inline_handler_keeps_the_others_waiting_for_a_moment_and_not_for_ever(
     ping = a.call("b", "ping", (), {})
     for _ in range(10):
         b._io.tick()
-    assert not concurrent.futures.wait([ping], 0.05).done
+    assert not concurrent.futures.wait([ping], missed(0.05)).done
     for _ in range(INLINE_TICKS):
         b._io.tick()
     assert ping.result(PATIENCE_S) == 1
@@ -314,7 +315,9 @@ def test_call_that_nobody_waits_for_is_made_all_the_same(world: World) -> None:
 def test_deadline_wakes_whoever_receives(world: World) -> None:
     release = threading.Event()
     a, _ = world.pair({"wait": lambda: release.wait(PATIENCE_S)})
-    threads = [threading.Thread(target=lambda: a.call("b", "wait", (), {}, timeout=0.2).exception()) for _ in range(3)]
+    threads = [
+        threading.Thread(target=lambda: a.call("b", "wait", (), {}, timeout=missed(0.2)).exception()) for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

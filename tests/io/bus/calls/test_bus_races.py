@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support.bus import PATIENCE_S, World, entry
+from tests.support.deadlines import missed
 from unified.bus.calls import client
 from unified.bus.calls.sender import OutgoingPayload
 from unified.bus.streams.stream import StreamFeed
@@ -76,7 +77,7 @@ def test_deadlines_pass_after_something_failed_on_the_thread_that_ticks(
     a._io.tick_soon()
     assert failed.wait(PATIENCE_S)
     with pytest.raises(RpcTimeoutError):
-        a.call("b", "wait", (), {}, timeout=0.1).result(PATIENCE_S)
+        a.call("b", "wait", (), {}, timeout=missed(0.1)).result(PATIENCE_S)
     assert "event=timer-failed" in caplog.text
     release.set()
 

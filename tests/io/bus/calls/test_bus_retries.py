@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.bus import PATIENCE_S, World, entry
+from tests.support.bus import PATIENCE_S, World, entry, pass_deadlines
 from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.retry import RetryPolicy, with_retries
 from unified.bus.endpoint import BusEndpoint
 from unified.errors import BusOverloadedError, RpcTimeoutError, WorkerDiedError
 from unified.protocol.records import Reachability
+from unified.testing import eventually
 
 
 def retried(
@@ -37,8 +38,8 @@ def test_next_life_answers_when_the_first_died_with_the_call(world: World) -> No
 
 def test_worker_that_ended_for_good_is_not_called_again(world: World) -> None:
     a, _ = world.pair({})
-    a.update_directory([entry("b", None, 0, Reachability.ENDED, "finished")])
-    with pytest.raises(WorkerDiedError, match="has ended for good") as caught:
+    a.update_directory([entry("b", None, 0, Reachability.ENDED, "it is not to be called.")])
+    with pytest.raises(WorkerDiedError, match=r"has ended for good.* called\. `unified explain b` says more") as caught:
         retried(a, "ping").result(PATIENCE_S)
     assert caught.value.is_final
     assert not getattr(caught.value, "__notes__", None)
@@ -47,8 +48,11 @@ def test_worker_that_ended_for_good_is_not_called_again(world: World) -> None:
 def test_deadline_ends_the_wait_for_a_next_life_that_does_not_come(world: World) -> None:
     release = threading.Event()
     a, _ = world.pair({"hold": lambda: release.wait(PATIENCE_S)})
-    future = retried(a, "hold", timeout=0.3)
+    future = retried(a, "hold", timeout=PATIENCE_S)
+    first = future.parts[0]
     a.update_directory([entry("b", None, 0, Reachability.DEAD, "killed")])
+    eventually(lambda: future.parts[0] is not first)
+    pass_deadlines(a)
     with pytest.raises(RpcTimeoutError, match="worker b did not answer 'hold'") as caught:
         future.result(PATIENCE_S)
     assert caught.value.__notes__ == ["That was attempt 2 of at most 4."]

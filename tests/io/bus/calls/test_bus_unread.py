@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.bus import PATIENCE_S, World
+from tests.support.bus import PATIENCE_S, World, pass_deadlines
 from unified.api.runtime.batch import FutureSequence
 from unified.bus.calls.future import gather
 from unified.bus.endpoint import BusEndpoint
@@ -44,7 +44,7 @@ def test_misspelt_call_whose_future_is_dropped_is_logged_once_and_counted(
     a.unread.on_total = totals.append
     for _ in range(400):
         a.call("b", "trian", (), {})
-    assert a.settle() == 400
+    assert a.settle(PATIENCE_S, PATIENCE_S) == 400
     assert totals[-1] == 400
     (line,) = lines(log, "rpc-error-unread")
     assert "worker=a: the call of 'trian' to worker b failed, and nobody read that" in line
@@ -112,8 +112,9 @@ def test_errors_that_are_still_held_are_told_when_the_worker_ends(world: World, 
 def test_what_breaks_off_because_all_are_stopped_is_no_news(world: World) -> None:
     may_end = threading.Event()
     a, _ = world.pair({"held": lambda: may_end.wait(PATIENCE_S)})
-    kept = a.call("b", "held", (), {}, timeout=0.01)
+    kept = a.call("b", "held", (), {}, timeout=PATIENCE_S)
     a.unread.is_stopping = True
+    pass_deadlines(a)
     assert eventually(kept.done, PATIENCE_S)
     assert a.unread.tell_all() == 0
     may_end.set()

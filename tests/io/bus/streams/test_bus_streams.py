@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import gc
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.bus import PATIENCE_S, World, entry
+from tests.support.bus import PATIENCE_S, World, entry, pass_deadlines
 from unified.bus.calls.registry import rpc
 from unified.bus.endpoint import BusEndpoint
 from unified.bus.streams.stream import WINDOW_ITEMS, RpcStream
@@ -160,9 +159,10 @@ def test_async_generator_that_awaits_is_cancelled(a: BusEndpoint, counter: Count
 
 
 def test_deadline_is_one_for_the_whole_stream(a: BusEndpoint, counter: Counter) -> None:
-    items = stream(a, "never", timeout=0.2)
+    items = stream(a, "never", timeout=PATIENCE_S)
     assert next(items) == 0
-    with pytest.raises(RpcTimeoutError, match=r"within 0\.2 s"):
+    pass_deadlines(a)
+    with pytest.raises(RpcTimeoutError, match=rf"within {PATIENCE_S:g} s"):
         next(items)
     assert counter.ended.wait(PATIENCE_S)
     assert list(items) == []
@@ -170,8 +170,9 @@ def test_deadline_is_one_for_the_whole_stream(a: BusEndpoint, counter: Counter) 
 
 
 async def test_deadline_ends_an_async_wait(a: BusEndpoint) -> None:
-    items = await a.call("b", "never", (), {}, timeout=0.2)
+    items = await a.call("b", "never", (), {}, timeout=PATIENCE_S)
     assert await anext(items) == 0
+    pass_deadlines(a)
     with pytest.raises(RpcTimeoutError):
         await anext(items)
 
@@ -179,7 +180,9 @@ async def test_deadline_ends_an_async_wait(a: BusEndpoint) -> None:
 def test_generator_that_waits_for_its_caller_ends_at_the_deadline(
     a: BusEndpoint, method: str, counter: Counter
 ) -> None:
-    items = stream(a, method, 1000, timeout=0.2)
+    items = stream(a, method, 1000, timeout=PATIENCE_S)
+    eventually(lambda: counter.made == WINDOW_ITEMS)
+    pass_deadlines(a)
     assert counter.ended.wait(PATIENCE_S)
     assert counter.ends in (["GeneratorExit"], ["CancelledError"])
     assert counter.made == WINDOW_ITEMS
@@ -313,9 +316,7 @@ def test_closing_the_callee_closes_its_generators(world: World, method: str, cou
     a, b = world.pair(counter.methods())
     items = stream(a, method, 1000)
     assert next(items) == 0
-    began = time.monotonic()
     b.close()
-    assert time.monotonic() - began < 5
     assert counter.ended.wait(PATIENCE_S)
     items.close()
 
@@ -348,6 +349,7 @@ def test_callee_that_loses_its_relay_says_so_to_who_might_wait_for_what_was_lost
         items = stream(a, "never")
         assert next(items) == 0
         b._dispatcher.relay_lost()
+        b._dispatcher.relay_found()
         with pytest.raises(RouteLostError, match="the connection of worker b to the bus relay broke"):
             next(items)
         assert counter.ended.wait(PATIENCE_S)

@@ -19,12 +19,13 @@ import pytest
 
 import unified
 from tests.support.bus import PATIENCE_S, World, call, entry
+from tests.support.deadlines import missed
 from tests.support.interrupts import Interrupter, Point
 from unified.bus.calls import pending
 from unified.bus.calls.future import RpcFuture, gather
 from unified.bus.transport.io_threads import IoThreads
 from unified.bus.transport.unix_connection import UnixConnection
-from unified.errors import RpcError, RpcTimeoutError, UsageError
+from unified.errors import RouteLostError, RpcError, RpcTimeoutError, UsageError
 from unified.protocol.envelope import Envelope, Kind
 from unified.protocol.records import Reachability
 from unified.testing import eventually
@@ -113,6 +114,27 @@ def test_interrupts_at_any_moment_end_every_call(world: World) -> None:
     assert call(a, "echo", "still") == "still"
 
 
+def test_interrupt_before_the_timer_is_set_loses_no_deadline(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while its thread is started: nothing else may set it before the call is to be given up."""
+    monkeypatch.setattr(pending, "LOST_GRACE_S", 0.02)
+    release = threading.Event()
+    a, b = world.pair({"hold": lambda: release.wait(PATIENCE_S)})
+    future = a.call("b", "hold", (), {})
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:  # noqa: PT012
+        sets = [KeyboardInterrupt, a._client._timer.set]
+        patch.setattr(a._client._timer, "set", lambda at: raise_or_call(sets.pop(0), at))
+        a._client.step(pending.LinkLost(inbox_id=b.inbox_id, reason="the test says so"))
+    with pytest.raises(RouteLostError):
+        future.result(PATIENCE_S)
+    release.set()
+
+
+def raise_or_call(action: Any, *args: Any) -> Any:
+    if isinstance(action, type):
+        raise action
+    return action(*args)
+
+
 def test_interrupt_at_each_point_of_a_wait_ends_the_call(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """As above, for the rarest moments too: at each place in a wait at which Python looks for signals."""
     monkeypatch.setattr(pending, "LOST_GRACE_S", 0.02)
@@ -139,7 +161,7 @@ def test_interrupt_at_each_point_of_a_wait_ends_the_call(world: World, monkeypat
             if interrupter.target is None:
                 num_interrupted += 1
                 try:
-                    future.exception(2)
+                    future.exception(PATIENCE_S)
                 except RpcTimeoutError:
                     lost.append(f"{point[0].co_qualname}, instruction at {point[1]}")
                 break
@@ -174,9 +196,9 @@ def test_interrupted_send_breaks_its_link_or_has_the_rest_sent_on() -> None:
 def test_callback_of_a_late_call_holds_up_no_other_deadline(world: World) -> None:
     release = threading.Event()
     a, _ = world.pair({"hold": lambda: release.wait(PATIENCE_S)})
-    a.call("b", "hold", (), {}, timeout=0.05).add_done_callback(lambda _: release.wait(PATIENCE_S))
+    a.call("b", "hold", (), {}, timeout=missed(0.05)).add_done_callback(lambda _: release.wait(PATIENCE_S))
     with pytest.raises(RpcTimeoutError):
-        a.call("b", "hold", (), {}, timeout=0.2).result(PATIENCE_S)
+        a.call("b", "hold", (), {}, timeout=missed(0.2)).result(PATIENCE_S)
     assert not release.is_set()
     release.set()
 
@@ -231,11 +253,11 @@ def test_broken_link_that_nobody_can_read_costs_no_time(world: World) -> None:
         release.wait(PATIENCE_S)
 
     future.add_done_callback(on_done)
-    if not entered.wait(1):  # the answer was there before the callback
+    if not entered.wait(PATIENCE_S):  # the answer was there before the callback
         pytest.fail("the callback was not called")
     process.kill()
     began, used = time.perf_counter(), time.process_time()
-    release.wait(0.3)
+    release.wait(missed(0.3))
     share = (time.process_time() - used) / (time.perf_counter() - began)
     release.set()
     assert share < 0.5
@@ -297,7 +319,7 @@ def test_future_of_the_parent_is_refused_in_a_child(world: World) -> None:
     future = a.call("b", "hold", (), {})
     a._pid += 1  # as a child that was forked from here sees it
     with pytest.raises(UsageError, match="was forked from it"):
-        future.result(0.1)
+        future.result(PATIENCE_S)
     a._pid -= 1
     release.set()
     assert future.result(PATIENCE_S)

@@ -13,6 +13,7 @@ import zmq
 
 from tests.support.bus import PATIENCE_S, Hub, World, entry
 from tests.support.ports import unused_port
+from unified.bus.transport import listeners
 from unified.core.backoff import Backoff
 from unified.errors import BusOverloadedError, RouteLostError, RpcError, RpcTimeoutError, UnifiedError
 from unified.protocol.envelope import (
@@ -227,6 +228,27 @@ def test_connection_that_breaks_in_its_handshake_ends_no_call(tmp_path: Path) ->
         relay.close()
 
 
+def test_no_call_overtakes_the_inbox_that_its_answer_goes_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = listeners._dealer
+
+    def late(*args: Any) -> Socket:
+        dealer = made(*args)
+        dealer.set(zmq.RECONNECT_IVL, 2_000)
+        return dealer
+
+    address = f"tcp://127.0.0.1:{unused_port()}"
+    with contextlib.closing(World(tmp_path, "relay", address)) as world:
+        with monkeypatch.context() as patch:
+            patch.setattr(listeners, "_dealer", late)
+            a, _ = world.endpoint("a")  # its inbox is refused at once, and tried again after 2 s
+        _, b_inbox = world.endpoint("b", {"ping": lambda number: number})
+        a.update_directory([entry("b", b_inbox)])
+        with contextlib.closing(BusRelay(address)) as relay:
+            relay.start()
+            calls = [a.call("b", "ping", (number,), {}, timeout=PATIENCE_S) for number in range(3)]
+            assert [call.result(PATIENCE_S) for call in calls] == [0, 1, 2]
+
+
 def test_callee_whose_answer_was_lost_with_its_connection_says_so(tmp_path: Path, relay: str) -> None:
     with contextlib.closing(World(tmp_path, "relay", relay)) as world:
         a, b = world.pair({"ping": lambda: "pong", "swallow": lambda: "lost"})
@@ -243,6 +265,7 @@ def test_callee_whose_answer_was_lost_with_its_connection_says_so(tmp_path: Path
         b._server._reply = reply
         assert not pending.done()
         b._dispatcher.relay_lost()
+        b._dispatcher.relay_found()
         with pytest.raises(RouteLostError, match="the answer to 'swallow' may have been lost"):
             pending.result(PATIENCE_S)
         assert a.call("b", "ping", (), {}).result(PATIENCE_S) == "pong"

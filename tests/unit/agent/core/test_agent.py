@@ -5,11 +5,11 @@ import pytest
 
 from tests.support.agent_core import SPEC, STORE, W0, W1, Driver, launched, next_life, started, wanted
 from unified.protocol.agent_master import AgentRegistered, DesiredJob, RegisterAgain, RoundNotice, RunOrder
-from unified.protocol.records import Failure, Inbox, JobWorkerIncarnation, Progress, WorkerState
+from unified.protocol.records import Failure, Inbox, JobWorkerIncarnation, Progress, WorkerReport, WorkerState
 from unified.protocol.worker_agent import Failed, Finished, Hello, Notice, Rejoins, Reported, Run, Running, Stop
 from unified_agent.core.messages import (
     AgentEvent,
-    KeepReport,
+    KeepReports,
     SignalWorker,
     StartWorker,
     TellWorker,
@@ -168,17 +168,29 @@ def test_the_states_of_a_good_life_are_told(driver: Driver) -> None:
     assert (ended.state, ended.failure) == (WorkerState.EXITED, None)
 
 
-def test_each_report_that_says_something_new_is_kept(driver: Driver) -> None:
+def test_a_service_serves_until_it_ends(driver: Driver) -> None:
+    driver.desire(wanted(W0, run=1))
+    driver.start(W0)
+    driver.say(W0, Running(round=1), Finished(is_serving=True))
+    key = f"{W0.worker}#0"
+    assert driver.observed()[key].state is WorkerState.SERVING
+    driver.step(WorkerExited(life=W0, code=-9))
+    ended = driver.observed()[key]
+    assert ended.state is WorkerState.EXITED
+    assert ended.failure is not None
+
+
+def test_points_are_kept_once_and_none_after_the_end(driver: Driver) -> None:
     driver.desire(wanted(W0, run=1))
     driver.start(W0)
     driver.say(W0, Running(round=1))
     driver.take()
-    first, second = Progress(step=1, metrics={"loss": 0.5}), Progress(step=1, metrics={"loss": 0.25})
-    counted = Progress(step=1, metrics={"loss": 0.25}, num_unread_errors=1)
-    driver.say(W0, *(Reported(progress=progress) for progress in (Progress(), first, first, second, counted, first)))
-    assert driver.notable() == [KeepReport(life=W0, progress=progress) for progress in (first, second, first)]
+    points = [WorkerReport(at=1.0, step=step, total=None, metrics={"loss": 0.5}, number=step) for step in range(3)]
+    driver.say(W0, Reported(progress=Progress(step=1), points=points[:2]), Reported(progress=Progress(step=2)))
+    driver.say(W0, Reported(progress=Progress(step=2), points=points[2:]))
+    assert driver.notable() == [KeepReports(life=W0, reports=points[:2]), KeepReports(life=W0, reports=points[2:])]
     driver.step(WorkerExited(life=W0, code=0))
-    driver.say(W0, Reported(progress=second))
+    driver.say(W0, Reported(progress=Progress(), points=points))
     assert driver.notable() == []
 
 

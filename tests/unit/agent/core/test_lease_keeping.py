@@ -6,16 +6,8 @@ import pytest
 
 from tests.support.agent_core import W0, Driver, launched, sent, started, wanted
 from unified.protocol.agent_master import AgentRegistered, DesiredWorkers, MasterStopping, RegisterAgent
-from unified_agent.core.lease_keeping import (
-    Contact,
-    Kill,
-    LeaseKeeping,
-    NodeLease,
-    Probe,
-    Renew,
-    TellAgent,
-    request_id_at,
-)
+from unified_agent.core.lease import NodeLease, request_id_at
+from unified_agent.core.lease_keeping import Contact, Kill, LeaseKeeping, Probe, Renew, TellAgent
 from unified_agent.core.messages import LeaseLost, MasterReached, SendMaster, SignalWorker, WorkerExited
 
 LEASE_S = 15.0
@@ -28,7 +20,15 @@ class Node:
         did: actions and their times.
     """
 
-    def __init__(self, *, cut_at: float = 1e9, stopped_at: float = 1e9, contact: Contact = Contact.NONE) -> None:
+    def __init__(
+        self,
+        *,
+        cut_at: float = 1e9,
+        stopped_at: float = 1e9,
+        contact: Contact = Contact.NONE,
+        is_locked_out: bool = False,
+    ) -> None:
+        self.is_locked_out = float(is_locked_out)
         self.core = LeaseKeeping()
         self.cut_at, self.stopped_at, self.contact = cut_at, stopped_at, contact
         self.healed_at = 1e9
@@ -50,7 +50,7 @@ class Node:
                 if not is_cut and now - beat >= 1.0:
                     beat = now
                     self.heard.append(now)
-            for action in self.core.step(now, NodeLease(LEASE_S, 1.0, beat, turned)):
+            for action in self.core.step(now, NodeLease(LEASE_S, 1.0, beat, turned, self.is_locked_out)):
                 self.did.append((now, action))
                 if isinstance(action, Renew) and not is_cut:
                     self.heard.append(now)
@@ -121,6 +121,18 @@ def test_a_master_that_is_down_or_hangs_costs_no_worker(contact: Contact) -> Non
     node = Node(cut_at=20, contact=contact)
     node.run(2000)
     assert {type(action) for _, action in node.did} == {Renew, Probe}
+
+
+def test_a_master_that_refuses_the_key_decides_about_the_node_so_its_workers_end_with_the_lease() -> None:
+    node = Node(cut_at=20, contact=Contact.ACCEPTED, is_locked_out=True)
+    node.run(60)
+    told, killed = node.first(TellAgent), node.first(Kill)
+    assert told is not None
+    assert killed is not None
+    assert node.renewed_at < told < killed < node.renewed_at + LEASE_S
+    down = Node(cut_at=20, contact=Contact.REFUSED, is_locked_out=True)
+    down.run(2000)
+    assert down.first(Kill) is None, "a master that is down since decides nothing"
 
 
 def test_a_second_cut_is_one_of_its_own() -> None:

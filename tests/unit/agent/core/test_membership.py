@@ -1,5 +1,7 @@
 """What the agent tells whom, names included, and how it stands with its master."""
 
+import os
+
 import msgspec
 import pytest
 
@@ -178,6 +180,25 @@ def test_it_gives_up_only_if_told_so_and_never_once_it_belonged() -> None:
     assert not any(isinstance(action, Exit) for action in member.take())
 
 
+@pytest.mark.parametrize("is_cut_off", [False, True])
+def test_it_leaves_a_cluster_whose_master_is_silent_for_too_long_if_told_so(is_cut_off: bool) -> None:
+    """SLURM does not end a step of an allocation that it has given up."""
+    member = Driver(leave_after_s=60)
+    member.pass_time(50, answered=True)
+    member.take()
+    if is_cut_off:
+        member.hear(RegisterAgain())
+    member.pass_time(59)
+    assert not any(isinstance(action, Exit) for action in member.take())
+    member.pass_time(20)
+    end = next(action for action in member.take() if isinstance(action, Exit))
+    assert end.code == 1
+    assert end.reason.startswith("cannot reach the master at tcp://m:7077: no answer for 6")
+    newcomer = Driver(registered=False, leave_after_s=60)
+    newcomer.pass_time(70)
+    assert any(isinstance(action, Exit) for action in newcomer.take())
+
+
 def test_a_refusal_for_good_ends_it_and_a_refusal_for_now_does_not() -> None:
     driver = Driver(registered=False)
     driver.pass_time(0)
@@ -214,7 +235,15 @@ def test_an_agent_that_never_belonged_ends_with_the_reason(event: MasterUnreadab
     driver.pass_time(0)
     driver.take()
     driver.step(event)
-    assert driver.take() == [Exit(code=1, reason=event.reason)]
+    assert driver.take() == [Exit(code=os.EX_CONFIG, reason=event.reason)], "no restart mends it"
+
+
+def test_an_agent_ends_so_that_it_is_started_again_where_the_master_met_a_defect() -> None:
+    driver = Driver(registered=False)
+    driver.pass_time(0)
+    driver.take()
+    driver.step(MasterUnreadable(reason="a defect", may_pass=True))
+    assert driver.take() == [Exit(code=1, reason="a defect")]
 
 
 def test_a_member_keeps_its_workers_says_so_once_and_tries_again() -> None:

@@ -4,9 +4,17 @@ import pytest
 
 from tests.support.agent_core import W0, W1, Driver, launched, next_life, sent, wanted
 from unified.config.settings import Intervals
-from unified.protocol.agent_master import AgentHeartbeat, AgentLeaving, HeartbeatSeen, MasterStopping
+from unified.protocol.agent_master import (
+    AgentHeartbeat,
+    AgentLeaving,
+    HeartbeatSeen,
+    MasterStopping,
+    ObservedWorker,
+    ObservedWorkers,
+)
+from unified.protocol.records import WorkerState
 from unified.protocol.worker_agent import Finished, Running, Stop
-from unified_agent.core.lease_keeping import request_id_at
+from unified_agent.core.lease import request_id_at
 from unified_agent.core.messages import (
     AgentEvent,
     Exit,
@@ -168,6 +176,33 @@ def test_it_leaves_once_what_its_workers_have_left_in_memory_is_on_storage() -> 
     assert driver.notable() == [PersistHeld()]
     driver.step(SnapshotsReported(is_to_persist=False))
     assert driver.take()[-1] == Exit(code=0, reason="SIGTERM")
+
+
+@pytest.mark.parametrize("is_vacating", [True, False])
+def test_the_master_hears_of_ends_once_what_workers_have_left_in_memory_is_on_storage(is_vacating: bool) -> None:
+    """Else their ranks could go on elsewhere before there is something to go on from."""
+    driver = launched(wanted(W0), wanted(W1))
+    driver.step(SnapshotsReported(is_to_persist=True))
+    if is_vacating:
+        driver.step(StopAsked(reason="SIGTERM"))
+    else:
+        stop(driver)
+    driver.take()
+    driver.step(WorkerExited(life=W0, code=0))
+    driver.desire(wanted(W1))
+    driver.pass_time(1.0, answered=True)
+    driver.step(WorkerExited(life=W1, code=1))
+    driver.desire()
+    driver.pass_time(1.0, answered=True)
+    assert {worker.state for worker in reported(driver)[-1]} == {WorkerState.STOPPING}
+    assert len(reported(driver)[-1]) == 2
+    driver.step(SnapshotsReported(is_to_persist=False))
+    assert {worker.state for worker in reported(driver)[-1]} == {WorkerState.EXITED}
+
+
+def reported(driver: Driver) -> list[list[ObservedWorker]]:
+    messages = [action.message for action in driver.actions if isinstance(action, SendMaster)]
+    return [message.workers for message in messages if isinstance(message, ObservedWorkers)]
 
 
 @pytest.mark.parametrize("is_hurried", [True, False])

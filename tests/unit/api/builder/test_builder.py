@@ -2,16 +2,16 @@
 
 import copy
 import re
+import shlex
 from datetime import timedelta
-from typing import Any
+from typing import Any, assert_type
 
 import pytest
 from omegaconf import DictConfig
-from pydantic import ValidationError
 
-from unified.api.builder import DLJob, DLJobBuilder
-from unified.errors import UsageError
-from unified.job import DLConfig, SimpleWorkloadDesc
+from unified.api.builder import DLJob, DLJobBuilder, RLJob, RLJobBuilder
+from unified.errors import JobError, OptionError, UsageError
+from unified.job import DLConfig, SimpleWorkloadDesc, WorkloadEntrypointType
 from unified.job.workloads import WorkloadDesc
 
 
@@ -22,7 +22,7 @@ def role(builder: Any, name: str) -> WorkloadDesc:
 
 
 def refusal(builder: Any) -> str:
-    with pytest.raises(ValidationError) as error:
+    with pytest.raises(JobError) as error:
         builder.build()
     return str(error.value)
 
@@ -162,7 +162,7 @@ def r() -> Any:
     return DLJobBuilder().role("r").run("m.f")
 
 
-R, FAILOVER = "workloads.r.simple", "workloads.r.simple.node_group_failover"
+R, FAILOVER = "role 'r': ", "role 'r': node_group_failover"
 ROLE_A = DLJobBuilder().workload("a", "m.a")
 THREE = DLJobBuilder().workload("a", "m.a").workload("b", "m.b").workload("c", "m.c")
 
@@ -171,30 +171,30 @@ THREE = DLJobBuilder().workload("a", "m.a").workload("b", "m.b").workload("c", "
     ("builder", "said"),
     [
         (DLJobBuilder().node_num(1), ["at least one workload must be defined"]),
-        (r().end().device_type("mem"), ["accelerator_type"]),
-        (r().end().node_num(0), ["node_number"]),
+        (r().end().device_type("mem"), ["device_type is 'mem'"]),
+        (r().end().node_num(0), ["node_num is 0"]),
         (r().end().device_per_node(0), ["device_per_node"]),
         (r().end().dl_type("sft2"), ["dl_type"]),
-        (r().end().global_env("A=1"), ["global_envs"]),
-        (r().end().config({"a": "${b}"}), ["user_config"]),
-        (r().resource(gpuu=1).end(), [f"{R}.resource", "'gpuu'", "Did you mean 'gpu'?"]),
-        (r().resource(memory=1, mem=1).end(), [f"{R}.resource", "two names of one field"]),
-        (r().resource({"cpux": 1}).end(), [f"{R}.resource", "Did you mean 'cpu'?"]),
-        (r().resource(cpu=-1).end(), [f"{R}.resource.cpu"]),
-        (r().total(-1).end(), [f"{R}.total"]),
+        (r().end().global_env("A=1"), ["global_env is"]),
+        (r().end().config({"a": "${b}"}), ["config: the config cannot be resolved"]),
+        (r().resource(gpuu=1).end(), [f"{R}resource", "'gpuu'", "Did you mean 'gpu'?"]),
+        (r().resource(memory=1, mem=1).end(), [f"{R}resource", "two names of one field"]),
+        (r().resource({"cpux": 1}).end(), [f"{R}resource", "Did you mean 'cpu'?"]),
+        (r().resource(cpu=-1).end(), [f"{R}resource.cpu"]),
+        (r().total(-1).end(), [f"{R}total"]),
         (r().total(3).per_group(2).end(), [R, "total=3 is not divisible by per_group=2"]),
-        (r().env("A=1").end(), [f"{R}.envs"]),
-        (r().env({"A": object()}).end(), [f"{R}.envs.A"]),
+        (r().env("A=1").end(), [f"{R}env is"]),
+        (r().env({"A": object()}).end(), [f"{R}env.A"]),
         (r().enable_node_group_failover("rack", 30).end(), [f"{FAILOVER}.timeout", "60"]),
         (r().enable_node_group_failover("").end(), [f"{FAILOVER}.group_label_key"]),
         (r().rank_based_gpu_selection().end(), [R, "rank_based_gpu_selection needs per_group"]),
-        (DLJobBuilder().role("r").run("nothing").end(), [f"{R}.entry_point"]),
+        (DLJobBuilder().role("r").run("nothing").end(), [f"{R}entry_point"]),
         (DLJobBuilder().train("").end(), ["entry_point"]),
-        (DLJobBuilder().train("m.f").nnodes("8:2").end(), ["workloads.ELASTIC.elastic"]),
+        (DLJobBuilder().train("m.f").nnodes("8:2").end(), ["role 'ELASTIC': "]),
         (DLJobBuilder().train("m.f").nnodes(0).end(), ["nnodes=0"]),
         # every mistake is told at once
         (r().role("b").run("nothing").role("c").run("m.f").total(-1).end(),
-         ["workloads.b.simple.entry_point", "workloads.c.simple.total"]),
+         ["role 'b': entry_point", "role 'c': total"]),
         (ROLE_A.with_collocation_all("cc"), ["'cc'"]),
         (THREE.with_collocation("a", "b").with_collocation("b", "c"), ["already been assigned"]),
         (DLJobBuilder().workload("rollout", "m.a").with_collocation("rollout", "rolout2"),
@@ -305,4 +305,52 @@ def test_a_job_answers_for_its_roles() -> None:
 
 def test_usage_errors_are_value_errors() -> None:
     assert issubclass(UsageError, ValueError)
-    assert issubclass(ValidationError, ValueError)
+    assert issubclass(JobError, ValueError)
+
+
+def test_an_error_is_a_job_error_and_no_block_of_pydantics() -> None:
+    said = refusal(r().total("many").end().node_num(0))
+    assert said.split("\n") == [
+        "role 'r': total is 'many': it must be a valid integer, unable to parse string as an integer.",
+        "node_num is 0: it must be greater than or equal to 1.",
+    ]
+
+
+def test_type_checkers_know_the_job_at_the_end_of_a_chain() -> None:
+    """`make types` runs mypy over this file: an ignored error that is none fails there."""
+    chain = DLJobBuilder().node_num(1).role("a").run("m.a").resource(cpu=1).role("b").run("m.b").resource(cpu=1)
+    job = assert_type(chain.workload("c", "m.c").resource(cpu=1).train("m.d").build(), DLJob)
+    assert list(job.workloads) == ["a", "b", "c", "ELASTIC"]
+    assert_type(RLJobBuilder().actor("m.a").build(), RLJob)
+    with pytest.raises(OptionError):
+        job.submit(job_max_restrt=3)  # type: ignore[call-overload]
+
+
+def test_a_role_of_a_cpu_job_takes_no_device_unless_it_asks() -> None:
+    builder: Any = DLJobBuilder().device_type("CPU").device_per_node(1).workload("a", "m.a").total(6)
+    builder = builder.workload("b", "m.b").resource(mem=5).workload("c", "m.c").resource(gpu=1)
+    job = builder.train("m.t").nproc_per_node(4).build()
+    assert {name: job.get_workload(name).resource.accelerator for name in job.workloads} == {
+        "a": 0, "b": 0, "c": 1, "ELASTIC": 0,
+    }  # fmt: skip
+    assert job.get_workload("b").resource.memory == 5
+    assert DLJob.model_validate(job.model_dump()) == job
+
+
+def test_too_few_accelerators_name_the_remedy() -> None:
+    assert ".resource(cpu=1)" in refusal(DLJobBuilder().device_per_node(1).workload("a", "m.a").total(6).end())
+    assert ".resource(cpu=1)" in refusal(DLJobBuilder().device_per_node(1).train("m.t").nproc_per_node(2).end())
+
+
+@pytest.mark.parametrize("builder", [DLJobBuilder(), RLJobBuilder()])
+def test_functions_are_entry_points_at_every_door(builder: Any) -> None:
+    def run() -> None:
+        pass
+
+    made = builder.workload("a", run).trainer(run).role("b").train(shlex.join).end()
+    roles = made.description()["workloads"]
+    assert roles["a"]["entry_point"] is roles["TRAINER"]["entry_point"] is run
+    job = DLJob.model_validate(made.description())
+    assert (job.get_workload("a").entry_point, job.get_workload("b").entry_point) == (run, "shlex.join")
+    assert job.get_workload("a").entry_point_type is WorkloadEntrypointType.MODULE_FUNC
+    assert "test_functions_are_entry_points_at_every_door.<locals>.run" in job.model_dump_json()

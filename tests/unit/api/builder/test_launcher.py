@@ -1,45 +1,28 @@
-"""Launcher command lines as jobs, with torch's own parser and with our table of its options."""
+"""Launcher command lines as jobs."""
 
-import importlib.util
 import logging
 import os
 import re
 import sys
 from argparse import REMAINDER, ArgumentParser
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from tests.support.command_lines import read_by_table
 from unified.api.builder import DLJob, DLJobBuilder, launcher
 from unified.api.builder.launcher import num_workers
 from unified.api.builder.torchrun import table_parser
-from unified.errors import OptionError
+from unified.errors import JobError, OptionError
 from unified.job import ElasticWorkloadDesc
 from unified.job.entrypoint import parse
 from unified.job.spec import EntryPoint
 from unified.protocol.client_master import NodeStatus
 from unified.protocol.records import Device, NodeResources, NodeState
 
-HAS_TORCH = importlib.util.find_spec("torch") is not None
-Reader = Callable[[str], DLJob]
 
-
-def by_torch(cmd: str) -> DLJob:
+def read(cmd: str) -> DLJob:
     return DLJobBuilder().by_dlrover_run_cmd(cmd).build()
-
-
-def by_table(cmd: str) -> DLJob:
-    return read_by_table(cmd).build()
-
-
-READERS = [
-    pytest.param(by_torch, marks=pytest.mark.skipif(not HAS_TORCH, reason="needs torch"), id="torch"),
-    pytest.param(by_table, id="table"),
-]
-both_readers = pytest.mark.parametrize("read", READERS)
 
 
 @pytest.fixture(autouse=True)
@@ -78,12 +61,10 @@ def test_defaults_come_from_the_environment_as_with_torchrun(monkeypatch: pytest
     monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
     monkeypatch.setenv("PET_MODULE", "1")
     monkeypatch.setenv("PET_MAX_RESTARTS", "2")
-    for read in (by_torch, by_table) if HAS_TORCH else (by_table,):
-        workload = only_role(read("torchrun pkg.train"))
-        assert (workload.total, workload.max_restart, workload.entry_point) == (3, 2, "-m pkg.train")
+    workload = only_role(read("torchrun pkg.train"))
+    assert (workload.total, workload.max_restart, workload.entry_point) == (3, 2, "-m pkg.train")
 
 
-@both_readers
 @pytest.mark.parametrize(
     ("cmd", "of_job", "of_role"),
     [
@@ -94,8 +75,13 @@ def test_defaults_come_from_the_environment_as_with_torchrun(monkeypatch: pytest
         ),
         (
             "torchrun --nnodes=2 --nproc-per-node=4 train.py",
-            {"device_type": "GPU", "config": {}, "env": {}, "node_num": 2, "device_per_node": 8},
+            {"device_type": "GPU", "config": {}, "env": {}, "node_num": 2, "device_per_node": 4},
             {"envs": {}, "total": 8, "comm_auto_setup_process_group": False},
+        ),
+        (  # two nodes of two devices each, as upstream's own test has it
+            "torchrun --nnodes=2 --nproc_per_node=2 x.py",
+            {"node_num": 2, "device_per_node": 2, "may_share_nodes": True},
+            {"total": 4, "per_group": 2},
         ),
         (
             "torchrun --nproc-per-node=cpu train.py",
@@ -130,15 +116,14 @@ def test_defaults_come_from_the_environment_as_with_torchrun(monkeypatch: pytest
         ),
     ],
 )
-def test_what_a_command_says(read: Reader, cmd: str, of_job: dict[str, Any], of_role: dict[str, Any]) -> None:
+def test_what_a_command_says(cmd: str, of_job: dict[str, Any], of_role: dict[str, Any]) -> None:
     job = read(cmd)
     for owner, expected in ((job, of_job), (only_role(job), of_role)):
         assert {name: getattr(owner, name) for name in expected} == expected
 
 
-@both_readers
 @pytest.mark.parametrize("launcher_name", ["torchrun", "dlrover-run"])
-def test_standalone_restarts_module_and_role(read: Reader, launcher_name: str) -> None:
+def test_standalone_restarts_module_and_role(launcher_name: str) -> None:
     workload = only_role(
         read(f"{launcher_name} --standalone --nproc-per-node 2 --max-restarts=3 --role worker -m pkg.train --lr 1"),
         "worker",
@@ -147,16 +132,14 @@ def test_standalone_restarts_module_and_role(read: Reader, launcher_name: str) -
     assert parse(workload.entry_point) == EntryPoint(kind="module", target="pkg.train", argv=["--lr", "1"])
 
 
-@both_readers
 @pytest.mark.parametrize("script", ["train", "./train", "folder/", "job.zip", "a.b", "dir/tool"])
-def test_a_script_may_have_any_name(read: Reader, script: str) -> None:
+def test_a_script_may_have_any_name(script: str) -> None:
     entry = parse(only_role(read(f"torchrun {script} --lr 1")).entry_point)
     assert (entry.kind, entry.argv) == ("script", ["--lr", "1"])
     assert os.path.normpath(entry.target) == os.path.normpath(script)
 
 
-@both_readers
-def test_quotes_in_the_scripts_arguments_are_kept(read: Reader) -> None:
+def test_quotes_in_the_scripts_arguments_are_kept() -> None:
     cmd = """torchrun 'my dir/train.py' --prompt "two  words" """
     cmd += """--json '{"a": "b c"}' --nproc-per-node 7 '' -m --x='$HOME'"""
     workload = only_role(read(cmd))
@@ -168,7 +151,6 @@ def test_quotes_in_the_scripts_arguments_are_kept(read: Reader) -> None:
     )
 
 
-@both_readers
 @pytest.mark.parametrize(
     ("flags", "checked"),
     [
@@ -182,13 +164,12 @@ def test_quotes_in_the_scripts_arguments_are_kept(read: Reader) -> None:
         ("--exclude-straggler", True),
     ],
 )
-def test_dlrover_run_checks_nodes_when_asked(read: Reader, flags: str, checked: bool) -> None:
+def test_dlrover_run_checks_nodes_when_asked(flags: str, checked: bool) -> None:
     assert only_role(read(f"dlrover-run {flags} train.py")).comm_pre_check is checked
     assert only_role(read("torchrun train.py")).comm_pre_check
 
 
-@both_readers
-def test_what_the_master_does_is_ignored_and_told(read: Reader, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_master_does_is_ignored_and_told(caplog: pytest.LogCaptureFixture) -> None:
     cmd = "torchrun --rdzv-backend=c10d --rdzv_endpoint=h:1 --rdzv-conf a=1 --local-addr h --monitor-interval 3 t.py"
     with caplog.at_level(logging.WARNING):
         assert only_role(read(cmd)).total == 1
@@ -197,14 +178,12 @@ def test_what_the_master_does_is_ignored_and_told(read: Reader, caplog: pytest.L
         assert name in record.getMessage()
 
 
-@both_readers
-def test_nothing_is_told_where_nothing_is_ignored(read: Reader, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_told_where_nothing_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         read("torchrun --standalone --nnodes=1 --nproc-per-node=2 --max-restarts=1 --role r -m pkg.train")
     assert caplog.records == []
 
 
-@both_readers
 @pytest.mark.parametrize(
     ("cmd", "said"),
     [
@@ -216,13 +195,13 @@ def test_nothing_is_told_where_nothing_is_ignored(read: Reader, caplog: pytest.L
         ("torchrun --nnodes=4:1 train.py", "nnodes='4:1'"),
         ("torchrun --nproc-per-node=many train.py", "must be a number above 0, or cpu, gpu or auto"),
         ("torchrun --nproc-per-node=0 train.py", "must be a number above 0"),
-        ("torchrun --max-restarts=-1 train.py", "max_restart"),
+        ("torchrun --max-restarts=-1 train.py", "--max-restarts=-1 is not a number of restarts"),
         ("torchrun --nnodes=2 --node-rank=1 train.py", "--node-rank=1 has nothing to start"),
         ("torchrun --nnodes=2 --node-rank=1 --rdzv-id=7 train.py", "--node-rank=1 has nothing to start"),
         ("torchrun --master-port=70000 train.py", "comm_port"),
     ],
 )
-def test_wrong_commands_are_value_errors(read: Reader, cmd: str, said: str) -> None:
+def test_wrong_commands_are_value_errors(cmd: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         read(cmd)
 
@@ -238,21 +217,14 @@ ANOTHER = "Only 'dlrover-run' and 'torchrun' commands are supported"
         ("torchrun 'train.py", "Each quote needs its partner"),
     ],
 )
-def test_what_is_no_launchers_command_is_a_value_error(cmd: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_what_is_no_launchers_command_is_a_job_error(cmd: str, said: str) -> None:
+    with pytest.raises(JobError, match=said):
         DLJobBuilder().by_dlrover_run_cmd(cmd)
 
 
 def test_a_path_and_line_continuations() -> None:
     job = DLJobBuilder().by_dlrover_run_cmd("/usr/local/bin/torchrun \\\n  --nproc-per-node=2 \\\n  train.py").build()
     assert only_role(job).total == 2
-
-
-def test_without_torch_the_table_reads_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "find_spec", lambda name: None)
-    monkeypatch.setattr(launcher, "_torch_parser", pytest.fail)
-    job = DLJobBuilder().by_dlrover_run_cmd("dlrover-run --nnodes=1:2 --node-check train.py").build()
-    assert only_role(job).max_nodes == 2
 
 
 def test_the_builder_goes_on_after_a_command() -> None:

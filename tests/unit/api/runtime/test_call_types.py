@@ -70,6 +70,29 @@ class Service:
             yield i
 
 
+class Scorer:
+    @rpc()
+    def score(self, key: str, *, times: int = 1) -> int:
+        return len(key) * times
+
+    @rpc()
+    async def name_async(self, number: int) -> str:
+        return str(number)
+
+    @rpc()
+    def count(self, number: int) -> Iterator[int]:
+        yield from range(number)
+
+    @rpc()
+    async def count_async(self, number: int) -> AsyncIterator[float]:
+        for i in range(number):
+            yield i / 2
+
+    @rpc()
+    def rank(self, xs: list[int], scale: int = 1) -> list[str]:
+        return [str(scale * x) for x in xs]
+
+
 class Engine:
     """The provider of document 3's pattern."""
 
@@ -112,6 +135,27 @@ def test_calls_of_functions() -> None:
     assert assert_type(group.call(add_async, 1), RpcFuture[list[str]]).result() == ["1", "1"]
     assert assert_type(group.call_rank0(add_async, 1), RpcFuture[str]).result() == "1"
     assert assert_type(group.call_rank0(add, 1), RpcFuture[int]).result() == 2
+
+
+def test_calls_of_methods(bus: InstantBus) -> None:
+    service = Scorer()
+    for name in ("score", "count", "count_async", "rank"):
+        bus.methods[name] = getattr(service, name)
+    bus.methods["name_async"] = str
+    group = RoleGroup("rollout")
+    actor = group[0]
+    assert assert_type(actor.call(Scorer.score, "key", times=2), RpcFuture[int]).result() == 6
+    assert assert_type(actor.call(Scorer.name_async, 1), RpcFuture[str]).result() == "1"
+    assert assert_type(actor.with_options(timeout=5).call(service.score, "key"), RpcFuture[int]).result() == 3
+    assert list(assert_type(actor.call(Scorer.count, 2), RpcFuture[RpcStream[int]]).result()) == [0, 1]
+    assert list(assert_type(actor.stream(Scorer.count, 2), RpcStream[int])) == [0, 1]
+    assert list(assert_type(actor.stream(Scorer.count_async, number=2), RpcStream[float])) == [0, 0.5]
+    assert assert_type(group.call(Scorer.score, "key"), RpcFuture[list[int]]).result() == [3, 3]
+    assert assert_type(group.call_rank0(Scorer.score, "key"), RpcFuture[int]).result() == 3
+    assert assert_type(group.call_rank0(Scorer.name_async, 1), RpcFuture[str]).result() == "1"
+    assert [list(each) for each in assert_type(group.stream(Scorer.count, 1), list[RpcStream[int]])] == [[0]] * 2
+    ranked = assert_type(group.call_batch(Scorer.rank, 2, [1, 2], scale=2), FutureSequence[str])
+    assert list(ranked) == ["2", "4"]
 
 
 def test_calls_by_name() -> None:
@@ -191,7 +235,7 @@ def test_stubs_with_their_signatures_in_a_pyi(bus: InstantBus) -> None:
     assert list(results) == [3, 6, 9]
     assert "".join(assert_type(typed_remote_call.tokens("abc"), RpcStream[str])) == "abc"
     assert assert_type(typed_remote_call.weight("name"), float) == 4
-    assert [call.timeout for call in bus.calls][-1] == 5
+    assert [call.timeout for call in bus.calls][-1] == 100
     # Stubs are functions like any others to a group: a stub that gives a sequence is a batch.
     again = assert_type(
         RoleGroup("rollout").call_batch(typed_remote_call.generate, 2, [1, 2], scale=1), FutureSequence[int]
@@ -199,7 +243,8 @@ def test_stubs_with_their_signatures_in_a_pyi(bus: InstantBus) -> None:
     assert list(again) == [1, 2]
 
 
-def test_wrong_arguments_are_found_by_the_type_checker() -> None:
+def test_wrong_arguments_are_found_by_the_type_checker(bus: InstantBus) -> None:
+    bus.methods["get"] = Service().get
     group = RoleGroup("rollout")
     actor = group[0]
     for wrong in (
@@ -207,6 +252,9 @@ def test_wrong_arguments_are_found_by_the_type_checker() -> None:
         lambda: group.call(add).result(),  # type: ignore[call-overload]
         lambda: list(actor.stream(count, 1, 2)),  # type: ignore[call-overload]
         lambda: list(actor.stream(add, 1)),  # type: ignore[call-overload]
+        lambda: actor.call(Service.get).result(),  # type: ignore[call-overload]
+        lambda: actor.call(Service.get, 1).result(),  # type: ignore[call-overload]
+        lambda: list(actor.stream(Service.get, "key")),  # type: ignore[call-overload]
         lambda: typed_remote_call.wake_up(1),  # type: ignore[call-arg]
     ):
         with pytest.raises((TypeError, ValueError)):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.deadlines import met
 from tests.support.runtime import InstantBus, in_worker
 from unified.api.runtime import RoleGroup, RpcStream, create_rpc_proxy, export_rpc_instance, rpc
 from unified.api.runtime.calling import CallOptions, PromisedStream
@@ -15,7 +16,7 @@ from unified.bus.calls.future import RpcFuture
 from unified.errors import RpcCancelledError, RpcNotFoundError, UsageError, WorkerDiedError
 from unified.testing import eventually
 
-PATIENCE_S = 20.0
+PATIENCE_S = met(100.0)
 DEATH = WorkerDiedError("worker died")
 NOT_IDEMPOTENT = r"'unsafe', which is not marked @rpc\(idempotent=True\)"
 

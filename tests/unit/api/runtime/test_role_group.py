@@ -70,7 +70,10 @@ def test_no_such_actors(role: str) -> None:
     ("given", "message"),
     [
         *(({}, None), ({"role": "trainer", "roles": ["rollout"]}, None), ({"roles": []}, None)),
-        ({"role": "roll_out"}, r"^No actors found for role 'roll_out'\. Did you mean 'rollout'\?$"),
+        (
+            {"role": "roll_out"},
+            r"^No actors found for role 'roll_out'\. Did you mean 'rollout'\? Roles: trainer, rollout, idle\.$",
+        ),
     ],
 )
 def test_role_or_roles(given: dict[str, Any], message: str | None) -> None:
@@ -221,6 +224,6 @@ def test_roles_and_workers_are_known_without_asking_the_master() -> None:
     assert {role: len(actors) for role, actors in roles.items()} == {"trainer": 1, "rollout": 3, "idle": 0}
     assert [actor.rank for actor in PrimeMasterApi.get_workers_by_role("rollout")] == [0, 1, 2]
     assert PrimeMasterApi.get_workers_by_role("nobody", optional=True) == []
-    with pytest.raises(ValueError, match=r"^No actors found for role 'nobody'\.$"):
+    with pytest.raises(ValueError, match=r"^No actors found for role 'nobody'\. Roles: trainer, rollout, idle\.$"):
         PrimeMasterApi.get_workers_by_role("nobody")
     assert PrimeMasterApi.get_actor_info("rollout-1").name == "rollout_3-1_1-0"

@@ -15,12 +15,13 @@ from functools import partial
 
 import pytest
 
+from tests.support.deadlines import met
 from unified.bus.calls.future import RpcFuture, gather
 from unified.bus.codec.codec import encode
 from unified.errors import RpcCancelledError, RpcError, RpcTimeoutError, UsageError, WorkerDiedError
 from unified.testing import eventually
 
-PATIENCE_S = 20.0
+PATIENCE_S = met(100.0)
 
 
 def soon(work: Callable[[], object]) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from unified.bus.calls.registry import (
     RPC_REGISTRY,
+    MethodRegistry,
     export_rpc_instance,
     export_rpc_method,
     export_rpc_module,
@@ -240,3 +241,18 @@ def test_not_found_names_what_is_registered() -> None:
         RPC_REGISTRY.unregister(name)
     with pytest.raises(RpcNotFoundError, match=r"'x'\. Nothing is registered there"):
         RPC_REGISTRY.find("x", "w")
+
+
+def test_a_function_without_a_mark_is_told_from_one_that_does_not_exist() -> None:
+    class Owner:
+        number = 3
+
+        def score(self) -> None:
+            pass
+
+    registry = MethodRegistry({"other": print})
+    registry.owners = [Owner]
+    with pytest.raises(RpcNotFoundError, match=r"worker w: 'score' exists, but is not marked @rpc: .*there: other\.$"):
+        registry.find("score", "w")
+    with pytest.raises(RpcNotFoundError, match=r"has no rpc method 'number'"):
+        registry.find("number", "w")

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.deadlines import met
 from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.registry import rpc
 from unified.bus.calls.remote_errors import describe, rebuild
@@ -27,7 +28,7 @@ from unified.errors import (
 )
 from unified.testing import eventually
 
-PATIENCE_S = 20.0
+PATIENCE_S = met(100.0)
 QUICK = Backoff(first_s=0.001, limit_s=0.002, num_free=1)
 
 

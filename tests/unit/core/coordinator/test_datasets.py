@@ -15,18 +15,23 @@ from unified.data.shard_cache import ShardCache
 from unified.protocol.client_master import Done
 from unified.protocol.coordinator import (
     AdvanceEpoch,
+    CheckpointResponse,
     DatasetRegistration,
     Datasets,
     DataShards,
     DeregisterWorker,
+    DescribeSpaces,
     FileRun,
     GetDatasets,
     GetDataShard,
     Heartbeat,
     MarkDone,
+    NotifyCheckpoint,
     SetDataWorker,
     ShardAssignment,
     ShardsDone,
+    SpaceList,
+    WaitBarrier,
 )
 
 NAMES = ["w0", "w1", "w2", "w3"]
@@ -302,6 +307,22 @@ def test_listing_shows_progress_and_spaces_keep_apart() -> None:
     assert story.ask(GetDatasets(space="job"), Datasets) == Datasets(datasets=[], workers=[])
     story.tell(SpaceClosed(space=""))
     assert story.store == {}
+
+
+def test_all_of_a_space_is_told_to_those_who_look() -> None:
+    story = spread(four(), "w0", "w1")
+    story.send(WaitBarrier(barrier_id="b", worker_id="w1", session="w1/0", arrival=1, world_size=4))
+    story.ask(NotifyCheckpoint(worker_id="w0", step=7, path="/c/7", size_bytes=5, world_size=4), CheckpointResponse)
+    (found,) = story.ask(DescribeSpaces(is_every_space=True), SpaceList).spaces
+    assert (found.space, [worker.worker_id for worker in found.workers]) == ("", NAMES)
+    assert [(dataset.dataset_id, dataset.workers) for dataset in found.datasets] == [("d", ["w0", "w1"])]
+    (barrier,) = found.barriers
+    assert (barrier.barrier_id, barrier.arrived, barrier.missing) == ("b", ["w1"], ["w0", "w2", "w3"])
+    (checkpoint,) = found.checkpoints
+    assert (checkpoint.name, checkpoint.step, checkpoint.size_bytes, checkpoint.world_size) == ("default", 7, 5, 4)
+    (nothing,) = story.ask(DescribeSpaces(space="job"), SpaceList).spaces
+    assert (nothing.space, nothing.datasets, nothing.workers) == ("job", [], [])
+    assert "job" not in story.core.spaces
 
 
 def test_restarted_coordinator_knows_membership_and_progress() -> None:

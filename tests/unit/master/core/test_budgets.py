@@ -5,12 +5,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from tests.support.master import CRASH, USER, Bench, elastic, simple
 from tests.support.sim.sim_agent import SimAgent, resources
 from unified.job.spec import Resources
-from unified.protocol.records import NodeState
-from unified_master.core.budgets import in_use
+from unified.protocol.records import Failure, NodeState
+from unified_master.core.budgets import EARLY_S, in_use
 
 RACKS = {"n1": "a", "n2": "a", "n3": "b", "n4": "b"}
 
@@ -75,6 +76,24 @@ def test_an_excluded_node_is_used_again_when_its_failures_count_no_more() -> Non
     assert events(bench, "node-readmitted") == ["this job may use n1 again: what excluded it is over"]
     bench.restart("e", 0, CRASH)
     assert (bench.worker("e").node, bench.job.excluded) == ("n1", ["n2"])
+
+
+def test_the_store_host_of_a_job_on_one_host_follows_ranks_that_left_it_behind() -> None:
+    """Its ranks meet on loopback; a store on another host would be out of their reach."""
+    bench = Bench(elastic(total=1, accelerator=1, per_node_max_failure=0), nodes=2, devices=1, node_num=1)
+    assert (bench.worker("e").node, bench.store.node) == ("n1", "n1")
+    bench.restart("e", 0, CRASH, settle_s=30)
+    assert (bench.worker("e").node, bench.store.node, bench.store.incarnation) == ("n2", "n2", 1)
+    run = bench.worker("e").run
+    assert run is not None
+    assert (run.store_host, run.round) == ("127.0.0.1", 2)
+
+
+def test_the_ranks_of_a_job_on_several_hosts_meet_at_the_address_of_the_store_s_node() -> None:
+    bench = Bench(elastic(accelerator=1), nodes=2, devices=1, node_num=2)
+    run = bench.worker("e").run
+    assert run is not None
+    assert run.store_host == bench.world.core.cluster.nodes[bench.store.node].info.address
 
 
 def test_the_status_tells_what_is_used_up_of_each_limit() -> None:
@@ -254,3 +273,63 @@ def test_an_excluded_node_may_take_its_group_along_and_a_new_master_does_not_for
     bench.world.restart_master()
     bench.running()
     assert bench.job.excluded == ["n1", "n2"]
+
+
+BUG = Failure(summary="KeyError: 'lr'", exception_type="KeyError", traceback="train.py:3: KeyError: 'lr'")
+
+
+def test_the_same_error_at_the_same_line_before_any_step_twice_is_permanent() -> None:
+    bench = Bench(elastic())
+    bench.restart("e", 1, BUG)
+    bench.end("e", 0, BUG)  # the ranks fail alike
+    assert bench.limit() == "permanent"
+    assert bench.job.reason.endswith(
+        "KeyError: 'lr'; permanent: the same error at the same line before any step, twice"
+    )
+    assert bench.lives() == {"e-0": 1, "e-1": 1}
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        structs.replace(BUG, traceback="train.py:4: KeyError: 'lr'"),
+        structs.replace(BUG, traceback=""),
+        structs.replace(BUG, category="crash"),
+        structs.replace(BUG, exception_type="requests.exceptions.ConnectionError"),
+        structs.replace(BUG, exception_type="torch.AcceleratorError"),
+    ],
+    ids=["other line", "no traceback", "crash", "network", "device"],
+)
+def test_other_failures_are_not_permanent(second: Failure) -> None:
+    bench = Bench(simple(per_node_max_failure=9))
+    for failure in (BUG, second, BUG, second):
+        bench.restart("s", 0, failure)
+
+
+def test_a_failure_after_a_step_is_not_permanent() -> None:
+    bench = Bench(simple(total=2, restart_alone=True, per_node_max_failure=9))
+    for attempt in range(1, 4):
+        bench.world.say("n1", bench.agent().report_progress("job-1", bench.worker("s", 1).name, 7))
+        bench.restart("s", 0, BUG)  # a peer has reported a step
+        assert bench.lives() == {"s-0": attempt, "s-1": 0}
+    bench.restart("s", 1, CRASH)
+    bench.world.say("n1", bench.agent().report_progress("job-1", bench.worker("s", 0).name, 7))
+    bench.restart("s", 0, BUG)  # it had reported one itself
+    bench.restart("s", 0, BUG)
+    bench.end("s", 0, BUG)  # none of these incarnations had
+    assert bench.limit() == "permanent"
+
+
+def test_one_that_ran_for_long_may_have_done_something() -> None:
+    bench = Bench(simple())
+    for _ in range(3):
+        bench.restart("s", 0, BUG, settle_s=EARLY_S)
+
+
+def test_ranks_that_fail_alike_at_first_are_restarted_once_each() -> None:
+    bench = Bench(simple(total=2, restart_alone=True))
+    bench.restart("s", 0, BUG)
+    bench.restart("s", 1, BUG)
+    assert bench.lives() == {"s-0": 1, "s-1": 1}
+    bench.end("s", 0, BUG)
+    assert bench.limit() == "permanent"

@@ -30,7 +30,7 @@ from unified.protocol.client_master import (
     Story,
     SubmitJob,
 )
-from unified.protocol.records import NodeState, Stage
+from unified.protocol.records import NodeState, Progress, Stage
 from unified_master.core.messages import Received, Send
 from unified_master.core.state import JobRecord
 
@@ -55,6 +55,15 @@ def running(world: World, name: str = "job", *roles: RoleSpec) -> JobRecord:
     assert isinstance(world.request(SubmitJob(spec=spec(name, *roles))), Accepted)
     world.until_stage(name, Stage.RUNNING)
     return world.job(name)
+
+
+HARMFUL_NAMES = (
+    "<img src=x onerror=alert(1)>",
+    "\x1b]8;;javascript:alert(1)\x07a",
+    "\u202egnp.exe",
+    "a\0",
+    "x" * 10_000,
+)
 
 
 @pytest.mark.parametrize(
@@ -177,6 +186,21 @@ def test_a_line_of_the_list_says_why_a_job_failed(world: World) -> None:
     assert (line.exit_code, line.failure, line.started_at) == (1, USER.summary, job.started_at)
 
 
+def test_a_line_of_the_list_says_that_a_save_waits_for_its_store(world: World) -> None:
+    job = running(world, "job", role("trainer", 2))
+    worker = job.ranks("trainer")[0]
+    waits = "; a save of step 12 has waited for the store for 23 s"
+    # Before its first step, what is known of an incarnation is what the one before it has reported.
+    for has_stepped, waited_s, said in ((False, 23.4, ""), (True, 23.4, waits), (True, 0, "")):
+        worker.has_stepped = has_stepped
+        worker.progress = Progress(step=13, metrics={"loss": 2.5, "save_step": 12, "save_wait_s": waited_s})
+        assert world.get(JobList, ListJobs()).jobs[0].reason == f"all workers run{said}"
+    worker.progress = Progress(metrics={"save_wait_s": 23.4})
+    world.request(StopJob(job="job"))
+    world.until_stage("job", Stage.STOPPED)
+    assert "waited" not in world.get(JobList, ListJobs()).jobs[0].reason
+
+
 def test_an_unknown_job_or_worker_is_answered_with_the_nearest(world: World) -> None:
     running(world, "train", role("trainer", 2))
     answer = world.get(Refused, GetJob(job="trian"))
@@ -229,35 +253,6 @@ def test_a_job_without_workers_is_done_at_once(world: World) -> None:
     assert (world.job("empty").stage, world.job("empty").exit_code) == (Stage.STOPPED, 0)
 
 
-def test_a_poll_is_answered_by_news_or_in_time(world: World) -> None:
-    job = running(world)
-    world.run(1)
-    number = world.ask(GetJob(job="job", after_version=job.version, wait_s=30))
-    world.run(5)
-    assert world.answer(number) is None
-    agent = world.sim_agent("n1")
-    world.say("n1", agent.report_progress("job-1", "a_1-0_1-0", 17))
-    world.run(0.1)
-    news = world.answer(number)
-    assert isinstance(news, JobStatus)
-    assert news.version > job.version - 1
-    assert news.workers[0].progress is not None
-    assert news.workers[0].progress.step == 17
-    number = world.ask(GetJob(job="job", after_version=news.version, wait_s=3))
-    started = world.now
-    world.until(lambda: world.answer(number) is not None, "the poll's end")
-    assert world.now - started == pytest.approx(3.0)
-    assert world.core.cluster.polls == {}
-
-
-def test_a_poll_on_an_ended_job_does_not_wait(world: World) -> None:
-    running(world)
-    world.request(StopJob(job="job", force=True))
-    world.until_stage("job", Stage.STOPPED)
-    number = world.ask(GetJob(job="job", after_version=world.job("job").version, wait_s=30))
-    assert isinstance(world.answer(number), JobStatus)
-
-
 def test_logs_come_from_the_agent(world: World) -> None:
     running(world)
     chunk = world.get(LogChunk, ReadLog(job="job", worker="a-0"))
@@ -294,6 +289,23 @@ def test_a_log_that_does_not_come_is_refused_in_time(world: World) -> None:
     assert answer.code == "unavailable"
     assert "n1" in answer.reason
     assert world.get(Refused, ReadLog(job="job", worker="a-0")).code == "unavailable"
+
+
+def test_a_profile_is_what_the_agent_takes_in_the_time_that_it_needs(world: World) -> None:
+    running(world)
+    take = ReadLog(job="job", worker="a-0", stream="profile", take="flamegraph", wait_s=100.0)
+    assert world.get(LogChunk, take).worker == "a_1-0_1-0"
+    world.sim_agent("n1").log_error = "py-spy is missing"
+    refusal = world.get(Refused, take)
+    assert (refusal.code, refusal.reason) == ("unavailable", "a_1-0_1-0 on n1 cannot be profiled: py-spy is missing.")
+    world.sim_agent("n1").is_mute = True
+    before = world.now
+    refusal = world.get(Refused, take)
+    assert "did not send a profile of a_1-0_1-0 within 1" in refusal.reason
+    assert 140.0 <= world.now - before < 160.0
+    number = world.ask(msgspec.structs.replace(take, wait_s=1e9))
+    world.run(660)
+    assert isinstance(world.answer(number), Refused), "ten minutes at most"
 
 
 def test_stories_tell_what_concerns_one_worker(world: World) -> None:
@@ -348,6 +360,19 @@ def test_an_agent_of_the_same_host_replaces_the_old_life(world: World) -> None:
     assert world.core.cluster.nodes["n1"].info.incarnation == "z"
 
 
+@pytest.mark.parametrize("name", HARMFUL_NAMES)
+def test_names_that_mean_harm_to_who_reads_them_are_refused(world: World, name: str) -> None:
+    """Those of jobs, roles and nodes; the page shows labels and metrics of this kind as text."""
+    for bad in (spec(name), spec("j", role(name))):
+        answer = world.get(Refused, SubmitJob(spec=bad))
+        assert answer.code == "bad-request"
+        assert "at most 63" in answer.reason or "not allowed" in answer.reason
+    (refusal,) = register(world, node=name)
+    assert isinstance(refusal, AgentRefused)
+    assert world.core.cluster.jobs == {}
+    assert list(world.core.cluster.nodes) == ["n1"]
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -386,7 +411,7 @@ def test_a_master_that_lost_its_memory_is_obeyed_again(world: World) -> None:
 
 
 def test_ended_jobs_are_forgotten_in_the_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unified_master.core.jobs.MAX_ENDED", 2)
+    monkeypatch.setattr("unified_master.core.rounds.jobs.MAX_ENDED", 2)
     for number in range(4):
         world.request(SubmitJob(spec=spec(f"j{number}", role("a", 0))))
     assert list(world.core.cluster.jobs) == ["j2-3", "j3-4"]
@@ -397,7 +422,7 @@ def test_ended_jobs_are_forgotten_in_the_end(world: World, monkeypatch: pytest.M
 def test_a_long_job_that_ends_last_is_known_and_none_is_half_forgotten(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unified_master.core.jobs.MAX_ENDED", 2)
+    monkeypatch.setattr("unified_master.core.rounds.jobs.MAX_ENDED", 2)
     running(world, "long")
     for number in range(3):
         world.request(SubmitJob(spec=spec(f"j{number}", role("a", 0))))
@@ -405,7 +430,7 @@ def test_a_long_job_that_ends_last_is_known_and_none_is_half_forgotten(
     world.until_stage("long", Stage.STOPPED)
     assert list(world.core.cluster.jobs) == ["long-1", "j2-4"]
     assert {key for kind, key in world.stored if kind in ("job", "spec")} == {"long-1", "j2-4"}
-    monkeypatch.setattr("unified_master.core.jobs.MAX_ENDED_WEIGHT", 0)
+    monkeypatch.setattr("unified_master.core.rounds.jobs.MAX_ENDED_WEIGHT", 0)
     running(world, "longer")
     world.request(StopJob(job="longer"))
     world.until_stage("longer", Stage.STOPPED)
@@ -414,7 +439,7 @@ def test_a_long_job_that_ends_last_is_known_and_none_is_half_forgotten(
 
 
 def test_ended_jobs_are_forgotten_when_they_weigh_too_much(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unified_master.core.jobs.MAX_ENDED_WEIGHT", 50)
+    monkeypatch.setattr("unified_master.core.rounds.jobs.MAX_ENDED_WEIGHT", 50)
     heavy = role("a", 0, config=Blob(codec="pickle", data=bytes(100 * 1024)))
     for number, one in enumerate([role("a", 0), role("a", 0), heavy]):
         world.request(SubmitJob(spec=spec(f"j{number}", one)))
@@ -446,3 +471,31 @@ def test_directory_of_a_job_for_clients_outside_it(world: World) -> None:
     assert isinstance(refused, Refused)
     got = (refused.code, refused.reason)
     assert got == ("ended", "job job-1 has ended with exit code 130: nobody is there to be called.")
+
+
+def test_jobs_are_listed_by_pages_and_filters(world: World) -> None:
+    for number in range(5):
+        world.get(Accepted, SubmitJob(spec=spec(f"j{number}", submitted_by="ann" if number % 2 else "bob")))
+    world.get(Done, StopJob(job="j2"))
+
+    def listed(**filters: Any) -> list[str]:
+        return [line.name for line in world.get(JobList, ListJobs(**filters)).jobs]
+
+    assert listed() == ["j0", "j1", "j2", "j3", "j4"]
+    assert listed(limit=2) == ["j3", "j4"]
+    assert listed(limit=2, before="j3") == ["j1", "j2"]
+    assert listed(before="j0") == []
+    assert listed(text="ann") == ["j1", "j3"]
+    assert listed(text="j4") == ["j4"]
+    assert listed(stages=[Stage.STOPPING, Stage.STOPPED]) == ["j2"]
+    assert world.get(Refused, ListJobs(before="nobody")).code == "not-found"
+
+
+def test_a_story_is_told_by_pages(world: World) -> None:
+    running(world)
+    everything = world.get(Story, Explain(job="job")).events
+    assert len(everything) > 3
+    last = world.get(Story, Explain(job="job", limit=2)).events
+    rest = world.get(Story, Explain(job="job", before=last[0].sequence)).events
+    assert rest + last == everything
+    assert world.get(Story, Explain(job="job", before=0)).events == []

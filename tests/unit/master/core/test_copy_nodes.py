@@ -56,6 +56,7 @@ def told(world: World, node: str) -> str:
     known = world.sim_agent(copy_node.node).snapshots
     assert known is not None
     assert (copy_node.url, copy_node.token) == (known.url, token_of(known.secret, "job-1"))
+    assert not [each for each in world.core.cluster.events["job-1"] if "copies" in each.reason], "it may take none"
     return copy_node.node
 
 

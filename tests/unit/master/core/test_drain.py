@@ -7,6 +7,7 @@ import pytest
 from tests.support.master import CRASH, Bench, elastic, simple
 from tests.support.sim.sim_agent import Delays, SimAgent, resources
 from unified.job.spec import JobSpec, RoleSpec
+from unified.protocol.agent_master import DesiredWorkers, MasterToAgent
 from unified.protocol.client_master import Done, DrainNode, ListNodes, NodeList, NodeStatus, Refused, SubmitJob
 from unified.protocol.records import Stage, WorkerState
 from unified_master.core.budgets import in_use
@@ -41,6 +42,24 @@ def test_workers_move_without_a_charge_and_others_stay(failover_exec: Any) -> No
     bench.world.kill_agent(away)
     bench.world.run(60)
     assert in_use(bench.job) == []
+
+
+def test_workers_that_leave_a_node_have_the_grace_of_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(simple(), nodes=2, stop_grace_s=20.0)
+    away = bench.worker("s", 0).node
+    agent, heard = bench.agent(away), list[DesiredWorkers]()
+    agent.delays, receive = Delays(stop=15.0), agent.receive
+
+    def hear(now: float, number: int, said: MasterToAgent) -> Any:
+        heard.extend([said] if isinstance(said, DesiredWorkers) else [])
+        return receive(now, number, said)
+
+    monkeypatch.setattr(agent, "receive", hear)
+    drain(bench, away)
+    bench.world.run(10)
+    (described,) = heard[-1].jobs
+    assert described.stop_grace_s is None, "all of the job's own, not the two seconds of a restart"
+    assert status(bench, away).num_leaving == 1
 
 
 def test_a_job_that_fits_nowhere_else_waits_for_room() -> None:

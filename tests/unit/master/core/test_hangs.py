@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.support.master import Bench, elastic, simple
+from tests.support.master import CRASH, Bench, elastic, simple
 from unified.job.spec import RoleSpec
-from unified.protocol.client_master import Explain, Story
+from unified.protocol.client_master import Explain, GetJob, JobStatus, Story
 from unified.protocol.records import Stage, WorkerState
 from unified.protocol.stacks import Collective, GroupCollectives
 from unified_master.core.health.hangs import WITHIN_S
@@ -21,9 +21,9 @@ def events(bench: Bench) -> dict[str, str]:
     return {event.event: event.reason for event in bench.world.get(Story, Explain(job="job")).events}
 
 
-def report(bench: Bench, role: str, rank: int, step: int) -> None:
+def report(bench: Bench, role: str, rank: int, step: int, waits_for: str = "") -> None:
     worker = bench.worker(role, rank)
-    bench.world.say(worker.node, bench.agent(worker.node).report_progress("job-1", worker.name, step))
+    bench.world.say(worker.node, bench.agent(worker.node).report_progress("job-1", worker.name, step, waits_for))
 
 
 def test_a_role_that_stands_still_is_diagnosed_and_restarts() -> None:
@@ -124,3 +124,37 @@ def test_a_master_that_restarts_begins_to_count_anew() -> None:
     assert "hang-suspected" not in events(this)
     this.world.run(30)
     assert "hang-diagnosed" in events(this)
+
+
+def test_nothing_of_a_job_hangs_while_a_worker_waits_at_a_breakpoint() -> None:
+    this = Bench(elastic("e", hang_timeout_s=60), simple("s", hang_timeout_s=50))
+    report(this, "s", 0, 1, waits_for="somebody")
+    this.world.run(500)
+    told = events(this)
+    assert told["worker-waits"] == "waits for somebody"
+    assert "hang-suspected" not in told, "the ranks of e may wait for s"
+    assert reasons(this)["s"] == "waits for somebody"
+    report(this, "s", 0, 1)
+    this.world.run(45)
+    assert "hang-suspected" not in events(this), "all have their time from then on"
+    assert reasons(this)["s"] != "waits for somebody"
+    report(this, "e", 0, 1)
+    this.world.run(20)
+    assert "s_1-0_1-0 has made no progress for 50 s" in events(this)["hang-suspected"]
+
+
+def test_a_worker_that_ended_at_a_breakpoint_waits_no_more() -> None:
+    this = Bench(elastic("e", hang_timeout_s=60))
+    report(this, "e", 1, 1, waits_for="somebody")
+    this.end("e", 0, CRASH)
+    this.running()
+    assert this.lives() == {"e-0": 1, "e-1": 1}
+    assert "waits for somebody" not in reasons(this).values()
+    this.world.run(80)
+    assert "hang-suspected" in events(this)
+
+
+def reasons(bench: Bench) -> dict[str, str]:
+    """What the status says of the last worker of each role."""
+    status = bench.world.get(JobStatus, GetJob(job="job"))
+    return {worker.role: worker.reason for worker in status.workers}

@@ -11,7 +11,7 @@ from unified.job.spec import JobSpec, Resources, RoleSpec
 from unified.protocol.agent_master import DesiredWorkers
 from unified.protocol.client_master import Done, GetJob, JobStatus, Refused, RestartWorkers, SubmitJob
 from unified.protocol.records import Stage
-from unified_master.core.jobs import faults_of
+from unified_master.core.job_faults import faults_of
 
 
 def world(**nodes: dict[str, Any]) -> World:

@@ -18,7 +18,7 @@ from unified.protocol.agent_master import (
 )
 from unified.protocol.client_master import MasterAnswer, Refused, StopJob, SubmitJob
 from unified.protocol.records import Failure, NodeState, Stage
-from unified_master.core.jobs import MAX_SPEC_BYTES
+from unified_master.core.job_faults import MAX_SPEC_BYTES
 from unified_master.core.messages import Received, Send
 
 TAKEN_ALONG = Failure(summary="its agent stopped: SIGTERM", category="node")

@@ -9,7 +9,7 @@ import pytest
 from tests.support.master import simple
 from unified.job.spec import JobSpec, Resources, RoleSpec
 from unified.protocol.records import Device, NodeResources
-from unified_master.core.scheduling.node_capacity import Allocation, NodeCapacity, Unit
+from unified_master.core.node_capacity import Allocation, NodeCapacity, Unit
 from unified_master.core.scheduling.packing import PlacementPlan, plan
 from unified_master.core.scheduling.placement import all_units, units_of
 
@@ -37,7 +37,7 @@ def node(cpu: float = 8, devices: int = 0, kind: str = "cuda", **user: float) ->
 
 def capacities(spec: JobSpec, nodes: Sequence[NodeResources]) -> list[NodeCapacity]:
     return [
-        NodeCapacity(f"n{number}", offered, spec.accelerator_type, spec.device_per_node)
+        NodeCapacity(f"n{number}", offered, spec.accelerator_type, spec.device_cap)
         for number, offered in enumerate(nodes, 1)
     ]
 
@@ -101,6 +101,34 @@ def test_collocated_groups_of_different_sizes_share_what_they_can() -> None:
     assert (found["a-1"], found["a-3"]) == (("n1", [1]), ("n2", [1]))
 
 
+def test_groups_that_may_share_nodes_use_the_devices_of_all_of_them() -> None:
+    spec = JobSpec(name="j", roles=[role("a", 2, 2)], node_num=2, device_per_node=2, may_share_nodes=True)
+    assert {where for where, _ in assigned(place(spec, node(devices=4))).values()} == {"n1"}
+    assert place(JobSpec(name="j", roles=[role("a", 2, 2)], node_num=2, device_per_node=2), node(devices=4)).reason
+
+
+def ranks(total: int, per_group: int, nodes: int, **fields: Any) -> JobSpec:
+    """A CPU job of one elastic role that names no resource."""
+    elastic = msgspec.structs.replace(role("t", total, per_group=per_group), kind="elastic")
+    return JobSpec(name="j", roles=[elastic], accelerator_type="CPU", node_num=nodes, **fields)
+
+
+def test_ranks_of_a_cpu_job_spread_over_nodes_as_if_they_had_devices() -> None:
+    four = ranks(4, 2, 2, device_per_node=2)
+    found = assigned(place(four, node(cpu=1), node(cpu=1)))
+    assert {name: where for name, (where, _) in found.items()} == {"t-0": "n1", "t-1": "n1", "t-2": "n2", "t-3": "n2"}
+    assert (
+        place(four, node()).reason == "role t needs 2 groups of 2 ranks; the job may have 2 on a node (device_per_node)"
+    )
+    for fits_on_one in (
+        ranks(4, 2, 2, device_per_node=4),
+        ranks(4, 2, 2, device_per_node=2, may_share_nodes=True),
+        ranks(6, 1, 1, device_per_node=2),  # its one node has to do
+        ranks(6, 6, 1, device_per_node=2),
+    ):
+        assert place(fits_on_one, node(cpu=1)).fits
+
+
 def test_at_most_device_per_node_devices_of_a_node_are_used() -> None:
     spec = job(role("a", 4, 1), device_per_node=2)
     found = assigned(place(spec, node(devices=8), node(devices=8)))
@@ -158,7 +186,8 @@ def test_real_devices_are_preferred_over_virtual_ones() -> None:
          "role a needs 1 group; no node has all that one needs at once"),
         # a group is not cut in two
         (role("a", 4, 1, per_group=4), [node(devices=3)] * 2,
-         "role a needs 1 group of 4 devices; no node of this cluster has 4 (the largest, n1, has 3)"),
+         "role a needs 1 group of 4 devices; no node of this cluster has 4 (the largest, n1, has 3); "
+         "a role that needs none says .resource(cpu=1)"),
     ],
 )  # fmt: skip
 def test_the_reason_names_what_is_short(needs: RoleSpec, nodes: list[NodeResources], reason: str) -> None:

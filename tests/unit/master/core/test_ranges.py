@@ -10,7 +10,7 @@ from tests.support.sim.sim_agent import SimAgent, resources
 from unified.job.spec import JobSpec, RoleSpec
 from unified.protocol.client_master import SubmitJob
 from unified.protocol.records import Reachability, Stage, WorkerState
-from unified_master.core.jobs import faults_of
+from unified_master.core.job_faults import faults_of
 from unified_master.core.state import WorkerRecord
 
 

@@ -10,8 +10,8 @@ from tests.support.sim.sim_agent import SimAgent, resources
 from unified.job.spec import JobSpec, RoleSpec
 from unified.protocol.client_master import GetJob, JobStatus, RestartWorkers, SubmitJob
 from unified.protocol.records import Failure, NodeState, Progress, Reachability, Stage
+from unified_master.core.clients.status import job_status
 from unified_master.core.messages import MasterTick, SaveRecord
-from unified_master.core.status import job_status
 
 
 def test_strategy_2_restarts_the_role_of_an_elastic_worker_that_crashed() -> None:
@@ -312,6 +312,66 @@ def test_a_service_that_has_returned_and_then_crashes_is_restarted() -> None:
     bench.finish("service")
     bench.restart("service", 0, CRASH)
     assert bench.lives() == {"driver-0": 0, "service-0": 1}
+
+
+@pytest.mark.parametrize("failover_trigger", [1, 2])
+def test_a_service_restarts_alone_and_is_charged_alone(failover_trigger: Any) -> None:
+    bench = Bench(elastic("trainer"), simple("s", 2, max_restart=1), failover_exec=1, failover_trigger=failover_trigger)
+    for rank in (0, 1):
+        bench.serve("s", rank)
+    bench.restart("s", 1, CRASH)
+    assert bench.lives() == {"trainer-0": 0, "trainer-1": 0, "s-0": 0, "s-1": 1}
+    assert bench.job.num_charged_restarts == 0
+    bench.end("s", 1, CRASH)
+    assert bench.limit() == "max_restart"
+
+
+def test_a_service_that_is_said_to_be_one_restarts_alone_before_it_serves() -> None:
+    bench = Bench(simple("driver"), simple("s", is_service=True), failover_exec=1)
+    bench.restart("s", 0, USER)
+    assert bench.lives() == {"driver-0": 0, "s-0": 1}
+    bench.finish("driver")
+    assert bench.stopped().exit_code == 0
+
+
+def test_ranks_of_a_service_restart_together_and_nobody_else() -> None:
+    bench = Bench(simple("driver"), elastic("s", is_service=True), failover_exec=1)
+    bench.serve("s", 0)
+    bench.restart("s", 1, CRASH)
+    assert bench.lives() == {"driver-0": 0, "s-0": 1, "s-1": 1}
+
+
+def test_a_job_of_services_alone_runs_until_it_is_stopped_or_all_have_ended() -> None:
+    for is_driver in (True, False):
+        bench = Bench(simple("s", 2, is_driver=is_driver))
+        bench.serve("s", 0)
+        bench.end("s", 0, None)
+        bench.serve("s", 1)
+        bench.world.run(60)
+        assert bench.job.stage is Stage.RUNNING
+        bench.end("s", 1, None)
+        assert bench.stopped().exit_code == 0
+
+
+def test_a_job_waits_for_no_service() -> None:
+    bench = Bench(simple("driver"), simple("s"))
+    bench.finish("driver")
+    bench.world.run(2)
+    assert bench.job.stage is Stage.RUNNING, "it may have something to run"
+    bench.serve("s")
+    assert bench.stopped().exit_code == 0
+    assert reasons(bench)["s-0"].startswith("stopped with its job: done")
+    roles = {role.name: role.is_driver for role in bench.world.get(JobStatus, GetJob(job="job")).roles}
+    assert roles == {"driver": True, "s": False}
+
+
+def test_a_service_is_still_known_after_its_master_restarted() -> None:
+    bench = Bench(simple("driver"), simple("s"), failover_exec=1)
+    bench.serve("s")
+    bench.world.restart_master()
+    bench.world.run(5)
+    bench.restart("s", 0, CRASH)
+    assert bench.lives() == {"driver-0": 0, "s-0": 1}
 
 
 def test_services_end_with_the_drivers() -> None:

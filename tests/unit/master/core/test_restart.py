@@ -7,7 +7,7 @@ import pytest
 from tests.support.master import COLLATERAL, CRASH, USER, Bench, elastic, simple
 from unified.job.spec import JobSpec, RoleSpec
 from unified.protocol.records import Failure, WorkerState
-from unified_master.core.jobs import faults_of
+from unified_master.core.job_faults import faults_of
 
 
 @pytest.mark.parametrize(("exec_strategy", "num_restarts"), [(1, 1), (2, 0)])

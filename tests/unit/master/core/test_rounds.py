@@ -135,6 +135,17 @@ def test_one_that_does_not_join_in_time_has_failed(timeout_s: float | None) -> N
     assert bench.lives() == {"e-0": 0, "e-1": 1, "e-2": 1}
 
 
+def test_one_that_waits_at_a_breakpoint_may_join_late() -> None:
+    bench = Bench(rejoining(communication=Communication(timeout_s=5.0)), nodes=3)
+    waiting = bench.worker("e", 2)
+    bench.world.say("n3", bench.agent("n3").report_progress("job-1", waiting.name, 1, "somebody"))
+    bench.agent("n3").is_hung = True
+    bench.end("e", 1, CRASH)
+    bench.world.until(lambda: bench.job.roles["e"].round == 2, "round 2 to be sealed")
+    bench.world.run(1000)
+    assert waiting.num_failures == 0
+
+
 def test_the_deadline_for_joining_outlives_the_master() -> None:
     bench = Bench(rejoining(), nodes=3)
     bench.agent("n3").is_hung = True

@@ -8,8 +8,9 @@ import pytest
 from tests.support.master import all_run, simple
 from tests.support.sim.sim_agent import SimAgent, resources
 from tests.support.sim.world import World
+from unified.core.changes import ChangedPart
 from unified.job.spec import FEW_ROLES, JobSpec, Resources
-from unified.protocol.client_master import GetJob, JobStatus, SubmitJob
+from unified.protocol.client_master import Changes, GetJob, JobStatus, SubmitJob, WatchCluster
 from unified.protocol.records import Stage
 from unified_master.core.scheduling import placement, waiting
 from unified_master.core.scheduling.waiting import MANY_WORKERS
@@ -55,11 +56,13 @@ def test_beside_a_large_job_that_waits_only_others_are_planned(world: World, pla
     submit(world, "large", MANY_WORKERS)
     large = world.job("large")
     assert large.reason == "waits: its 256 workers need 256 devices at once, and the nodes have 8"
-    version = large.version
+    version = world.core.cluster.changes.version_of(ChangedPart("job", large.job_id))
     for name in ("a", "b"):
         run_and_end(world, name)
     assert planned(plans) == ["a", "b"]
-    assert large.version == version, "nobody who waits for news of it is told anything"
+    assert world.core.cluster.changes.version_of(ChangedPart("job", large.job_id)) == version, (
+        "nobody who waits for news of it is told anything"
+    )
 
 
 def test_what_has_changed_for_nobody_is_not_tried_again(world: World, plans: Mock) -> None:
@@ -109,8 +112,20 @@ def test_whoever_waits_for_news_in_vain_is_not_sent_all_workers_again(world: Wor
     submit(world, "large", MANY_WORKERS)
     status = world.get(JobStatus, GetJob(job="large"))
     assert len(status.workers) == MANY_WORKERS
-    same = world.get(JobStatus, GetJob(job="large", after_version=status.version, wait_s=0.5))
-    assert (same.version, same.stage, same.workers) == (status.version, Stage.INIT, [])
+    known = world.get(Changes, WatchCluster(job="large"))
+    assert len(known.workers[status.job_id]["name"]) == MANY_WORKERS
+    same = world.get(Changes, WatchCluster(job="large", after_version=known.version, wait_s=0.5))
+    assert (same.jobs, same.workers) == ([], {})
+
+
+def test_a_large_job_that_waits_is_saved_by_its_spec_alone_and_is_whole_after_a_restart(world: World) -> None:
+    submit(world, "large", MANY_WORKERS)
+    assert not [key for kind, key in world.stored if kind == "worker"]
+    before = world.get(JobStatus, GetJob(job="large")).workers
+    world.restart_master()
+    after = world.get(JobStatus, GetJob(job="large")).workers
+    assert len(after) == MANY_WORKERS
+    assert after == before
 
 
 def test_a_node_takes_as_many_workers_as_its_agent_says() -> None:

@@ -1,0 +1,189 @@
+"""Preparation of a node for jobs, before their first worker begins: code that travels, packages that are required.
+
+A process of its own fetches or installs each, once for all jobs that need the same; its log says what failed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec import structs
+
+from unified.config import settings
+from unified.config.clusters import lock
+from unified.job.spec import JobSpec
+from unified.protocol.records import JobWorkerIncarnation, Progress
+from unified.protocol.worker_agent import Reported
+from unified_agent.core.messages import WorkerSaid
+from unified_agent.environment import NodeFacts
+from unified_agent.helper_process import HelperProcess
+from unified_agent.processes import Processes
+from unified_agent.spawn import spawn
+
+log = logging.getLogger("unified_agent")
+CODE, ENVIRONMENTS = "code", "environments"
+"""Folders, in the home of this user's state, of unpacked archives and of virtual environments."""
+
+
+class Need(NamedTuple):
+    """A folder that has to be there, and the program that makes it."""
+
+    digest: str
+    into: Path
+    what: str
+    mark: str
+    """Name in the folder that is there when the folder is whole; empty: the folder itself says so."""
+    module: str
+    arguments: list[str]
+    requirements: list[str]
+    """Lines of the file that the program is given; empty: it is given none."""
+
+    @property
+    def folder(self) -> Path:
+        return self.into / self.digest
+
+    @property
+    def is_met(self) -> bool:
+        return (self.folder / self.mark).exists()
+
+
+class Preparation:
+    """Folders that jobs need, and the workers that wait for them.
+
+    Args:
+        on_event: what workers that wait seem to say: what they wait for.
+    """
+
+    def __init__(
+        self, processes: Processes, facts: NodeFacts, env: Mapping[str, str], on_event: Callable[[WorkerSaid], None]
+    ) -> None:
+        self._processes = processes
+        self._facts = facts
+        self._env = dict(env)
+        self._on_event = on_event
+        self._home = settings.home().absolute()
+        self._needs: dict[str, list[Need]] = {}
+        """Needs of the jobs that are here, by job id."""
+        self._waiting: dict[JobWorkerIncarnation, list[Need]] = {}
+        """Needs of the workers that wait, by incarnation."""
+        self._making: set[str] = set()
+        self._locks: dict[str, int] = {}
+        """Descriptors of the locks that keep others from removing what is used here, by digest."""
+
+    def described(self, job_id: str, spec: JobSpec) -> JobSpec:
+        """Take in what a job needs; return its description with the interpreter of its environment."""
+        self._needs[job_id] = needs = []
+        if spec.code is not None:
+            needs.append(self._code(spec.code.digest))
+        if spec.requirements:
+            needs.append(self._environment(spec.requirements))
+            spec = structs.replace(spec, python=str(needs[-1].folder / "bin/python"))
+        return spec
+
+    def code_dir(self, job_id: str) -> str:
+        """Return the folder of a job's code; empty: it has none that travels."""
+        return next((str(need.folder) for need in self._needs.get(job_id, []) if need.into.name == CODE), "")
+
+    def has_needs(self, job_id: str) -> bool:
+        return bool(self._needs.get(job_id))
+
+    def release_when_met(self, life: JobWorkerIncarnation) -> None:
+        """Let a worker's process be made, which is held, when all is there that its job needs."""
+        needs = self._needs[life.job_id]
+        for need in needs:
+            self._use(need)
+        self._waiting[life] = [need for need in needs if not need.is_met]
+        try:
+            for need in self._waiting[life]:
+                if need.digest not in self._making:
+                    self._make(need)
+        except OSError as error:  # no descriptors or processes are left: the next incarnation may have more luck
+            del self._waiting[life]
+            self._processes.refuse(life, f"could not be started: {error.strerror}", "crash")
+            return
+        if self._waiting[life]:
+            self._say(life, " and ".join(need.what for need in self._waiting[life]))
+        self._settle(life)
+
+    def keep(self, job_ids: Collection[str]) -> None:
+        """Forget the needs of other jobs than these."""
+        gone = self._needs.keys() - job_ids
+        if not gone:
+            return
+        for job_id in gone:
+            del self._needs[job_id]
+        used = {need.digest for needs in self._needs.values() for need in needs}
+        for digest in self._locks.keys() - used:
+            os.close(self._locks.pop(digest))
+
+    def _code(self, digest: str) -> Need:
+        into = self._home / CODE
+        arguments = ["--master", self._facts.master, "--digest", digest, "--into", str(into)]
+        return Need(digest, into, "the code of its job", "", "unified.client.code.transfer", arguments, [])
+
+    def _environment(self, lines: list[str]) -> Need:
+        """Return the environment for what a job requires, on top of the packages of this agent's interpreter."""
+        parts = [*lines, "", self._facts.hostname, self._facts.python, sys.version]
+        digest, into = hashlib.sha256("\n".join(parts).encode()).hexdigest(), self._home / ENVIRONMENTS
+        arguments = ["--digest", digest, "--into", str(into), "--file", str(self._file(digest))]
+        what = f"the packages that its job requires ({into}/{digest[:12]}….log)"
+        return Need(digest, into, what, "complete", "unified.client.code.environment", arguments, lines)
+
+    def _file(self, digest: str) -> Path:
+        return Path(self._facts.run_dir) / f"requirements-{digest[:12]}.txt"
+
+    def _use(self, need: Need) -> None:
+        """Hold the lock of a folder that is there, as far as the file system has locks."""
+        if need.digest in self._locks or not need.is_met:
+            return
+        try:
+            os.utime(need.folder)
+            descriptor = lock(need.into / f"{need.digest}.lock", kind=fcntl.LOCK_SH)
+        except OSError as error:
+            log.warning("event=not-locked folder=%s reason=%r", need.digest[:12], str(error))
+            return
+        if descriptor is not None:
+            self._locks[need.digest] = descriptor
+
+    def _make(self, need: Need) -> None:
+        if (held := self._locks.pop(need.digest, None)) is not None:  # somebody has removed what was there
+            os.close(held)
+        if need.requirements:
+            self._file(need.digest).write_text("".join(f"{line}\n" for line in need.requirements))
+        name = Path(self._facts.run_dir) / f"make-{need.digest[:12]}.log"
+        helper = HelperProcess(spawn(self._facts.python, need.module, need.arguments, log=name, env=self._env))
+        self._making.add(need.digest)
+        self._processes.add_helper(helper.pid, lambda code: self._made(need, helper, code))
+
+    def _made(self, need: Need, helper: HelperProcess, code: int) -> None:
+        helper.reaped(code)
+        helper.close()
+        self._making.remove(need.digest)
+        self._file(need.digest).unlink(missing_ok=True)
+        if code == 0:
+            self._use(need)
+            log.info("event=made folder=%s/%s seconds=%.1f", need.into, need.digest[:12], helper.age_s)
+        for life in [life for life, needs in self._waiting.items() if need in needs]:
+            if code == 0:
+                self._waiting[life].remove(need)
+                self._settle(life)
+            else:
+                del self._waiting[life]
+                self._processes.refuse(life, f"{helper.last_words()} (on node {self._facts.node})")
+        helper.remove_log()
+
+    def _settle(self, life: JobWorkerIncarnation) -> None:
+        if not self._waiting[life]:
+            del self._waiting[life]
+            self._say(life, "")
+            self._processes.release(life)
+
+    def _say(self, life: JobWorkerIncarnation, waits_for: str) -> None:
+        self._on_event(WorkerSaid(life=life, word=Reported(progress=Progress(waits_for=waits_for[:200]))))

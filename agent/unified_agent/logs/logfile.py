@@ -1,0 +1,233 @@
+"""One stream of one worker on disk, `0.err`, and as it grows `0.err.1`, `0.err.2` … with the newest bytes in `0.err`.
+
+Readers speak of absolute offsets, from the first byte ever written, so that following a log is not disturbed by a
+rotation. `0.err.base` holds the offset at which `0.err` begins; without it that is 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections import deque
+from pathlib import Path
+from typing import NamedTuple
+
+from unified.config.settings import make_folder
+from unified_agent.logs.times import TimeIndex
+
+log = logging.getLogger("unified_agent")
+MAX_SLICE_BYTES = 1024 * 1024
+_TAIL_BYTES = 16384
+_TAIL_LINES = 40
+_NOISE = "Extension modules: "
+"""Beginning of the last line of `faulthandler`, which is long and says nothing of the fault."""
+
+
+class LogFile:
+    """A log file that rotates. Where the disk refuses, output is dropped, which is logged once; the worker goes on.
+
+    Args:
+        is_private: only this user may read it, and enter its folder; else the umask says who may.
+        is_timed: it is noted when what was written, for readers that ask for a time.
+    """
+
+    def __init__(
+        self, path: Path, max_bytes: int, max_files: int, *, is_private: bool = True, is_timed: bool = False
+    ) -> None:
+        self.path = path
+        self._is_private = is_private
+        self.max_bytes = max_bytes
+        self._max_files = max_files
+        self._base = 0
+        self._size = 0
+        self._older: deque[int] = deque(maxlen=max_files - 1)
+        """Sizes of the rotated files, oldest first."""
+        self._is_refused = False
+        self._descriptor = -1
+        try:
+            marks = [_base_path(path), path.with_name(f"{path.name}.archived")]
+            for old in [*(rotated(path, number) for number in range(1, max_files)), *marks]:
+                old.unlink(missing_ok=True)  # of a job with this id in an earlier life of the cluster
+        except OSError as error:
+            self._refuse(error)
+        self._open()
+        self._times = TimeIndex(path) if is_timed else None
+
+    @property
+    def end(self) -> int:
+        """Bytes ever written."""
+        return self._base + self._size
+
+    @property
+    def room(self) -> int:
+        """Bytes until the next rotation; 0 where the next write begins with it."""
+        return max(0, self.max_bytes - self._size)
+
+    @property
+    def start_after_rotation(self) -> int:
+        """Offset of the first byte that the next rotation keeps."""
+        kept = [*self._older, self._size]
+        num_kept = min(len(kept), self._max_files - 1)
+        return self._base + self._size - sum(kept[len(kept) - num_kept :])
+
+    def write(self, data: bytes, *, may_rotate: bool = True) -> None:
+        """Append. Without `may_rotate` the file grows past its size, and nothing that was written is lost."""
+        if self._times is not None:
+            self._times.note(self._base + self._size)
+        view = memoryview(data)
+        while view:
+            if may_rotate and self._size >= self.max_bytes:
+                self._rotate()
+            if self._descriptor < 0:
+                return
+            try:
+                count = os.write(self._descriptor, view[: self.room] if may_rotate else view)
+            except OSError as error:
+                self._refuse(error)
+                return
+            self._size += count
+            view = view[count:]
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _open(self) -> None:
+        try:
+            if self._is_private:
+                make_folder(self.path.parent)
+            else:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+            self._descriptor = os.open(self.path, flags, 0o600 if self._is_private else 0o666)
+            if self._is_private:
+                os.fchmod(self._descriptor, 0o600)  # the umask may take its user's own rights
+        except OSError as error:
+            self._refuse(error)
+
+    def _rotate(self) -> None:
+        self.close()
+        self._base += self._size
+        self._older.append(self._size)
+        self._size = 0
+        try:
+            for number in range(self._max_files - 1, 0, -1):
+                newer = rotated(self.path, number - 1)
+                with contextlib.suppress(FileNotFoundError):
+                    newer.replace(rotated(self.path, number))
+            _base_path(self.path).write_text(str(self._base))
+            if self._times is not None:
+                self._times.forget(self._base - sum(self._older))
+        except OSError as error:
+            self._refuse(error)
+        self._open()
+
+    def _refuse(self, error: OSError) -> None:
+        if not self._is_refused:
+            self._is_refused = True
+            log.error("event=log-dropped file=%s: %s; output is dropped", self.path, error.strerror)
+
+
+class LogSlice(NamedTuple):
+    """Part of a stream."""
+
+    data: bytes = b""
+    offset: int = 0
+    size: int = 0
+    """Bytes ever written."""
+    path: str = ""
+    error: str = ""
+    next_offset: int | None = None
+    """Offset up to which was looked; None: the end of `data`."""
+    is_missing: bool = False
+    """True if there is no such file (any more, or yet)."""
+    is_busy: bool = False
+    """True if nothing was searched, as other searches go on."""
+
+
+class LogPart(NamedTuple):
+    """One of the files of a stream."""
+
+    start: int
+    size: int
+    file: Path
+
+
+def read_slice(
+    path: Path, offset: int, max_bytes: int, max_files: int, limits: tuple[int, int] = (0, sys.maxsize)
+) -> LogSlice:
+    """Read up to `max_bytes` (and at most 1 MiB) from an absolute offset; a negative one counts from the end.
+
+    Bytes that were rotated away, or are not between the limits, are skipped: the slice's offset is then larger than
+    asked.
+    """
+    try:
+        segments = segments_of(path, max_files)
+        newest_start, newest_size, _ = segments[-1]
+        size = newest_start + newest_size
+        if offset < 0:
+            offset += size
+        offset = min(max(offset, segments[0][0], limits[0]), size)
+        if offset >= limits[1]:
+            return LogSlice(offset=size, size=size, path=str(path))
+        for start, length, file in segments:
+            if start <= offset < start + length:
+                with file.open("rb") as opened:
+                    opened.seek(offset - start)
+                    data = opened.read(max(0, min(max_bytes, MAX_SLICE_BYTES, limits[1] - offset)))
+                return LogSlice(data=data, offset=offset, size=size, path=str(path))
+    except OSError as error:
+        is_missing = isinstance(error, FileNotFoundError)
+        return LogSlice(path=str(path), error=f"{path} cannot be read: {error.strerror}", is_missing=is_missing)
+    return LogSlice(offset=offset, size=size, path=str(path))
+
+
+def read_through(path: Path, offset: int, nbytes: int, max_files: int) -> LogSlice:
+    """Read as `read_slice` does, however large it is and in however many files it lies."""
+    found = read_slice(path, offset, nbytes, max_files)
+    while len(found.data) < nbytes:
+        more = read_slice(path, found.offset + len(found.data), nbytes - len(found.data), max_files)
+        if not more.data:
+            break
+        found = found._replace(data=found.data + more.data)
+    return found
+
+
+def last_lines(path: Path) -> str:
+    """Return the end of a file, for a report of a crash."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+            return "\n".join([line for line in lines if not line.startswith(_NOISE)][-_TAIL_LINES:])
+    except OSError:
+        return ""
+
+
+def segments_of(path: Path, max_files: int) -> list[LogPart]:
+    """Return the files of a stream, the oldest first. OSError: there are none."""
+    try:
+        start = int(_base_path(path).read_text())
+    except (FileNotFoundError, ValueError):
+        start = 0
+    segments = [LogPart(start, path.stat().st_size, path)]
+    for number in range(1, max_files):
+        file = rotated(path, number)
+        if not file.exists():
+            break
+        size = file.stat().st_size
+        start -= size
+        segments.append(LogPart(start, size, file))
+    return segments[::-1]
+
+
+def rotated(path: Path, number: int) -> Path:
+    """Return the path of one of the older files; 0: of the newest."""
+    return path.with_name(f"{path.name}.{number}") if number else path
+
+
+def _base_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.base")

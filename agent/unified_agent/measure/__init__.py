@@ -1,0 +1,1 @@
+"""Measurements of workers: evidence of their ends, and metrics for Prometheus."""

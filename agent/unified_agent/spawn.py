@@ -1,0 +1,120 @@
+"""Starting the agent's helpers, zygotes among them: their folder, environment, and the socket to each.
+
+The zygote of a cluster that begins waits for these imports, so they are few, and none of them needs msgspec.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from unified.config import settings
+from unified.config.cgroups import read_text
+
+MARKER_NODE = "UNIFIED_AGENT_NODE"
+MARKER_INCARNATION = "UNIFIED_AGENT_LIFE"
+"""Markers in the environment of everything an agent starts, so that the next agent knows what the last one left."""
+MARKER_SNAPSHOTS = "UNIFIED_AGENT_SNAPSHOTS"
+"""Further marker, of the snapshot server and what it starts: what it holds outlives workers."""
+TUNABLES = "GLIBC_TUNABLES"
+_PAST_CACHES = "glibc.cpu.x86_non_temporal_threshold"
+RUN_DIR_PREFIX = "a-"
+ENTRY_FLAG, ENTRY = "--worker-entry", "unified.worker.main:main"
+
+
+class Spawned(NamedTuple):
+    """A helper that was started."""
+
+    python: str
+    process: subprocess.Popen[bytes]
+    socket: socket.socket
+    """The agent's end."""
+    log: Path
+    began_at: float
+    """On the monotonic clock."""
+
+
+class EarlyStart(NamedTuple):
+    """The incarnation of an agent that has no flags yet, and its zygote."""
+
+    life: str
+    zygote: Spawned
+
+
+def run_folder(run_root: Path, life: str) -> Path:
+    """Make the folder of an agent's incarnation, for sockets and the like, and return it."""
+    return settings.make_private(run_root / f"{RUN_DIR_PREFIX}{life[:8]}")
+
+
+def child_environment(env: Mapping[str, str], node: str, life: str) -> dict[str, str]:
+    """Return the environment of all that an agent starts, from its own."""
+    found = tunables(env.get(TUNABLES, ""), last_cache_bytes())
+    return {**env, TUNABLES: found, MARKER_NODE: node, MARKER_INCARNATION: life}
+
+
+def tunables(given: str, cache_bytes: int) -> str:
+    """Return ``GLIBC_TUNABLES`` of an interpreter, with which large copies write past the caches.
+
+    A copy that does not fit would first read what it is about to overwrite, a third more to do. glibc knows that, but
+    on some processors takes the caches of all cores together for one (384 MiB where a core has 32).
+
+    What is `given` stays, and wins. Nothing is added if the size of one core's last cache is not known (0).
+    """
+    if not cache_bytes or _PAST_CACHES in given:
+        return given
+    return f"{given}:{_PAST_CACHES}={cache_bytes // 2}".removeprefix(":")
+
+
+def last_cache_bytes(caches: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """Return the size of a core's last cache before memory, shared with others or not; 0 if it is not known."""
+    sizes = [read_text(size).removesuffix("K") for size in caches.glob("index*/size")]
+    return max((int(size) * 1024 for size in sizes if size.isdecimal()), default=0)
+
+
+def spawn_zygote(python: str, entry: str, run_dir: Path, env: Mapping[str, str], number: int) -> Spawned:
+    """Start a zygote, whose workers run `entry`. OSError: the interpreter cannot be started."""
+    return spawn(python, "unified.worker.zygote", ["--entry", entry], log=run_dir / f"zygote-{number}.log", env=env)
+
+
+def spawn(
+    python: str,
+    module: str,
+    arguments: Sequence[str],
+    *,
+    log: Path,
+    env: Mapping[str, str],
+    descriptors: Sequence[int] = (),
+) -> Spawned:
+    """Start ``python -m module SOCKET arguments``, in the folder of its log.
+
+    Args:
+        descriptors: those that it inherits beside its socket.
+
+    Raises:
+        OSError: the interpreter cannot be started.
+    """
+    began_at = time.monotonic()
+    ours, theirs = socket.socketpair()
+    try:
+        with log.open("wb") as output:
+            started = subprocess.Popen(
+                [python, "-m", module, str(theirs.fileno()), *arguments, "--parent", str(os.getpid())],
+                pass_fds=[theirs.fileno(), *descriptors],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=log.parent,
+                env=env,
+                start_new_session=True,  # Ctrl-C in the agent's terminal is the agent's business
+            )
+    except OSError:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return Spawned(python, started, ours, log, began_at)

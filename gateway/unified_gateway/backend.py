@@ -1,0 +1,162 @@
+"""The interface of a cluster that runs the jobs of the gateway: our own master, or Kubeflow.
+
+Rules about runs (one job a run id, resume, conflicts) are above it, in `runs.py`, the same for each backend. Names of
+jobs are unique among all that one backend serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from unified.client.reports import KeptReports
+from unified.errors import RefusedError
+from unified_gateway.schemas import RunState, TrainingRequest
+
+KIND_LABEL, KIND = "unified/kind", "training"
+FRAMEWORK_LABEL = "unified/framework"
+RUN_ID_LABEL = "unified/run-id"
+NAMESPACE_LABEL = "unified/namespace"
+REQUEST_ANNOTATION = "unified/request"
+"""Payload as it was asked for, as canonical JSON; in place of each value of `env` stands a salted digest."""
+ATTEMPT_ANNOTATION = "unified/attempt-id"
+
+
+class NameTakenError(RefusedError):
+    """Another job of this name or run id is there that the submitter did not know of: look again."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__("name-taken", reason)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """One attempt at a run, in the words of no backend."""
+
+    request: TrainingRequest
+    name: str
+    """Name of the job: a DNS label of at most 52 characters."""
+    attempt_id: str
+    """Id of this submission. A restart of its workers has the same one; a resume by a client another."""
+    environment: Mapping[str, str]
+    """Variables of document 4 and of the payload's `env`."""
+    arguments: tuple[str, ...]
+    """Command line of the training program, behind ``python -m unified.training``."""
+    labels: Mapping[str, str]
+    """The payload's labels and the gateway's own. ``unified/run-id`` may be longer than Kubernetes allows."""
+    annotations: Mapping[str, str]
+    kept_env: tuple[str, ...] = ()
+    """Variables whose values are not known here: they are those of the job that this attempt follows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """A run as its backend knows it."""
+
+    name: str
+    namespace: str
+    run_id: str
+    framework: str
+    status: RunState
+    job_id: str
+    """Id of the attempt: the job's id at the master, the object's uid in Kubernetes."""
+    detail: str = ""
+    """One line: why it waits, or why it failed."""
+    submitted_at: float | None = None
+    """Seconds since 1970, as all times here."""
+    started_at: float | None = None
+    ended_at: float | None = None
+    exit_code: int | None = None
+    num_restarts: int = 0
+    labels: Mapping[str, str] = field(default_factory=dict)
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    """Empty in lists: `get` has them."""
+
+    @property
+    def is_ended(self) -> bool:
+        return self.status in ("failed", "succeeded")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submitted:
+    """Receipt of a submission."""
+
+    job_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEvent:
+    """One decision about a run."""
+
+    at: float
+    event: str
+    reason: str
+    worker: str = ""
+    node: str = ""
+
+
+class TrainingBackend(Protocol):
+    """A cluster that runs training jobs.
+
+    Errors of all calls: `MasterUnreachableError` when the cluster does not answer (HTTP 503), `RefusedError` when it
+    says no (its code decides: ``not-found`` 404, ``name-taken`` 409, ``bad-request`` 422, ``unavailable`` 503, …),
+    `UsageError` for a request that this backend cannot carry out (422).
+    """
+
+    name: str
+    """Word for ``--backend``: ``master`` or ``kubeflow``."""
+    default_namespace: str
+
+    async def submit(self, plan: RunPlan, *, follows: str) -> Submitted:
+        """Start an attempt.
+
+        Args:
+            follows: job id of the ended attempt that this one takes the place of; empty for a run's first.
+
+        Raises:
+            NameTakenError: another job has this name or this run id and lives, or the newest job of this name is not
+                the one of `follows`. This is decided by the cluster at once, so of many submissions one wins.
+        """
+        ...
+
+    async def get(self, name: str) -> RunRecord | None:
+        """Return the newest attempt of this name, read from the cluster now; None if none is known."""
+        ...
+
+    async def find_run(self, run_id: str) -> RunRecord | None:
+        """Return the newest attempt of this run id, whatever its name; None if none is known."""
+        ...
+
+    async def runs(self) -> list[RunRecord]:
+        """Return all known attempts of training runs, newest first. The gateway asks at most once a second."""
+        ...
+
+    async def stop(self, name: str, *, force: bool) -> None:
+        """Stop a run in order, or at once by force; one that has ended is left as it is."""
+        ...
+
+    def logs(self, name: str, *, rank: int | None, follow: bool, tail_bytes: int | None) -> AsyncIterator[str]:
+        """Yield the lines that a run printed; with `follow`, until it has ended and all was read.
+
+        Args:
+            rank: of the one rank to read; None for all.
+            tail_bytes: begin that far before the end of each rank's output; None at the beginning.
+        """
+        ...
+
+    async def events(self, name: str, *, limit: int) -> list[RunEvent]:
+        """Return the newest decisions about a run, oldest first."""
+        ...
+
+    async def metrics(self, name: str, *, since: float, limit: int) -> KeptReports:
+        """Return the newest points of what rank 0 reported after `since`, oldest first."""
+        ...
+
+    def describe(self, plan: RunPlan) -> dict[str, Any]:
+        """Return the job that `submit` would create, for ``dry_run``. Values of `env` are left out."""
+        ...
+
+    async def close(self) -> None:
+        """End the connection; calls that wait for an answer fail."""
+        ...

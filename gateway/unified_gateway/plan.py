@@ -1,0 +1,187 @@
+"""From a payload to an attempt at a run: the job's name, its environment and labels, and what of it is kept. Pure.
+
+What is kept of a payload, to compare later ones with and to resume from, is an annotation of the job. Values of `env`
+may be secrets: in their place it has digests with a salt, which tell that a value is the same and not which. Whoever
+can read the job at the cluster can try out words against a digest, so a secret should be longer than a word.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from unified.training.layout import RunLayout
+from unified_gateway.backend import (
+    ATTEMPT_ANNOTATION,
+    FRAMEWORK_LABEL,
+    KIND,
+    KIND_LABEL,
+    NAMESPACE_LABEL,
+    REQUEST_ANNOTATION,
+    RUN_ID_LABEL,
+    RunPlan,
+)
+from unified_gateway.schemas import MAX_NAME, ResumeRequest, TrainingRequest
+
+RESUME = "resume_from_checkpoint"
+NEEDED_TO_RESUME = ("framework", "model_id", "checkpoint_base_uri", "dataset_uri")
+"""Fields that a resumed run shares with what it goes on from."""
+_PREFIX = "train-"
+_HASH_DIGITS = 6
+
+
+class StoredRequest(msgspec.Struct, frozen=True):
+    """The payload of an attempt, as its annotation has it."""
+
+    fields: dict[str, Any]
+    """All fields but `env`."""
+    env: dict[str, str]
+    """Digests of the values, by name."""
+    salt: str
+
+    @classmethod
+    def of(cls, request: TrainingRequest, salt: str, kept: Mapping[str, str] | None = None) -> StoredRequest:
+        """Return what is stored of a payload.
+
+        Args:
+            kept: digests, with this salt, of variables whose values are not known.
+        """
+        fields = request.model_dump(mode="json", exclude={"env"})
+        env = {name: _digest(salt, name, value) for name, value in request.env.items()}
+        return cls(fields=fields, env={**(kept or {}), **env}, salt=salt)
+
+    @classmethod
+    def read(cls, annotations: Mapping[str, str]) -> StoredRequest | None:
+        """Return what a job's annotations hold; None if it is no job of the gateway, or of a release to come."""
+        try:
+            return msgspec.json.decode(annotations.get(REQUEST_ANNOTATION, ""), type=cls)
+        except msgspec.DecodeError:
+            return None
+
+    def text(self) -> str:
+        """Return the annotation."""
+        return json.dumps(msgspec.to_builtins(self), sort_keys=True, separators=(",", ":"))
+
+    def differences(self, request: TrainingRequest) -> dict[str, Difference]:
+        """Return the fields in which a payload differs, ``env.NAME`` for variables, whose values are not shown.
+
+        `resume_from_checkpoint` says how a run begins, not what it is, so it is none of them.
+        """
+        asked = request.model_dump(mode="json", exclude={"env"})
+        defaults = {name: field.get_default(call_default_factory=True) for name, field in _FIELDS.items()}
+        found: dict[str, Difference] = {}
+        for name, value in asked.items():
+            earlier = self.fields.get(name, defaults[name])
+            if name != RESUME and earlier != value:
+                found[name] = Difference(earlier, value)
+        for name in sorted(self.env.keys() | request.env.keys()):
+            value = request.env.get(name)
+            digest = None if value is None else _digest(self.salt, name, value)
+            if name not in self.env:
+                found[f"env.{name}"] = Difference("not set", "set")
+            elif digest is None:
+                found[f"env.{name}"] = Difference("set", "not set")
+            elif not hmac.compare_digest(digest, self.env[name]):
+                found[f"env.{name}"] = Difference("set", "set to another value")
+        return found
+
+    def resumed(self, changes: ResumeRequest) -> tuple[TrainingRequest, dict[str, str]]:
+        """Return the payload of a resume, and the digests of the variables whose values the earlier job has.
+
+        Raises:
+            ValidationError: of pydantic; the changes do not go with the rest.
+        """
+        extra_args = {**self.fields.get("extra_args", {}), **changes.extra_args}
+        known = {name: value for name, value in self.fields.items() if name in _FIELDS}
+        request = TrainingRequest.model_validate({**known, "extra_args": extra_args, "env": changes.env, RESUME: True})
+        return request, {name: digest for name, digest in self.env.items() if name not in changes.env}
+
+
+class Difference(NamedTuple):
+    """A field that two payloads with one run id have different values of."""
+
+    submitted: Any
+    requested: Any
+
+
+_FIELDS = {name: field for name, field in TrainingRequest.model_fields.items() if name != "env"}
+
+
+def job_name(request: TrainingRequest) -> str:
+    """Return the name of a run's job: a DNS label, another one for each run id.
+
+    A run id that is no such label itself, or is too long, is made one, with a few digits of its digest behind it.
+    """
+    if request.job_name is not None:
+        return request.job_name
+    word = re.sub(r"[^a-z0-9-]", "-", request.run_id.lower())
+    name = f"{_PREFIX}{word}"
+    if word == request.run_id and len(name) <= MAX_NAME and not word.endswith("-"):
+        return name
+    digest = hashlib.sha256(request.run_id.encode()).hexdigest()[:_HASH_DIGITS]
+    return f"{name[: MAX_NAME - _HASH_DIGITS - 1].rstrip('-')}-{digest}"
+
+
+def plan_run(
+    request: TrainingRequest, *, attempt_id: str, salt: str, namespace: str, kept: Mapping[str, str] | None = None
+) -> RunPlan:
+    """Return the attempt that a payload asks for.
+
+    Args:
+        attempt_id: id of this submission.
+        salt: for the digests of `env`; that of the earlier attempt, if variables are kept.
+        namespace: where the payload names none.
+        kept: digests of variables whose values the job has that this attempt follows.
+    """
+    layout = RunLayout(request.checkpoint_base_uri, request.run_id, request.framework)
+    stored = StoredRequest.of(request, salt, kept)
+    service = {
+        "FRAMEWORK": request.framework,
+        "RUN_ID": request.run_id,
+        "CHECKPOINT_BASE_URI": request.checkpoint_base_uri,
+        "CHECKPOINT_PREFIX": layout.prefix,
+        "DATASET_URI": request.dataset_uri,
+        "LOGS_URI": layout.logs_uri,
+        "CONFIG_URI": layout.config_uri,
+        "MODEL_ID": request.model_id,
+        "CONFIG_PATH": request.config_path or "",
+        "RESUME_FROM_CHECKPOINT": "true" if request.resume_from_checkpoint else "false",
+        "EXTRA_ARGS_JSON": json.dumps(request.extra_args, ensure_ascii=False),
+        "ATTEMPT_ID": attempt_id,
+    }
+    return RunPlan(
+        request=request,
+        name=job_name(request),
+        attempt_id=attempt_id,
+        environment={**request.env, **service},
+        arguments=("--framework", request.framework, "--run-id", request.run_id),
+        labels={
+            **request.labels,
+            KIND_LABEL: KIND,
+            FRAMEWORK_LABEL: request.framework,
+            RUN_ID_LABEL: request.run_id,
+            NAMESPACE_LABEL: request.namespace or namespace,
+        },
+        annotations={
+            **request.annotations,
+            REQUEST_ANNOTATION: stored.text(),
+            ATTEMPT_ANNOTATION: attempt_id,
+        },
+        kept_env=tuple(sorted(kept or ())),
+    )
+
+
+def user_labels(labels: Mapping[str, str]) -> dict[str, str]:
+    """Return the labels of the payload, without the gateway's own."""
+    own = (KIND_LABEL, FRAMEWORK_LABEL, RUN_ID_LABEL, NAMESPACE_LABEL)
+    return {name: value for name, value in labels.items() if name not in own}
+
+
+def _digest(salt: str, name: str, value: str) -> str:
+    return hmac.new(salt.encode(), f"{name}={value}".encode(), hashlib.sha256).hexdigest()

@@ -1,0 +1,70 @@
+// States in a word, a letter and a tone. A tone is the name of a colour in style.css. Pure.
+
+/** Letter and tone of each state of a worker. */
+export const WORKER_STATES = {
+  FAILED: { letter: "F", tone: "bad" },
+  PENDING: { letter: "P", tone: "idle" },
+  STARTING: { letter: "S", tone: "busy" },
+  READY: { letter: "Y", tone: "busy" },
+  RUNNING: { letter: "R", tone: "good" },
+  SERVING: { letter: "V", tone: "good" },
+  FINISHED: { letter: "D", tone: "done" },
+  STOPPING: { letter: "T", tone: "warn" },
+  EXITED: { letter: "E", tone: "idle" },
+  UNSTARTED: { letter: "U", tone: "idle" },
+};
+
+const STAGES = {
+  INIT: "idle", READY: "busy", RUNNING: "good", STOPPING: "warn", FINISHED: "done", STOPPED: "idle", FAILED: "bad",
+  RESTARTING: "warn", SUSPENDED: "idle", WAITING: "warn", ALIVE: "good", LOST: "bad", DRAINING: "warn", DRAINED: "idle",
+};
+
+/** @param {string} state of a worker, a job or a node */
+export const toneOf = (state) => WORKER_STATES[state]?.tone ?? STAGES[state] ?? "idle";
+
+/** The state of a worker as the page shows it. @param {any} worker @param {any} [job] */
+export function stateOf(worker, job) {
+  if (job && isFailed(job) && job.end?.worker === worker.name) return "FAILED";
+  const isOver = job && (job.stage === "STOPPING" || job.stage === "STOPPED");
+  return isOver && worker.state === "PENDING" ? "UNSTARTED" : worker.state;
+}
+
+const STOPPED_BY_USER = 130;
+
+/** @param {any} job */
+export const isFailed = (job) => {
+  const code = job.exit_code ?? job.outcome;
+  return code != null && code !== 0 && code !== STOPPED_BY_USER;
+};
+
+/** @param {any} job */
+export const isOver = (job) => job.stage === "STOPPED";
+
+/** The stage of a job in one word, as `unified status` has it, and how it ended. @param {any} job */
+export function stageOf(job) {
+  if (isOver(job)) return isFailed(job) ? "FAILED" : job.exit_code === 0 ? "FINISHED" : "STOPPED";
+  if (job.stage !== "INIT") return job.stage;
+  if (job.suspended != null) return "SUSPENDED";
+  if (job.num_restarts || job.roles.some((role) => role.num_restarts)) return "RESTARTING";
+  return job.started_at == null && job.reason.startsWith("waits") ? "WAITING" : "INIT";
+}
+
+/** @param {any} node */
+export function nodeStateOf(node) {
+  if (node.state === "LOST") return "LOST";
+  if (node.drained == null) return "ALIVE";
+  return node.num_workers || node.num_leaving ? "DRAINING" : "DRAINED";
+}
+
+/** `trainer-0`. @param {any} worker */
+export const shortName = (worker) => `${worker.role}-${worker.rank}`;
+
+/** @type {[RegExp, string][]} */
+const EVENT_TONES = [
+  [/failed|lost|excluded|diagnosed|damaged|refused|given-up/, "bad"],
+  [/restart|hang-suspected|replaced|killed|broken|waits|drained|suspended|slow|stops|left|silent/, "warn"],
+  [/running|sealed|complete|joined|placed|ready|resumed|readmitted|hang-over|finished/, "good"],
+];
+
+/** @param {string} event short word of an event */
+export const eventTone = (event) => EVENT_TONES.find(([pattern]) => pattern.test(event))?.[1] ?? "idle";

@@ -1,0 +1,124 @@
+"""The code of jobs in the master's state directory: archives by their digest, kept up to a bound."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import assert_never
+
+from unified.protocol.client_master import (
+    ClientToCodeStore,
+    CodePart,
+    CodeState,
+    FindCode,
+    MasterAnswer,
+    PutCode,
+    ReadCode,
+    Refused,
+)
+from unified.protocol.records import Stage
+from unified.values import Value
+from unified_master.core.master import MasterCore
+
+MAX_BYTES = 1 << 30
+"""Largest archive that is taken; what a submitter may pack is its own limit (`UNIFIED_SHIP_LIMIT`)."""
+KEPT_BYTES = 8 << 30
+"""Bytes that archives may take; beyond it those go that no living job has, the one that was asked for first."""
+BLOCK = 1 << 20
+
+
+class CodeReceived(Value, frozen=True, kw_only=True):
+    """A request about the code of a job; the answer goes to `peer`."""
+
+    peer: bytes
+    request_id: int
+    request: ClientToCodeStore
+
+
+class CodeStore:
+    """Archives in a folder: `DIGEST` of each that is whole, `DIGEST.part` of one that is on its way."""
+
+    def __init__(self, folder: Path, max_bytes: int = MAX_BYTES, kept_bytes: int = KEPT_BYTES) -> None:
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._kept_bytes = kept_bytes
+
+    def answer(self, request: ClientToCodeStore, master: MasterCore) -> MasterAnswer:
+        """Return the answer to a request; the archives of the master's living jobs are kept."""
+        try:
+            match request:
+                case FindCode():
+                    return self._state(request.digest)
+                case PutCode():
+                    return self._put(request, master)
+                case ReadCode():
+                    return self._read(request)
+                case _:
+                    assert_never(request)
+        except OSError as error:
+            reason = f"the master cannot keep the code of jobs in {self._folder}: {error.strerror}."
+            return Refused(code="unavailable", reason=reason)
+
+    def _state(self, digest: str) -> CodeState:
+        whole = self._folder / digest
+        if whole.is_file():
+            os.utime(whole)
+            return CodeState(num_bytes=whole.stat().st_size, is_whole=True)
+        part = self._part(digest)
+        return CodeState(num_bytes=part.stat().st_size if part.is_file() else 0)
+
+    def _put(self, request: PutCode, master: MasterCore) -> MasterAnswer:
+        """Add to an archive what follows what is there; else say how much is there."""
+        if not 0 < request.size <= self._max_bytes:
+            reason = f"an archive of {request.size / (1 << 20):.0f} MiB is refused: at most {self._max_bytes >> 20}."
+            return Refused(code="bad-request", reason=reason)
+        state = self._state(request.digest)
+        if state.is_whole or request.offset != state.num_bytes:
+            return state
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        if request.offset == 0:
+            self._make_room(request.size, master)
+        with self._part(request.digest).open("ab") as file:
+            file.write(request.data)
+            num_bytes = file.tell()
+        if num_bytes < request.size and request.data:
+            return CodeState(num_bytes=num_bytes)
+        return self._finish(request.digest)
+
+    def _finish(self, digest: str) -> MasterAnswer:
+        part = self._part(digest)
+        with part.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+            os.fsync(file.fileno())
+        if found != digest:
+            part.unlink()
+            reason = f"the archive has other bytes than announced ({found[:12]}, not {digest[:12]}): send it again."
+            return Refused(code="bad-request", reason=reason)
+        part.rename(self._folder / digest)
+        return self._state(digest)
+
+    def _read(self, request: ReadCode) -> MasterAnswer:
+        whole = self._folder / request.digest
+        if not whole.is_file():
+            reason = f"the master has no code {request.digest[:12]} (any more): submit the job again."
+            return Refused(code="not-found", reason=reason)
+        with whole.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            data = os.pread(file.fileno(), BLOCK, max(0, request.offset)) if request.offset < size else b""
+        return CodePart(data=data, size=size)
+
+    def _make_room(self, nbytes: int, master: MasterCore) -> None:
+        jobs = master.cluster.jobs.values()
+        used = {job.spec.code.digest for job in jobs if job.spec.code is not None and job.stage is not Stage.STOPPED}
+        there = {path: path.stat() for path in self._folder.iterdir()}
+        unused = [path for path in there if path.name.removesuffix(".part") not in used]
+        total = nbytes + sum(stat.st_size for stat in there.values())
+        for path in sorted(unused, key=lambda path: there[path].st_mtime):
+            if total <= self._kept_bytes:
+                break
+            path.unlink()
+            total -= there[path].st_size
+
+    def _part(self, digest: str) -> Path:
+        return self._folder / f"{digest}.part"

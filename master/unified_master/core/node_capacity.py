@@ -1,0 +1,301 @@
+"""The free capacity of a node for one job, and the units of workers that fit into it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+
+from unified.errors import InvariantError
+from unified.job.spec import Resources
+from unified.protocol.records import NodeResources
+from unified.values import Value
+
+EPSILON = 1e-6
+DeviceKey = tuple[str, int]
+"""(``device``, index among the node's devices) or (``slot``, number of a CPU core that stands in for one)."""
+
+
+class Allocation(Value, frozen=True, kw_only=True):
+    """The part of a node's resources that one worker holds."""
+
+    cpu: float = 0.0
+    memory_mb: float = 0.0
+    disk_mb: float = 0.0
+    user_defined: dict[str, float] = {}
+    devices: tuple[DeviceKey, ...] = ()
+    share: float = 0.0
+    """The part of each of `devices`."""
+
+
+class Member(Value, frozen=True, kw_only=True):
+    """One worker of a unit."""
+
+    worker: str
+    role: str
+    local_rank: int
+    needs: Resources
+
+
+class Unit(Value, frozen=True, kw_only=True):
+    """Workers that must land on one node together: a group, with the groups collocated with it."""
+
+    label: str
+    """``role trainer`` or ``roles actor, rollout``."""
+    members: tuple[Member, ...]
+    isolation: str = ""
+    """Nodes that the unit may be on: those with this resource, of which each member takes 1, or with this label, which
+    may be written ``key=value``. Empty: all."""
+    elastic: tuple[str, ...] = ()
+    """Elastic roles among its members'."""
+    max_ranks: int = 0
+    """Ranks of them that a node may have, where they take nothing that bounds it; 0: any number."""
+    is_control: bool = False
+    """True for the job's store host, which does not count among the nodes that the job uses."""
+
+    def total(self, field: str) -> float:
+        return float(sum(getattr(member.needs, field) for member in self.members))
+
+    def user_total(self) -> dict[str, float]:
+        """Return the user-defined resources of all members, by name."""
+        total: dict[str, float] = {}
+        for member in self.members:
+            for name, amount in member.needs.user_defined.items():
+                total[name] = total.get(name, 0.0) + amount
+        return total
+
+
+class PlacementAttempt(Value, frozen=True, kw_only=True):
+    """An attempt to place a job, which failed."""
+
+    room: int
+    """The cluster's `room` at that time."""
+    reason: str
+    nodes: int
+    """Hash of the nodes that there were, and of those that the job may not use."""
+    could_fit: bool | None = None
+    """True if the job would fit onto the nodes if they were empty; None: nobody has asked."""
+
+
+class NodeCapacity:
+    """The free part of a node, as one job sees it. `subtract` makes it smaller."""
+
+    def __init__(
+        self,
+        name: str,
+        resources: NodeResources,
+        accelerator_type: str,
+        device_cap: int,
+        labels: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self.labels = labels or {}
+        self.resources = resources
+        """The node's resources, taken or not."""
+        self.device_cap = device_cap
+        self.cpu = resources.cpu
+        self.memory_mb = resources.memory_mb
+        self.disk_mb = resources.disk_mb
+        self.user_defined = dict(resources.user_defined)
+        self.num_workers = 0
+        self.devices: dict[DeviceKey, float] = dict.fromkeys(_pool(resources, accelerator_type), 1.0)
+        self.num_free = len(self.devices)
+        """Wholly free devices."""
+        self.device_share = float(self.num_free)
+        """Free part of all devices together."""
+        self.own: set[DeviceKey] = set()
+        """Devices that the job uses already."""
+        self.is_used = False
+        """True if the job has workers here."""
+        self.ranks: dict[str, int] = {}
+        """Number of the job's workers here, by role."""
+        self.is_shared = False
+        """True if others read this too, so that only a copy may be made smaller."""
+        self._state: tuple[object, ...] = ()
+        """The `state`, once it was asked for, of one that is shared."""
+
+    def shared(self) -> NodeCapacity:
+        """Return this, from now on for all to read."""
+        self.is_shared = True
+        return self
+
+    def copy(self) -> NodeCapacity:
+        """Return a copy, which may be made smaller."""
+        other = copy.copy(self)
+        other.is_shared = False
+        other.user_defined, other.devices = dict(self.user_defined), dict(self.devices)
+        other.own, other.ranks = set(self.own), dict(self.ranks)
+        return other
+
+    def state(self) -> tuple[object, ...]:
+        """Return all that `fit` and an offer depend on; nodes of one state differ in their names alone."""
+        if self.is_shared and self._state:
+            return self._state
+        self._state = (
+            (self.cpu, self.memory_mb, self.disk_mb, self.num_workers, self.device_cap, self.num_free, self.is_used),
+            tuple(self.devices.items()),
+            frozenset(self.own),
+            *(tuple(sorted(part.items())) for part in (self.user_defined, self.ranks, self.labels)),
+            (*self.resources.user_defined, self.resources.max_workers),
+        )
+        return self._state
+
+    def grants(self, isolation: str) -> dict[str, float] | None:
+        """Return what each member of a unit with this `isolation` takes of the node; None if the node will not do."""
+        key, is_pair, value = isolation.partition("=")
+        if is_pair:
+            return {} if self.labels.get(key) == value else None
+        if isolation in self.resources.user_defined:
+            return {isolation: 1.0}
+        return {} if not isolation or isolation in self.labels else None
+
+    def allocate(self, unit: Unit, allocations: Mapping[str, Allocation]) -> None:
+        """Subtract what a unit of the job holds here, as `fit` said."""
+        for allocation in allocations.values():
+            self.subtract(allocation)
+            self.own.update(allocation.devices)
+        if not unit.is_control:
+            for member in unit.members:
+                self.note_own(member.role)
+
+    def note_own(self, role: str) -> None:
+        """Count a worker of the job that is here."""
+        self.is_used = True
+        self.ranks[role] = self.ranks.get(role, 0) + 1
+
+    def subtract(self, allocation: Allocation) -> None:
+        """Subtract what a worker holds."""
+        self.cpu -= allocation.cpu
+        self.memory_mb -= allocation.memory_mb
+        self.disk_mb -= allocation.disk_mb
+        for name, amount in allocation.user_defined.items():
+            self.user_defined[name] = self.user_defined.get(name, 0.0) - amount
+        for key in allocation.devices:
+            if key in self.devices:
+                before = self.devices[key]
+                self.num_free -= before > 1 - EPSILON
+                self.devices[key] = max(0.0, before - allocation.share)
+                self.device_share -= before - self.devices[key]
+        self.num_workers += 1
+
+    @property
+    def free_devices(self) -> int:
+        """Wholly free devices that the job may still take here."""
+        return min(self.num_free, max(0, self.device_cap - len(self.own)))
+
+    @property
+    def free_places(self) -> float:
+        """Processes that may still run here."""
+        return self.resources.max_workers - self.num_workers if self.resources.max_workers else math.inf
+
+    def fit(self, unit: Unit) -> dict[str, Allocation] | None:
+        """Return what each worker of the unit would hold, or None if the unit does not fit. Nothing is subtracted."""
+        granted = self.grants(unit.isolation)
+        has_places = unit.is_control or len(unit.members) <= self.free_places
+        if granted is None or not has_places or not self.may_hold(unit) or not self._has_amounts(unit, granted):
+            return None
+        chosen = self.choose_devices(unit)
+        if chosen is None:
+            return None
+        return {member.worker: _allocation(member, chosen[member.worker], granted) for member in unit.members}
+
+    def may_hold(self, unit: Unit) -> bool:
+        """Return True if the ranks of the unit would not be more than the job may have here."""
+        there = sum(self.ranks.get(role, 0) for role in unit.elastic)
+        return not unit.max_ranks or there + len(unit.members) <= unit.max_ranks
+
+    def _has_amounts(self, unit: Unit, granted: Mapping[str, float]) -> bool:
+        for field in ("cpu", "memory_mb", "disk_mb"):
+            need = unit.total(field)
+            if need > 0 and need > getattr(self, field) + EPSILON:
+                return False
+        wanted = unit.user_total()
+        for name, amount in granted.items():
+            wanted[name] = wanted.get(name, 0.0) + amount * len(unit.members)
+        return all(
+            amount <= self.user_defined.get(name, 0.0) + EPSILON for name, amount in wanted.items() if amount > 0
+        )
+
+    def choose_devices(self, unit: Unit) -> dict[str, tuple[DeviceKey, ...]] | None:
+        """Return devices for each worker of the unit, or None if there are too few.
+
+        Workers are served by local rank, so that collocated workers of one local rank share a device.
+        """
+        free = dict(self.devices)
+        own = set(self.own)
+        touched: set[DeviceKey] = set()
+        chosen: dict[str, tuple[DeviceKey, ...]] = {}
+        for member in sorted(unit.members, key=lambda member: member.local_rank):
+            need = member.needs.accelerator
+            if need <= 0:
+                chosen[member.worker] = ()
+                continue
+            share = share_of(need)
+            candidates = [
+                key
+                for key, left in free.items()
+                if left >= share - EPSILON and (key in own or len(own) < self.device_cap)
+            ]
+            candidates.sort(key=lambda key: _preference(key, free[key], own, touched))
+            keys = _within_cap(candidates, max(1, math.ceil(need - EPSILON)), own, self.device_cap)
+            if keys is None:
+                return None
+            for key in keys:
+                free[key] -= share
+            own.update(keys)
+            touched.update(keys)
+            chosen[member.worker] = keys
+        return chosen
+
+
+def share_of(accelerator: float) -> float:
+    """Return the part of each device that a worker takes: all of it from one device upwards."""
+    return accelerator if accelerator < 1 - EPSILON else 1.0
+
+
+def _pool(resources: NodeResources, accelerator_type: str) -> list[DeviceKey]:
+    """Return the devices that a job of this type draws from."""
+    virtual = [("device", device.index) for device in resources.devices if device.kind == "virtual"]
+    if accelerator_type == "CPU":
+        return virtual or [("slot", number) for number in range(int(resources.cpu))]
+    if accelerator_type not in ("GPU", "TPU"):
+        raise InvariantError(f"accelerator type {accelerator_type!r} passed the door; it is none of GPU, CPU, TPU.")
+    return [("device", device.index) for device in resources.devices if device.kind != "virtual"] or virtual
+
+
+def _preference(
+    key: DeviceKey, left: float, own: set[DeviceKey], touched: set[DeviceKey]
+) -> tuple[int, float, DeviceKey]:
+    """Sort begun devices first: of this unit, of this job, of others, the fullest first. Then whole ones in order."""
+    if left > 1 - EPSILON:
+        return (3, 0.0, key)
+    if key in touched:
+        return (0, left, key)
+    return (1 if key in own else 2, left, key)
+
+
+def _within_cap(candidates: list[DeviceKey], count: int, own: set[DeviceKey], cap: int) -> tuple[DeviceKey, ...] | None:
+    taken: list[DeviceKey] = []
+    new = 0
+    for key in candidates:
+        if len(taken) == count:
+            break
+        if key not in own:
+            if len(own) + new >= cap:
+                continue
+            new += 1
+        taken.append(key)
+    return tuple(taken) if len(taken) == count else None
+
+
+def _allocation(member: Member, devices: tuple[DeviceKey, ...], granted: Mapping[str, float]) -> Allocation:
+    needs = member.needs
+    user_defined = {**needs.user_defined, **{name: needs.user_defined.get(name, 0.0) + 1 for name in granted}}
+    return Allocation(
+        cpu=needs.cpu,
+        memory_mb=needs.memory_mb,
+        disk_mb=needs.disk_mb,
+        user_defined=user_defined,
+        devices=devices,
+        share=share_of(needs.accelerator) if devices else 0.0,
+    )

@@ -1,0 +1,1 @@
+"""Changes of membership: who takes part in a job, in which incarnation, on which node and in which round."""

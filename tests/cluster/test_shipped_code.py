@@ -1,0 +1,179 @@
+"""Code that travels with its job: sent once, unpacked once a node, read from there alone."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.cluster.conftest import Cluster, Project, lines
+from unified.api.builder import DLJobBuilder
+from unified.client.code.archive import pack
+from unified.client.code.transfer import fetch, upload
+from unified.client.connection import connect_to
+from unified.client.handle import JobHandle
+from unified.errors import RefusedError, UsageError
+from unified.job import requirements
+from unified.testing import LocalCluster, eventually
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
+
+JOB = """
+from unified.api.builder import DLJobBuilder
+def build():
+    builder = DLJobBuilder().node_num(2).device_per_node(1).device_type("CPU").global_env({"OUT": "%s"})
+    return builder.workload("reader", "lib.reading.read").total(2).resource(cpu=0.1, accelerator=1).build()
+"""
+CODE = """
+import os, sys
+import lib.names
+
+def read():
+    with open(os.path.join(os.environ["OUT"], "out"), "a") as out:
+        print(os.environ["RANK"], lib.names.NAME, open("data.txt").read(), os.getcwd(), __file__, file=out)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "laptop"
+    (folder / "lib").mkdir(parents=True)
+    (folder / "job.py").write_text(JOB % tmp_path)
+    (folder / "lib/__init__.py").touch()
+    (folder / "lib/reading.py").write_text(CODE)
+    (folder / "lib/names.py").write_text('NAME = "first"')
+    (folder / "data.txt").write_text("data")
+    return folder
+
+
+def submit(folder: Path, cluster: LocalCluster, *words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "unified", "submit", "job.py", "--master", cluster.address, *words],
+        cwd=folder,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_a_job_runs_with_the_code_that_came_with_it(folder: Path, local_cluster: Cluster, tmp_path: Path) -> None:
+    cluster = local_cluster(nodes=2, devices=1)
+    ended = submit(folder, cluster, "--ship")
+    assert ended.returncode == 0, ended.stderr
+    assert f"ships 5 files of {folder} (0.0 MiB packed)" in ended.stderr
+    again = submit(folder, cluster, "--ship")
+    assert again.returncode == 0, again.stderr
+    assert "ships" not in again.stderr, "the master has it"
+    (unpacked,) = (path for path in (cluster.home / "code").iterdir() if path.is_dir())
+    found = lines(tmp_path, "out")
+    assert sorted(found) == sorted(
+        f"{rank} first data {unpacked} {unpacked / 'lib/reading.py'}" for rank in (0, 1) for _ in range(2)
+    )
+    (folder / "lib/names.py").write_text('NAME = "second"')
+    (folder / "model.ckpt").write_text("not to be sent")
+    changed = submit(folder, cluster, "--ship", "--exclude", "*.ckpt")
+    assert changed.returncode == 0, changed.stderr
+    assert "ships 5 files" in changed.stderr
+    assert [line.split()[1] for line in lines(tmp_path, "out")] == ["first"] * 4 + ["second"] * 2
+    assert len(list((cluster.home / "code").glob("*/lib"))) == 2
+
+
+def test_an_archive_that_cannot_be_unpacked_fails_the_job_with_a_sentence(
+    folder: Path, local_cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster = local_cluster(nodes=2, devices=1)
+    with pack(True, folder=str(folder)) as archive, connect_to(cluster.address) as connection:
+        assert upload(connection, archive) == archive.code.size
+        assert upload(connection, archive) == 0
+        with pytest.raises(RefusedError, match="has no code 000000000000"):
+            fetch(connection, "0" * 64, tmp_path / "cache")
+        assert not [path for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock"]
+    (cluster.home / "code").write_text("a file where the folder has to be")
+    ended = submit(folder, cluster, "--ship")
+    assert ended.returncode == 1
+    assert "the job's code cannot be put into" in ended.stderr
+    (cluster.home / "code").unlink()
+    eventually(lambda: submit(folder, cluster, "--ship").returncode == 0, timeout=100)
+
+
+def wheel(folder: Path, name: str, version: str) -> None:
+    """Write a wheel with one module, which says its version."""
+    info = f"{name}-{version}.dist-info"
+    folder.mkdir(exist_ok=True)
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as file:
+        file.writestr(f"{name}.py", f"VERSION = {version!r}\n")
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+
+
+REQUIRING = """
+import os, sys
+import msgspec
+import of_this_job
+
+def work():
+    with open(os.path.join(os.environ["OUT"], "out"), "a") as out:
+        print(of_this_job.VERSION, sys.prefix, msgspec.__file__, file=out)
+"""
+
+
+def requiring(tmp_path: Path, cluster: LocalCluster, requirements: Any) -> JobHandle:
+    builder: Any = DLJobBuilder().node_num(2).device_per_node(1).device_type("CPU").global_env({"OUT": str(tmp_path)})
+    job = builder.workload("worker", "requiring.work").total(2).resource(cpu=0.1, accelerator=1).build()
+    return cluster.submit(job, requirements=requirements)
+
+
+@pytest.mark.slow
+def test_packages_that_a_job_requires_are_installed_once(
+    local_cluster: Cluster, project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real pip, without an index: from a folder of wheels."""
+    for version in ("1.0", "2.0"):
+        wheel(tmp_path / "wheels", "of_this_job", version)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    project(requiring=REQUIRING)
+    (tmp_path / "project/requirements.txt").write_text("# of this job\nof_this_job>=1\n")
+    cluster = local_cluster(nodes=2, devices=1)
+    first = requiring(tmp_path, cluster, ["of_this_job==1.0"])
+    eventually(lambda: any("packages that its job requires" in w.reason for w in first.status().workers), timeout=100)
+    assert first.wait(120) == 0, first.status().reason
+    assert requiring(tmp_path, cluster, ["of_this_job==1.0"]).wait(120) == 0
+    (environment,) = (path for path in (cluster.home / "environments").iterdir() if path.is_dir())
+    assert requiring(tmp_path, cluster, str(tmp_path / "project/requirements.txt")).wait(120) == 0
+    found = [line.split() for line in lines(tmp_path, "out")]
+    assert [version for version, _, _ in found] == ["1.0"] * 4 + ["2.0"] * 2
+    assert {prefix for _, prefix, _ in found[:4]} == {str(environment)}
+    assert {file for _, _, file in found} == {msgspec.__file__}, "the agent's own packages are below"
+    failing = requiring(tmp_path, cluster, ["no_such_package==3"])
+    assert failing.wait(120) == 1
+    end = failing.status().end
+    assert end is not None
+    assert end.failure.category == "setup"
+    assert (
+        "what the job requires cannot be installed: No matching distribution found for no_such_package==3 (on node"
+        in (end.failure.summary)
+    )
+    assert len(list((cluster.home / "environments").glob("*/complete"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ("nowhere.txt", "cannot be read"),
+        (["-r other.txt"], "is about a file that nodes do not have"),
+        (["./folder"], "is about a file that nodes do not have"),
+        ("folder/uv.lock", "uv"),
+    ],
+)
+def test_requirements_that_cannot_be_read(given: Any, error: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=error):
+        requirements.read(given, str(tmp_path))

@@ -1,0 +1,257 @@
+"""``unified diagnose``: one archive about a job for a bug report, without secrets."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import platform
+import re
+import sys
+import tarfile
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from unified.cli.main import release
+from unified.cli.options import add_job, add_master
+from unified.cli.show import status_lines
+from unified.client.connection import MasterConnection, connect_master
+from unified.client.report import event_text
+from unified.errors import ClusterError, MasterUnreachableError, RefusedError, UnifiedError, UsageError
+from unified.protocol.client_master import (
+    ClientRequest,
+    Explain,
+    GetJob,
+    GetStacks,
+    JobStacks,
+    JobStatus,
+    ListNodes,
+    LogChunk,
+    NodeList,
+    ReadLog,
+    Story,
+    WorkerStatus,
+)
+from unified.protocol.framing import PROTOCOL_VERSION
+from unified.protocol.records import Stage, WorkerState
+
+A = TypeVar("A")
+MASTER = "the master"
+MAX_WORKERS = 64
+"""Workers whose logs are taken: those that failed first."""
+TAIL_BYTES = 64 * 1024
+MAX_EVENTS = 2000
+STACKS_S = 5.0
+WHOLE_S = 120.0
+"""Seconds after which nothing more is asked for."""
+SLOW_S = 5.0
+"""Seconds from which on a node that refuses a log is asked for no other."""
+STREAMS = ("out", "err", "metrics")
+LEFT_OUT = "(left out)"
+_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API[-_]?KEY|ACCESS[-_]?KEY|PRIVATE|AUTH", re.IGNORECASE)
+_SECRET_TEXT = re.compile(
+    # a name that begins a word, and how it goes on to its value: `"name": "`, `name=`, `--name `, `'--name', '`
+    r"(?P<name>(?<![\w.-])(?=(?P<option>--)?[\w.-]*?"
+    r"(?:token(?!iz)|secret|passw(?:or)?d|credential|(?:api|access|private)[-_]?key))[\w.-]++\\*+[\"']?"
+    r"(?:\s*+[=:]++>?|(?(option),?\s(?!\s*+\\*+[\"']?-)|(?!)))\s*+(?P<quote>\\*+[\"'])?+)"
+    # in quotes all until these end, behind as many backslashes as they began
+    r"(?(quote)(?:(?!(?P=quote))(?:\\++[\"']?|[^\n\\])){4,}+|(?:(?:bearer|basic)\s++)?+[^\s\"',;&]{4,}+)"
+    r"|(?P<scheme>\b(?:bearer|basic)\s++)[\w.~+/=-]{8,}+"
+    r"|(?P<user>://[^\s/:@]*+:)[^\s/@]++(?=@)"
+    r"|(?<![\w-])(?:(?:hf_|gh[opsur]_|AKIA|ASIA)[a-z0-9]{16,}+|(?:sk-|github_pat_|glpat-|xox[abprs]-)[\w-]{20,}+)",
+    re.IGNORECASE,
+)
+MIN_SECRET = 6
+"""Characters from which on a value is looked for in texts."""
+
+
+def diagnose_arguments(parser: ArgumentParser) -> None:
+    add_job(parser)
+    add_master(parser)
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="The archive (default: JOB-diagnosis.tar.gz)."
+    )
+
+
+def diagnose(job: str, master: str | None, output: Path | None) -> None:
+    """Write one archive about a job for a bug report: its status, events, nodes, the ends of its logs, stacks, settings
+    and releases. Values of variables and texts that look like secrets are left out; look through it all the same.
+    It asks for two minutes at most, and says in each file what could not be had.
+    """
+    with connect_master(master) as connection:
+        status = connection.ask(GetJob(job=job), JobStatus)
+        path = output or Path(f"{status.job_id}-diagnosis.tar.gz")
+        clean = cleaner(os.environ)
+        try:
+            with open(path, "xb", opener=_for_me_alone) as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+                for name, read in _files(DiagnosisReader(connection), status):
+                    _show_progress(name)
+                    found = _or_reason(read)
+                    text = clean(found) if isinstance(found, str) else _json(cleaned(msgspec.to_builtins(found), clean))
+                    if text or not name.startswith("logs/"):
+                        _add(archive, f"{status.job_id}/{name}", text)
+        except FileExistsError:
+            raise UsageError(f"{path} is there already: name another file with -o.") from None
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            if isinstance(error, OSError):
+                raise UsageError(f"cannot write {path}: {error.strerror}.") from None
+            raise
+        finally:
+            _show_progress("")
+    print(f"{path} has {path.stat().st_size // 1024 + 1} KiB. Look through it before you send it: tar -xzf {path}")
+
+
+class DiagnosisReader:
+    """Answers of a master for one archive, within one deadline. Whoever was silent once is asked for nothing more."""
+
+    def __init__(self, connection: MasterConnection) -> None:
+        self._connection = connection
+        self._ends_at = time.monotonic() + WHOLE_S
+        self._silent: set[str] = set()
+
+    def ask(self, message: ClientRequest, expected: type[A], *, node: str = "", more_s: float = 0.0) -> A:
+        """Return the master's answer; `node`: whom it asks in turn; `more_s`: what it may wait for that."""
+        began = time.monotonic()
+        if silent := self._silent & {MASTER, node}:
+            raise ClusterError(f"{min(silent)} did not answer before")
+        if began >= self._ends_at:
+            raise ClusterError(f"the {WHOLE_S:g} s for the whole archive are over")
+        timeout_s = min(self._connection.timeout_s + more_s, self._ends_at - began)
+        try:
+            return self._connection.ask(message, expected, timeout_s=timeout_s)
+        except MasterUnreachableError:
+            self._silent.add(MASTER)
+            raise
+        except RefusedError:
+            if node and time.monotonic() - began > SLOW_S:
+                self._silent.add(node)
+            raise
+
+
+def cleaner(env: Mapping[str, str]) -> Callable[[str], str]:
+    """Return a function that leaves secrets out of a text: values of variables that look like some, also as JSON or
+    Python writes them; what follows a name, a scheme of HTTP or a user that is followed by one; and known tokens.
+    """
+    secrets = [value.strip() for name, value in env.items() if _SECRET_NAME.search(name)]
+    values = {
+        form
+        for value in secrets
+        if len(value) >= MIN_SECRET
+        for form in (value, json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1])
+    }
+    known = re.compile("|".join(re.escape(value) for value in sorted(values, key=len, reverse=True)) or r"(?!)")
+
+    def replaced(found: re.Match[str]) -> str:
+        return f"{found['name'] or found['scheme'] or found['user'] or ''}{LEFT_OUT}"
+
+    return lambda text: _SECRET_TEXT.sub(replaced, known.sub(LEFT_OUT, text))
+
+
+def cleaned(value: Any, clean: Callable[[str], str]) -> Any:
+    """Return a plain value of JSON with its texts cleaned, and without the text of a field that a secret's name has."""
+    match value:
+        case str():
+            return clean(value)
+        case list():
+            return [cleaned(each, clean) for each in value]
+        case dict():
+            return {
+                clean(name): LEFT_OUT if isinstance(each, str) and _SECRET_NAME.search(name) else cleaned(each, clean)
+                for name, each in value.items()
+            }
+    return value
+
+
+def settings_text(env: Mapping[str, str]) -> str:
+    """Return the variables that concern us, without the values of secrets."""
+    ours = re.compile(r"(UNIFIED|DLROVER|TRAINER_API|NCCL|GLOO|TORCH|CUDA|SLURM|OMP)_")
+    return "\n".join(
+        f"{name}={LEFT_OUT if _SECRET_NAME.search(name) else value}"
+        for name, value in sorted(env.items())
+        if ours.match(name)
+    )
+
+
+def _files(reader: DiagnosisReader, status: JobStatus) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield name of each file, and what returns its text, or what is written as JSON."""
+    yield "status.json", lambda: status
+    yield "status.txt", lambda: "\n".join(status_lines(status, time.time()))
+    yield "releases.txt", _releases
+    yield "settings.txt", lambda: settings_text(os.environ)
+    events = Explain(job=status.job_id, limit=MAX_EVENTS)
+    yield "events.txt", lambda: "\n".join(event_text(each) for each in reader.ask(events, Story).events)
+    yield "nodes.json", lambda: reader.ask(ListNodes(), NodeList)
+    if status.stage is Stage.RUNNING:
+        stacks = GetStacks(job=status.job_id, wait_s=STACKS_S)
+        yield "stacks.json", lambda: reader.ask(stacks, JobStacks, more_s=STACKS_S).report
+    usual = (WorkerState.RUNNING, WorkerState.SERVING, WorkerState.FINISHED)
+    odd_first = sorted(status.workers, key=lambda worker: (not worker.num_failures, worker.state in usual))
+    for worker in odd_first[:MAX_WORKERS]:
+        yield from _logs(reader, status.job_id, worker)
+
+
+def _logs(reader: DiagnosisReader, job_id: str, worker: WorkerStatus) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield the ends of the logs of a worker's last two incarnations, of which the earlier may be on another node."""
+    for incarnation in range(max(0, worker.incarnation - 1), worker.incarnation + 1):
+        node = f"node {worker.node}" if incarnation == worker.incarnation else f"the earlier node of {worker.name}"
+        for stream in STREAMS:
+            place = {"job": job_id, "worker": worker.name, "incarnation": incarnation, "stream": stream}
+            request = msgspec.convert({**place, "offset": -TAIL_BYTES, "max_bytes": TAIL_BYTES}, ReadLog)
+            yield f"logs/{worker.name}/{incarnation}.{stream}", partial(_tail, reader, request, node)
+
+
+def _tail(reader: DiagnosisReader, request: ReadLog, node: str) -> str:
+    return reader.ask(request, LogChunk, node=node, more_s=SLOW_S).data.decode("utf-8", "replace")
+
+
+def _or_reason(read: Callable[[], object]) -> object:
+    try:
+        return read()
+    except UnifiedError as error:
+        return f"(cannot be had: {error})\n"
+
+
+def _show_progress(name: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{name}", end="", file=sys.stderr, flush=True)
+
+
+def _json(value: object) -> str:
+    return msgspec.json.format(msgspec.json.encode(value), indent=1).decode()
+
+
+def _for_me_alone(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _releases() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    lines = [
+        f"unified-runtime {release()}",
+        f"protocol {PROTOCOL_VERSION}",
+        f"python {sys.version}",
+        platform.platform(),
+    ]
+    for name in ("torch", "pyzmq", "msgspec", "numpy"):
+        try:
+            lines.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            lines.append(f"{name} is not installed")
+    return "\n".join(lines)
+
+
+def _add(archive: tarfile.TarFile, name: str, text: str) -> None:
+    data = text.encode()
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mtime = len(data), int(time.time())
+    archive.addfile(entry, io.BytesIO(data))

@@ -1,0 +1,53 @@
+"""Output of jobs whose embedded cluster has ended, in the folder that it has left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from unified.client.logs import LineView, LogFilter, Output, OutputSource
+from unified.config import settings
+from unified.config.clusters import living_clusters
+from unified.job.names import parse_worker
+
+_BLOCK_CHARS = 1 << 20
+
+
+class LeftLogs(NamedTuple):
+    """Output of one job, in the home of its cluster."""
+
+    home: Path
+    job_id: str
+
+    def lines(self, wanted: LogFilter) -> Iterator[str]:
+        """Lines of the workers that are wanted, as `LogReader` has them: by worker, incarnation and stream."""
+        for folder in sorted(self.home.glob(f"node-*/logs/{self.job_id}/*-*/")):
+            role, rank = parse_worker(folder.name)
+            if wanted.role in (None, role) and wanted.rank in (None, rank):
+                for number in sorted({int(path.name.partition(".")[0]) for path in folder.glob("*.out")}):
+                    for stream in wanted.streams:
+                        prefix = f"[{role}-{rank}{f'#{number}' if number else ''}] "
+                        yield from _lines(folder / f"{number}.{stream}", OutputSource(prefix, stream))
+
+
+def find_left(job: str) -> LeftLogs | None:
+    """Return what the newest cluster that has ended has left of a job (its id, or its name); None if there is none."""
+    living = {record.home for record in living_clusters()}
+    for home in sorted(settings.home().glob("embedded/*/"), reverse=True):
+        names = {path.name for path in home.glob("node-*/logs/*/")}
+        found = [name for name in names if job in (name, name.rpartition("-")[0])]
+        if found and str(home) not in living:
+            return LeftLogs(home, max(found, key=lambda name: (len(name), name)))
+    return None
+
+
+def _lines(path: Path, source: OutputSource) -> Iterator[str]:
+    view = LineView()
+    rotated = sorted(path.parent.glob(f"{path.name}.[0-9]*"), key=lambda each: -int(each.suffix[1:]))
+    for segment in [*rotated, path]:
+        with segment.open(errors="replace", newline="\n") as file:
+            for text in iter(partial(file.read, _BLOCK_CHARS), ""):
+                yield from view.feed([Output(source, text)])
+    yield from view.flush()

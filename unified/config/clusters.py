@@ -1,0 +1,102 @@
+"""Clusters of this user on this host, by their records in the run folder: drivers' own ones, and the one that stays.
+
+A record is believed only while the lock beside it is held, which ends with its holder, however that ends; and only in a
+folder that nobody else may write to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+from pathlib import Path
+
+import msgspec
+
+from unified import process
+from unified.config import settings
+
+LOCK_NAME = "owner.lock"
+"""In the run folder of a cluster; locked while the cluster runs, in whichever pid namespace."""
+RECORD_NAME = "cluster.json"
+KEY_NAME = "cluster.key"
+
+
+class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A running cluster whose daemons are children of one process."""
+
+    address: str
+    """``tcp://127.0.0.1:PORT`` of its master."""
+    home: str
+    """Folder of its logs and state."""
+    pid: int
+    """Process that the cluster ends with."""
+    space: str
+    """Host, network namespace and pid namespace in which address and pid mean something."""
+    nodes: int
+    devices: int | None
+    """Virtual devices of each node; None: what the host has."""
+    idle_s: float | None = None
+    """Seconds without a job after which it ends, 0: never. None: it belongs to a driver."""
+    key_file: str = ""
+    """File of the key that it has of its own; empty: none."""
+
+
+def space() -> str:
+    """Return an id that processes share which can reach one another at loopback, and by pid."""
+    return f"{settings.host_id()} {settings.pid_space()}"
+
+
+def write_record(run_dir: Path, record: ClusterRecord) -> None:
+    """Make a cluster known, in one step."""
+    draft = run_dir / f"{RECORD_NAME}.new"
+    draft.write_bytes(msgspec.json.encode(record))
+    draft.replace(run_dir / RECORD_NAME)
+
+
+def lock(path: Path, flags: int = os.O_RDWR | os.O_CREAT, kind: int = fcntl.LOCK_EX) -> int | None:
+    """A descriptor that holds the lock on a file or folder, or None where somebody else does."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
+    return descriptor
+
+
+def sweep(run_root: Path) -> None:
+    """Remove run folders of clusters whose process was killed."""
+    for lock_file in run_root.glob(f"e*-*/{LOCK_NAME}"):
+        with contextlib.suppress(OSError):  # its own process removes it just now
+            descriptor = lock(lock_file)
+            if descriptor is not None:
+                shutil.rmtree(lock_file.parent, ignore_errors=True)
+                os.close(descriptor)
+
+
+def kept_cluster() -> ClusterRecord | None:
+    """Return the cluster that ``unified up`` started, if it runs."""
+    return next((record for record in living_clusters() if record.idle_s is not None), None)
+
+
+def living_clusters() -> list[ClusterRecord]:
+    """Return the clusters of this user that run on this host now."""
+    run_root, found = settings.run_root(), []
+    with contextlib.suppress(FileNotFoundError):
+        root = run_root.lstat()
+        if not stat.S_ISDIR(root.st_mode) or root.st_uid != os.getuid() or root.st_mode & 0o022:
+            return []  # somebody else's: what is in it could lead to a master of theirs
+    for path in sorted(run_root.glob(f"e*-*/{RECORD_NAME}")):
+        with contextlib.suppress(OSError, msgspec.DecodeError):  # it ends just now, or is torn
+            record = msgspec.json.decode(path.read_bytes(), type=ClusterRecord)
+            free = lock(path.with_name(LOCK_NAME), os.O_RDONLY, fcntl.LOCK_SH)
+            if free is not None:
+                os.close(free)
+            elif record.space == space() and process.is_alive(record.pid):
+                found.append(record)
+    return found

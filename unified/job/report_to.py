@@ -1,0 +1,50 @@
+"""Trackers that workers report to: the text of ``UNIFIED_REPORT_TO``, and the run there. Pure."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from unified.errors import UsageError, nearest
+
+REPORT_TO = "UNIFIED_REPORT_TO"
+REPORT_RUN = "UNIFIED_REPORT_RUN"
+"""Id of the run in the trackers; ``{job}`` in it is the job's id."""
+FORMS = {name: f"{name}[:{argument}]" for name, argument in (("mlflow", "URI"), ("wandb", "PROJECT"))}
+FORMS |= {"tensorboard": "tensorboard:DIR", "trackio": "trackio[:PROJECT]"}
+
+
+class Target(NamedTuple):
+    """A tracker that a worker reports to, with its folder, address or project; empty: the default."""
+
+    tracker: str
+    argument: str
+
+
+def parse_targets(text: str) -> list[Target]:
+    """Return what ``tensorboard:DIR,mlflow[:URI],wandb[:PROJECT],trackio[:PROJECT]`` names.
+
+    UsageError: there is no such tracker, it is named twice, or TensorBoard has no folder.
+    """
+    targets: dict[str, Target] = {}
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        name, _, argument = word.partition(":")
+        if name not in FORMS:
+            known = ", ".join(FORMS.values())
+            raise UsageError(f"{REPORT_TO}={text!r}: {name!r} is no tracker.{nearest(name, FORMS)} There are {known}.")
+        if name in targets:
+            raise UsageError(f"{REPORT_TO}={text!r} names {name} twice: give it once.")
+        if name == "tensorboard" and not argument:
+            raise UsageError(f"{REPORT_TO}={text!r}: tensorboard needs a folder: tensorboard:DIR.")
+        targets[name] = Target(name, argument)
+    return list(targets.values())
+
+
+def with_run(envs: Mapping[str, str]) -> dict[str, str]:
+    """Return a role's environment, with the id of a run if it names trackers. UsageError: as of `parse_targets`.
+
+    Each cluster counts its jobs from 1, so a job's id alone would go on with the run of another job.
+    """
+    is_asked = bool(parse_targets(envs.get(REPORT_TO, "")))
+    return {**({REPORT_RUN: f"{{job}}-{secrets.token_hex(3)}"} if is_asked else {}), **envs}

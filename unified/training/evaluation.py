@@ -1,0 +1,70 @@
+"""Evaluation of all frameworks: the losses of all held-out tokens, summed up, by the number of those tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed, nn
+from torch.nn.functional import cross_entropy
+
+from unified.training.dataset import IGNORED, PaddingCollator, TokenRows
+
+if TYPE_CHECKING:
+    from unified.training.run import TrainingRun
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class HeldOutRows:
+    """Rows that are held out, of which each rank scores its share."""
+
+    run: TrainingRun
+    rows: TokenRows
+    collate: PaddingCollator
+    batch_size: int
+    """Rows of one rank in one forward pass."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, loss_sum: Callable[[Batch], torch.Tensor]) -> float:
+        """Return the mean loss of all tokens that are held out, each row scored once. A collective.
+
+        Ranks make equally many passes, since those of a sharded model wait for one another.
+
+        Args:
+            loss_sum: gives the sum of the losses of a batch on this rank's device.
+        """
+        rank, world_size, device = self.run.rank, self.run.world_size, self.run.device
+        totals = torch.zeros(2, dtype=torch.float64, device=device)
+        at_once = self.batch_size * world_size
+        model.eval()
+        for begin in range(0, len(self), at_once):
+            places = range(begin + rank, min(begin + at_once, len(self)), world_size)
+            batch = self.collate([self.rows[place] for place in places or [0]])
+            if not places:
+                batch["labels"].fill_(IGNORED)
+            batch = {name: values.to(device, non_blocking=True) for name, values in batch.items()}
+            totals += torch.stack((loss_sum(batch).double(), count_targets(batch).double()))
+        model.train()
+        if world_size > 1:
+            distributed.all_reduce(totals)
+        loss, num_tokens = totals.tolist()
+        return float(loss / max(1.0, num_tokens))
+
+
+def sum_losses(model: Callable[..., Any], batch: Batch) -> torch.Tensor:
+    """Return the sum of the losses of all targets of a batch."""
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    targets = batch["labels"][:, 1:].flatten()
+    return cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=IGNORED, reduction="sum")
+
+
+def count_targets(batch: Batch) -> torch.Tensor:
+    """Return the number of tokens that a batch has a loss of."""
+    return (batch["labels"][:, 1:] != IGNORED).sum()
