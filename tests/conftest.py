@@ -13,6 +13,8 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests.support.packages import install
+
 # No deadline, no `too_slow`: how long an example takes says how busy the machine is. A process of the suite that gets
 # no processor for a quarter of a second failed whatever property it was testing. `make test` decides: its examples are
 # the same each time. `make test-all` explores: other and more examples in each run. A failure prints how to repeat it.
@@ -68,8 +70,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def why_no_namespaces() -> str:
     """Why no network namespace can be made here; empty if one can."""
     missing = [program for program in ("ip", "nsenter", "unshare") if shutil.which(program) is None]
-    if missing:
-        return f"network namespaces need {', '.join(missing)}"
+    if missing and (os.geteuid() != 0 or shutil.which("apt-get") is None or install(["iproute2", "util-linux"])):
+        return f"network namespaces need {', '.join(missing)}, which cannot be installed here"
     done = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True)
     return f"no network namespace can be made: {done.stderr.strip()}" if done.returncode else ""
 
