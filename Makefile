@@ -43,7 +43,7 @@ test: setup lint ## what decides, the same each time: linters, types, layers, an
 
 suite: setup
 	@test -d tests/__pycache__ || $(PYTEST) --collect-only > /dev/null || true # or each process rewrites all assertions
-	$(SUITE) $(PROCESSES) --ignore=tests/training -m "$(NOT_HERE) and not slow and not netns" $(ARGS)
+	PYTHONHASHSEED=0 $(SUITE) $(PROCESSES) --ignore=tests/training -m "$(NOT_HERE) and not slow and not netns" $(ARGS) # sets of texts, too, are in the same order
 
 test-under-load: setup ## the random suite RUNS=20 times with each core kept busy, and a table of what failed
 	$(BIN)/python scripts/suite_under_load.py --runs $(RUNS) $(ARGS)
