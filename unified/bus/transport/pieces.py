@@ -88,6 +88,8 @@ class PieceJoiner:
     def __init__(self) -> None:
         self._unfinished: dict[tuple[str, bool], _Unfinished] = {}
         """Newest series of each sender on each way (through the relay?), on which one comes after the other."""
+        self._deposited: dict[str, dict[int, _Unfinished]] = {}
+        """Series of each sender that came whole beside ZeroMQ, by number, maybe several before their messages."""
         self._idle: list[tuple[mmap.mmap, float]] = []
         """Memory, and since when it is idle. Finalizers append, at any time on any thread, without the lock."""
         self._used: dict[int, mmap.mmap] = {}
@@ -114,21 +116,27 @@ class PieceJoiner:
 
     def deposit(self, sender: str, number: int, buffers: dict[int, memoryview]) -> None:
         """Keep the whole buffers of a message that follows, from any thread; not if its sender has tried otherwise."""
+        series = _Unfinished(number)
+        series.buffers = {index: _Laid(view, view.nbytes) for index, view in buffers.items()}
         with self._lock:
             found = self._unfinished.get((sender, False))
             if found is None or found.number < number:
-                series = self._unfinished[sender, False] = _Unfinished(number)
-                series.buffers = {index: _Laid(view, view.nbytes) for index, view in buffers.items()}
+                self._deposited.setdefault(sender, {})[number] = series
 
     def collect(self, envelope: Envelope, message: RemoteMessage) -> list[Buffer]:
         """Return the buffers of a message, with those that went ahead; PayloadGoneError: not all of them came."""
         if envelope.series is None:
             return message.buffers
         way = envelope.sender, message.is_relayed
-        series = self._unfinished.get(way)
-        if series is None or series.number != envelope.series.number:
+        with self._lock:
+            deposited = self._deposited.get(envelope.sender, {}).pop(envelope.series.number, None)
+            series = self._unfinished.get(way)
+            if series is not None and series.number == envelope.series.number:
+                del self._unfinished[way]
+            else:
+                series = deposited
+        if series is None:
             raise PayloadGoneError("its large buffers were lost on the way")
-        del self._unfinished[way]
         buffers = [*message.buffers]
         if series.num_whole_bytes != envelope.series.nbytes or max(series.buffers) >= len(buffers):
             raise PayloadGoneError("a part of its large buffers was lost on the way")
@@ -138,15 +146,23 @@ class PieceJoiner:
 
     def forget(self, inbox_id: str) -> None:
         """Give up what comes from a process that is gone."""
-        for is_relayed in (False, True):
-            self._unfinished.pop((inbox_id, is_relayed), None)
+        with self._lock:
+            self._deposited.pop(inbox_id, None)
+            for is_relayed in (False, True):
+                self._unfinished.pop((inbox_id, is_relayed), None)
 
     def trim(self, now: float) -> bool:
         """Give back what is idle for long; return whether there is anything left, idle or used."""
-        for way, series in list(self._unfinished.items()):
-            if series.newest + _UNFINISHED_S <= now:
-                self._unfinished.pop(way, None)
         with self._lock:
+            for way, series in list(self._unfinished.items()):
+                if series.newest + _UNFINISHED_S <= now:
+                    del self._unfinished[way]
+            for sender, waiting in list(self._deposited.items()):
+                for number, series in list(waiting.items()):
+                    if series.newest + _UNFINISHED_S <= now:
+                        del waiting[number]
+                if not waiting:
+                    del self._deposited[sender]
             for each in list(self._idle):
                 if each[1] + _IDLE_S <= now:
                     self._idle.remove(each)

@@ -96,8 +96,50 @@ def test_a_newer_series_takes_the_place_of_one_that_broke_off() -> None:
     assert bytes(whole) == DATA[::-1]
 
 
+def deposit(joiner: PieceJoiner, data: bytes) -> RemoteMessage:
+    """Lay down what comes beside ZeroMQ; return the message that follows."""
+    last = series(data)[-1]
+    found = decode_envelope(last.envelope).series
+    assert found is not None
+    view = joiner.take(len(data))
+    view[:] = data
+    joiner.deposit("sender", found.number, {0: view})
+    return last
+
+
+def test_buffers_beside_zeromq_may_be_there_before_the_messages_before_them() -> None:
+    """A busy receiver reads a message later than the buffers of the next one have come on their own connection."""
+    joiner = PieceJoiner()
+    messages = [deposit(joiner, DATA), deposit(joiner, DATA[::-1])]
+    found = [joiner.collect(decode_envelope(each.envelope), each) for each in messages]
+    assert [bytes(whole) for (whole,) in found] == [DATA, DATA[::-1]]
+    for each in messages:
+        with pytest.raises(PayloadGoneError):
+            joiner.collect(decode_envelope(each.envelope), each)
+
+
+def test_buffers_that_came_on_both_ways_are_kept_once() -> None:
+    joiner = PieceJoiner()
+    (*pieces, last) = series(DATA)
+    number = decode_envelope(last.envelope).series
+    assert number is not None
+    joiner.deposit(
+        "sender", number.number, {0: joiner.take(len(DATA))}
+    )  # its answer was lost, so its sender tries again
+    (whole,) = take(joiner, [*pieces, last])
+    assert bytes(whole) == DATA
+    del whole
+    gc.collect()
+    assert not joiner.trim(time.monotonic() + 3600), "their memory is kept"
+
+
 def test_the_pieces_of_the_dead_and_of_the_silent_are_dropped() -> None:
     joiner = PieceJoiner()
+    for end in (lambda: joiner.forget("sender"), lambda: joiner.trim(time.monotonic() + 3600)):
+        last = deposit(joiner, DATA)
+        end()
+        with pytest.raises(PayloadGoneError):
+            joiner.collect(decode_envelope(last.envelope), last)
     for end in (lambda: joiner.forget("sender"), lambda: joiner.trim(time.monotonic() + 3600)):
         piece, *_, last = series(DATA)
         joiner.lay(decode_envelope(piece.envelope), piece)
