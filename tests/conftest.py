@@ -84,3 +84,20 @@ def no_worker_info_is_left() -> Iterator[None]:
     if module is not None and module._worker_info is not None:
         module._worker_info = None
         pytest.fail("the test has left torch's worker info behind")
+
+
+@pytest.fixture(autouse=True)
+def no_variable_is_left() -> Iterator[None]:
+    """A variable such as UNIFIED_CONNECT_S would change every later test of this process."""
+    before = variables()
+    yield
+    if (after := variables()) != before:
+        for name in before.keys() | after.keys():
+            os.environ.pop(name, None)
+        os.environ.update(before)
+        changed = ", ".join(sorted({name for name, _ in before.items() ^ after.items()}))
+        pytest.fail(f"the test has left other variables behind: {changed}")
+
+
+def variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("UNIFIED_")}

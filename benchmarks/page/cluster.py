@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 
@@ -76,8 +77,11 @@ class PaperCluster:
 def cluster(folder: Path, nodes: int, ended: int, changes: float) -> Iterator[PaperCluster]:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each agent is a socket of the master's
-    os.environ.setdefault("UNIFIED_CONNECT_S", "120")  # to place 10 000 workers takes the master seconds
-    with master(folder) as address, scale.load(address, nodes, PER_NODE, ("-m", "benchmarks.page.agents")) as load:
+    with (
+        patch.dict(os.environ, {"UNIFIED_CONNECT_S": "120"}),  # to place 10 000 workers takes the master seconds
+        master(folder) as address,
+        scale.load(address, nodes, PER_NODE, ("-m", "benchmarks.page.agents")) as load,
+    ):
         found = PaperCluster(address, *load)
         found.fill(nodes, ended)
         found.changes = changes
