@@ -12,6 +12,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from hypothesis.internal.conjecture import providers
 
 from tests.support.packages import install
 
@@ -40,6 +41,12 @@ os.environ.setdefault("UNIFIED_MASTER", "")
 
 # A shell that starts this in the background has it ignore interrupts, which some tests send to themselves.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Hypothesis also draws constants of the modules that are loaded, so the tests before would change the examples.
+    if config.getoption("hypothesis_profile") != "explore":
+        providers._get_local_constants = lambda: providers._local_constants
 
 
 @pytest.hookimpl(wrapper=True)
