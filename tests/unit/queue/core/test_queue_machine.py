@@ -6,7 +6,8 @@ answers, which wait for the commit). Its producers and consumers are those of `D
 """
 
 from collections import Counter
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from hypothesis import settings
@@ -33,6 +34,13 @@ from unified.queue.core.messages import (
     TakeReturned,
 )
 from unified.queue.core.queue import QueueCore
+
+T = TypeVar("T")
+
+
+def pick(data: st.DataObject, objects: Sequence[T]) -> T:
+    """Draw one by its number: `sampled_from` would look at hashes, which of these objects are their addresses."""
+    return objects[data.draw(st.integers(0, len(objects) - 1))]
 
 
 class Worker(msgspec.Struct, eq=False):
@@ -160,7 +168,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.producers)
     @rule(data=st.data(), count=st.integers(1, 5), wait_s=WAITS, is_last=st.booleans(), fate=FATES)
     def put(self, data: st.DataObject, count: int, wait_s: float | None, is_last: bool, fate: str) -> None:
-        producer = data.draw(st.sampled_from(self.producers))
+        producer = pick(data, self.producers)
         pending = PendingPut(producer.number, [f"i{self.new_id()}" for _ in range(count)])
         producer.number += 1
         producer.pending[pending.number] = pending
@@ -171,7 +179,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.idle())
     @rule(data=st.data(), max_items=st.integers(1, 4), wait_s=WAITS, fate=FATES)
     def get(self, data: st.DataObject, max_items: int, wait_s: float | None, fate: str) -> None:
-        consumer = data.draw(st.sampled_from(self.idle()))
+        consumer = pick(data, self.idle())
         self.finish(consumer, len(consumer.has))
         question = consumer.ask(self.new_ticket(fate), max_items, wait_s)
         if fate != "question lost":
@@ -196,7 +204,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def give_up_a_put(self, data: st.DataObject) -> None:
         """Its producer has heard nothing for too long, and does not care any more."""
-        producer = data.draw(st.sampled_from([each for each in self.producers if each.pending]))
+        producer = pick(data, [each for each in self.producers if each.pending])
         del producer.pending[data.draw(st.sampled_from(sorted(producer.pending)))]
 
     @rule()
@@ -213,7 +221,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.idle(has_items=True))
     @rule(data=st.data(), count=st.integers(1, 4))
     def task_done(self, data: st.DataObject, count: int) -> None:
-        consumer = data.draw(st.sampled_from(self.idle(has_items=True)))
+        consumer = pick(data, self.idle(has_items=True))
         self.commit()
         had, upto = consumer.num_done, min(count, len(consumer.has))
         self.finish(consumer, upto)
@@ -232,7 +240,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.idle(has_items=True))
     @rule(data=st.data())
     def give_back(self, data: st.DataObject) -> None:
-        consumer = data.draw(st.sampled_from(self.idle(has_items=True)))
+        consumer = pick(data, self.idle(has_items=True))
         consumer.has = []
         self.return_take(consumer, consumer.number - 1)
 
@@ -240,7 +248,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def interrupt(self, data: st.DataObject) -> None:
         """A get is given up, whether or not it has been served."""
-        consumer = data.draw(st.sampled_from(self.interruptible()))
+        consumer = pick(data, self.interruptible())
         consumer.is_asking, consumer.request_id = False, None
         self.return_take(consumer, consumer.received)
         consumer.unheard = []
@@ -248,7 +256,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.idle())
     @rule(data=st.data())
     def thread_ends(self, data: st.DataObject) -> None:
-        consumer = data.draw(st.sampled_from(self.idle()))
+        consumer = pick(data, self.idle())
         self.consumers.remove(consumer)
         self.finish(consumer, len(consumer.has))
         handle = consumer.worker.handle
@@ -311,7 +319,8 @@ class QueueMachine(RuleBasedStateMachine):
         self.done.subtract(item.payload for item in unsaid if item.payload not in heard)  # of consumers that died since
         for name, life in self.incarnations.items():  # the directory says so again
             self.tell(IncarnationEnded(worker=name, incarnation=life - 1))
-        for worker in {each.worker for each in self.producers} | {each.worker for each in self.consumers}:
+        workers = [*(each.worker for each in self.producers), *(each.worker for each in self.consumers)]
+        for worker in dict.fromkeys(workers):
             self.tell(HandleAttached(handle=worker.handle, worker=worker.name, incarnation=worker.incarnation))
 
     # What must be true
