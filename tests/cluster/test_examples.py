@@ -127,27 +127,30 @@ def test_grpo_learns_though_a_rollout_is_killed(local_cluster: Cluster, tmp_path
     assert incarnations["rollout"] == 1, output
 
 
-def suspend_and_resume(cluster: LocalCluster) -> None:
+def suspend_and_resume(cluster: LocalCluster, checkpoints: Path) -> int:
+    """Suspend and resume the job; return the step that it has saved."""
     with connect(cluster.address) as client, client.job("nanogpt") as handle:
         handle.suspend("a new switch")
         eventually(lambda: handle.status().num_leaving == 0)
         assert handle.status().suspended == "a new switch"
+        saved = max(int(file.stem.removeprefix("step-")) for file in checkpoints.glob("*/step-*.json"))
         handle.resume()
+    return saved
 
 
 def busy_node(cluster: LocalCluster) -> str:
     return cluster.status("nanogpt").workers[0].node
 
 
-DISTURBANCES: dict[str, tuple[Callable[[LocalCluster], object], str]] = {
-    "a rank is killed": (lambda cluster: kill(cluster.workers("nanogpt"), "ELASTIC_2-1"), "SIGKILL"),
+DISTURBANCES: dict[str, tuple[Callable[[LocalCluster, Path], object], str]] = {
+    "a rank is killed": (lambda cluster, _: kill(cluster.workers("nanogpt"), "ELASTIC_2-1"), "SIGKILL"),
     "it is suspended": (suspend_and_resume, "suspended: a new switch"),
     "a node is drained": (
-        lambda cluster: main(["drain", busy_node(cluster), "--master", cluster.address, "--reason", "a new disk"]),
+        lambda cluster, _: main(["drain", busy_node(cluster), "--master", cluster.address, "--reason", "a new disk"]),
         "which is drained: a new disk",
     ),
     "an agent is stopped": (
-        lambda cluster: cluster.kill_agent(int(busy_node(cluster).removeprefix("node-")) - 1, signal.SIGTERM),
+        lambda cluster, _: cluster.kill_agent(int(busy_node(cluster).removeprefix("node-")) - 1, signal.SIGTERM),
         "whose agent stops: SIGTERM",
     ),
 }
@@ -166,7 +169,7 @@ def test_nanogpt_goes_on_at_the_saved_step(how: str, local_cluster: Cluster, tmp
             timeout=100,
             message="no checkpoint",
         )
-        disturb(cluster)
+        saved = disturb(cluster, checkpoints)
         output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     status = cluster.status("nanogpt")
@@ -175,8 +178,11 @@ def test_nanogpt_goes_on_at_the_saved_step(how: str, local_cluster: Cluster, tmp
     story = cluster.connection.ask(Explain(job="nanogpt"), Story).events
     assert any(reason in event.reason for event in story)
     if how != "a rank is killed":
-        assert "WARNING" not in (cluster.home / "master.log").read_text()
-    assert re.search(r"resumed at step (?!0)\d+", output), output
+        assert "WARNING" not in "".join(path.read_text() for path in cluster.home.glob("*.log"))
+    resumed = re.search(r"resumed at step (?!0)(\d+)", output)
+    assert resumed is not None, output
+    if how == "it is suspended":
+        assert int(resumed[1]) == saved
     results = json.loads((tmp_path / "out/nanogpt/metrics.json").read_text())
     assert (results["steps"], results["ranks"]) == (60, 2)
     assert [line["step"] for line in results["history"]] == list(range(0, 61, 3)), "one curve, whole"

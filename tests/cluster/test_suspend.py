@@ -4,12 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cluster.conftest import Cluster, Project, lines
+from tests.support.deadlines import missed
 from unified.api.builder import DLJobBuilder
 from unified.client.cluster_client import connect
 from unified.client.foreground import ALLOCATION
@@ -40,6 +42,24 @@ def count():
             saved.write_text(str(step))
             return
     print("ended")
+"""
+SAVING = """
+import os, threading, time
+from pathlib import Path
+from unified import current_worker
+
+def save():
+    folder = Path(os.environ["FOLDER"])
+    with current_worker().saving():
+        (folder / "saves").touch()
+        while not (folder / "go").exists():
+            time.sleep(0.01)
+        (folder / "saved").touch()
+
+def train():  # without a look at should_stop
+    threading.Thread(target=save, daemon=True).start()
+    while True:
+        time.sleep(0.02)
 """
 DRIVER = """
 import sys
@@ -82,6 +102,27 @@ def test_a_job_goes_on_at_the_step_that_it_saved(local_cluster: Cluster, project
     assert handle.wait(timeout=200) == 0
     assert (handle.status().budgets, handle.status().num_restarts) == ([], 0)
     assert "WARNING" not in (cluster.home / "master.log").read_text()
+
+
+def test_a_save_under_way_is_waited_for(local_cluster: Cluster, project: Project, tmp_path: Path) -> None:
+    project(saving=SAVING)
+    builder: Any = DLJobBuilder().device_per_node(1).device_type("CPU").global_env({"FOLDER": str(tmp_path)})
+    builder = builder.workload("saver", "saving.train").total(1).resource(cpu=0.1)
+    cluster = local_cluster(nodes=1, devices=1)
+    handle = cluster.submit(builder.build(), "saving", stop_grace_s=0.5)
+    eventually(lambda: (tmp_path / "saves").exists())
+    handle.suspend("a new switch")
+    eventually(lambda: handle.status().num_leaving == 1)
+    time.sleep(missed(2.0))
+    assert handle.status().num_leaving == 1
+    assert not (tmp_path / "saved").exists()
+    (tmp_path / "go").touch()
+    eventually(lambda: handle.status().num_leaving == 0)
+    assert (tmp_path / "saved").exists()
+    assert handle.status().budgets == []
+    assert "WARNING" not in "".join(path.read_text() for path in cluster.home.glob("*.log"))
+    handle.stop()
+    handle.wait(timeout=200)
 
 
 def test_a_driver_within_an_allocation_that_ends_leaves_its_job_suspended(

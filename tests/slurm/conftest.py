@@ -67,6 +67,10 @@ def env():
     note("env", os.environ.get("SLURM_ARRAY_TASK_ID", "-"))
 
 def fail():
+    # Rank 0 waits for the others, and would for ever.
+    note("fails", os.environ["RANK"], time.time())
+    while os.environ["RANK"] == "0" and os.environ["WORLD_SIZE"] != "1":
+        time.sleep(0.05)
     raise SystemExit(7)
 
 def described(entry, nodes=1):
@@ -87,6 +91,9 @@ def four():
 
 def failing():
     return described("job.fail").build()
+
+def failing_pair():
+    return described("job.fail", 2).build()
 
 def array():
     return described("job.env").build()
@@ -154,6 +161,11 @@ class Site:
         eventually(ended, timeout=120, message=f"job {slurm_id} has not ended: {self.output(slurm_id)}")
         assert self.slurm.state_of(slurm_id) == state, self.output(slurm_id)
 
+    def warnings(self, slurm_id: str) -> list[str]:
+        """Lines of warnings in all logs of an allocation, of master, agents and workers."""
+        files = (self.folder / ".unified" / slurm_id).rglob("*.log")
+        return [line for file in files for line in file.read_text().splitlines() if "WARNING" in line]
+
     def status(self, slurm_id: str, job: str) -> Any:
         done = self.unified("--slurm", slurm_id, "status", job, "--json")
         assert done.returncode == 0, done.stderr
@@ -172,6 +184,10 @@ class Site:
             with contextlib.suppress(OSError):  # it has ended
                 lines += Path(f"/proc/{pid}/maps").read_text().splitlines()
         return {line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line and not line.endswith("(deleted)")}
+
+    def are_free(self) -> bool:
+        """Have all nodes that there are nothing to do?"""
+        return {state for state in self.slurm.states().values() if not state.startswith("down")} == {"idle"}
 
     def leftovers(self, slurm_id: str) -> list[str]:
         """Processes, sockets and folders that nobody removed."""

@@ -40,19 +40,27 @@ def agents_of(site: Site, node: str) -> list[int]:
     return [pid for pid in found if process.has_environment(pid, f"SLURM_CONF={site.slurm.conf}")]
 
 
-def test_the_script_that_is_printed_trains_nanogpt(site: Site) -> None:
+def test_nanogpt_trains(site: Site) -> None:
     pytest.importorskip("plotext", reason="an extra of the examples")
     (site.folder / "nanogpt.py").write_text(WRAPPER)
-    printed = site.unified("slurm", "submit", "nanogpt.py", "-t", "10:00", "--print", PYTHONPATH=str(EXAMPLE))
-    assert printed.returncode == 0, printed.stderr
-    assert printed.stdout.startswith("#!/bin/bash\n#SBATCH --job-name=nanogpt-")
-    (site.folder / "job.sbatch").write_text(printed.stdout)
-    sent = site.run("sbatch", "--parsable", "job.sbatch", PYTHONPATH=str(EXAMPLE))
-    assert sent.returncode == 0, sent.stderr
-    slurm_id = sent.stdout.strip()
+    slurm_id = site.submit("nanogpt.py", "-t", "10:00", PYTHONPATH=str(EXAMPLE))
     site.until_ended(slurm_id)
-    assert re.search(r"job nanogpt-\S+ finished after", site.output(slurm_id))
+    output = site.output(slurm_id)
+    assert re.search(r"job nanogpt-\S+ finished after", output)
+    assert re.search(r"step +40\b", output), output
     assert (site.folder / "out/nanogpt/sample.txt").read_text().startswith("def ")
+
+
+def test_the_script_that_is_printed_is_one_for_sbatch(site: Site) -> None:
+    printed = site.unified("slurm", "submit", "job.py:alone", "-t", "10:00", "--print")
+    assert printed.returncode == 0, printed.stderr
+    assert printed.stdout.startswith("#!/bin/bash\n#SBATCH --job-name=job-")
+    (site.folder / "job.sbatch").write_text(printed.stdout)
+    (site.folder / "finish").touch()
+    sent = site.run("sbatch", "--parsable", "job.sbatch")
+    assert sent.returncode == 0, sent.stderr
+    site.until_ended(sent.stdout.strip())
+    assert len(site.notes("from")) == 1
     assert site.unified("slurm", "submit", "job.py:four", "--print").returncode == 0, (
         "whatever the nodes that there are"
     )
@@ -66,6 +74,15 @@ def test_the_exit_code_is_that_of_the_job(site: Site) -> None:
     assert f"next     less {story}" in site.output(slurm_id)
     assert "exited with code 7" in story.read_text()
     eventually(lambda: site.leftovers(slurm_id) == [], timeout=100)
+
+
+def test_a_worker_that_fails_for_good_frees_all_nodes_within_ten_seconds(site: Site) -> None:
+    slurm_id = site.submit("job.py:failing_pair", "--name", "lost")
+    eventually(lambda: site.slurm.state_of(slurm_id) == "FAILED 1:0", timeout=120, message=site.output(slurm_id))
+    eventually(site.are_free, timeout=100)
+    took_s = time.time() - max(float(words[1]) for words in site.notes("fails") if words[0] == "1")
+    assert took_s < 10, site.output(slurm_id)
+    assert site.leftovers(slurm_id) == []
 
 
 def test_the_doctor_says_what_is_wrong_with_a_node_and_both_are_in_the_image(site: Site) -> None:
@@ -96,6 +113,14 @@ def test_two_jobs_on_one_node_do_not_hear_of_each_other(site: Site) -> None:
         jobs = site.unified("--slurm", slurm_id, "jobs").stdout
         assert f"{own}-1" in jobs
         assert f"{other}-1" not in jobs
+        assert "[ELASTIC-0] from 0 " in site.unified("--slurm", slurm_id, "logs", own).stdout
+    folder = site.folder / ".unified"
+    keys = [folder / slurm_id / "cluster.key" for slurm_id in (first, second)]
+    assert keys[0].read_bytes() != keys[1].read_bytes()
+    address = (folder / first / "master.address").read_text().strip()
+    refused = site.unified("nodes", UNIFIED_MASTER=address, UNIFIED_KEY_FILE=str(keys[1]))
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "key" in refused.stderr
     (site.folder / "finish").touch()
     site.until_ended(first)
     site.until_ended(second)
@@ -110,18 +135,22 @@ def test_a_job_that_loses_a_node_goes_on_with_the_one_in_reserve(site: Site) -> 
     lost = max(nodes)  # the master and the driver are on the first one
     try:
         site.slurm.kill_node(lost)
-        for pid in agents_of(site, lost):
-            os.kill(pid, signal.SIGKILL)
         eventually(lambda: len(site.notes("from")) >= 4, timeout=120, message=site.output(slurm_id))
         assert {words[-1] for words in site.notes("from")[2:]} == set(site.slurm.names) - {lost}
         assert all(int(words[1]) > 0 for words in site.notes("from")[2:]), "they begin where they have saved"
         story = site.unified("--slurm", slurm_id, "explain", "spared").stdout
         assert f"node {lost}" in story
+        eventually(lambda: site.slurm.states()[lost].startswith("down"), timeout=120)
+        assert site.slurm.state_of(slurm_id) == "RUNNING", "the allocation is kept without the node"
         (site.folder / "finish").touch()
         eventually(lambda: "job spared-1 finished" in site.output(slurm_id), timeout=120, message=site.output(slurm_id))
+        ended_at = time.monotonic()
+        site.until_ended(slurm_id)
+        eventually(site.are_free, timeout=100)
+        assert time.monotonic() - ended_at < 10
     finally:
         site.slurm.start_node(lost)
-    site.until_ended(slurm_id)
+        eventually(lambda: site.slurm.states()[lost] == "idle", timeout=100)
 
 
 def until_begun(site: Site, slurm_id: str, number: int) -> set[str]:
@@ -177,7 +206,33 @@ def test_at_the_time_limit_a_job_saves_and_goes_on_elsewhere_twice(site: Site) -
     assert "it goes on in restart 2" in story
     (site.folder / "finish").touch()
     site.until_ended(slurm_id)
-    assert "WARNING" not in (site.folder / ".unified" / slurm_id / "master.log").read_text()
+    assert site.warnings(slurm_id) == []
+    eventually(lambda: site.leftovers(slurm_id) == [], timeout=100)
+
+
+def test_a_job_that_the_user_requeues_saves_and_goes_on(site: Site) -> None:
+    slurm_id = site.submit("job.py:pair", "--name", "requeued")
+    until_begun(site, slurm_id, 2)
+    eventually(lambda: all((site.folder / f"saved-{rank}").exists() for rank in "01"), timeout=100)
+    site.slurm.run("scontrol", "requeue", slurm_id)
+    eventually(lambda: not site.processes(slurm_id), timeout=100)
+    start_again(site, slurm_id)
+    until_begun(site, slurm_id, 4)
+    saved, begun = (sorted(words[:2] for words in site.notes(kind)[-2:]) for kind in ("at", "from"))
+    assert begun == saved
+    assert min(int(step) for _, step in begun) > 0
+    assert site.status(slurm_id, "requeued")["budgets"] == []
+    (site.folder / "finish").touch()
+    site.until_ended(slurm_id)
+
+
+def test_without_requeues_a_job_at_its_time_limit_has_failed(site: Site) -> None:
+    slurm_id = site.submit("job.py:alone", "--name", "once", "--requeues", "0")
+    eventually(lambda: site.notes("from"), timeout=120, message=site.output(slurm_id))
+    site.slurm.run("scancel", "--signal=USR1", "--batch", slurm_id)
+    site.until_ended(slurm_id, "FAILED 75:0")
+    assert "the job has not ended, and --requeues 0 are used up" in site.output(slurm_id)
+    assert site.notes("at"), "it has saved"
     eventually(lambda: site.leftovers(slurm_id) == [], timeout=100)
 
 
@@ -243,8 +298,11 @@ def test_scancel_leaves_nothing(site: Site) -> None:
 
 def test_roles_of_a_heterogeneous_job_are_on_the_nodes_of_their_component(site: Site) -> None:
     (site.folder / "finish").touch()
-    slurm_id = site.submit("job.py:roles", "--group", "env=--partition=dev --nodes=2 --nodelist=n1,n3")
+    group = "env=--partition=dev --nodes=2 --nodelist=n1,n3"
+    slurm_id = site.submit("job.py:roles", "--group", group, UNIFIED_HOME="/proc/nowhere")
     site.until_ended(slurm_id)
+    for node in site.slurm.names:
+        assert f"unified doctor: node {node}: folder: " in site.output(slurm_id)
     assert sorted(words[-1] for words in site.notes("env")) == ["n1", "n3"]
     assert [words[-1] for words in site.notes("from")] == ["n2"]
 
@@ -302,6 +360,23 @@ def test_a_program_submits_itself(site: Site) -> None:
     assert len(site.notes("from")) == 1
 
 
+def test_a_program_looks_at_its_job_and_cancels_it(site: Site) -> None:
+    (site.folder / "program.py").write_text(
+        "import job\n"
+        "from unified.slurm import Slurm, SlurmJob\n"
+        "if __name__ == '__main__':\n"
+        "    sent = job.alone().submit('looked-at', on=Slurm(time='5'), blocking=False)\n"
+        "    if not isinstance(sent, SlurmJob):  # on the first node\n"
+        "        raise SystemExit(sent.wait())\n"
+        "    with sent.handle(timeout_s=100) as handle:\n"
+        "        print(sent.slurm_id, sent.state, handle.status().name)\n"
+        "    sent.cancel()\n"
+        "    print(sent.wait(timeout_s=100))\n"
+    )
+    done = site.run(sys.executable, "program.py")
+    assert re.fullmatch(r"\d+ RUNNING looked-at\n143\n", done.stdout), done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -356,12 +431,16 @@ def test_an_allocation_that_will_not_do_is_said_before_anything_starts(
     done = site.run("salloc", "-N", "1", sys.executable, "-m", "unified", "slurm", "exec", *words, "--", "true")
     assert done.returncode == 2
     assert re.search(message, done.stderr)
+    slurm_id = re.search(r"job allocation (\d+)", done.stderr)
+    assert slurm_id is not None, done.stderr
+    assert site.leftovers(slurm_id[1]) == []
 
 
 def test_without_slurm_it_says_what_is_needed(site: Site) -> None:
     done = site.unified("slurm", "submit", "job.py:alone", PATH="/nonexistent")
     assert done.returncode == 1
     assert done.stderr == "unified: sbatch is not on the path: this needs SLURM's commands, as a login node has them.\n"
+    assert not (site.folder / ".unified").exists()
     outside = site.unified("slurm", "exec", "--", "true")
     assert outside.returncode == 2
     assert "this process is in no allocation of SLURM" in outside.stderr

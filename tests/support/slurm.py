@@ -111,9 +111,18 @@ class SlurmCluster:
         self._nodes[name] = self._daemon("slurmd", "-D", "-N", name, "-f", str(self.conf))
 
     def kill_node(self, name: str) -> None:
-        """Kill the slurmd of a node, as if its host were gone; its steps live on."""
+        """Kill the slurmd of a node and all that it has started, as if its host were gone."""
         self._nodes[name].kill()
         self._nodes[name].wait()
+        own = f"SLURMD_NODENAME={name}"
+
+        def left() -> list[int]:
+            tasks = [one for one in process.every_process() if one.is_alive and process.has_environment(one.pid, own)]
+            found = {one.pid for one in tasks if process.has_environment(one.pid, f"SLURM_CONF={self.conf}")}
+            steps = {one.parent for one in tasks if one.pid in found and _is_step(one.parent)}
+            return sorted(found | steps)
+
+        process.kill_until_none(left)
 
     def states(self) -> dict[str, str]:
         """States of nodes by their names, as far as SLURM answers."""
@@ -170,6 +179,13 @@ class SlurmCluster:
                 start_new_session=True,
                 preexec_fn=lambda: process.die_with_parent(signal.SIGKILL),
             )
+
+
+def _is_step(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().startswith("slurmstepd")
+    except OSError:
+        return False
 
 
 def _free_ports(number: int) -> int:

@@ -31,6 +31,7 @@ from unified.protocol.worker_agent import (
     Reported,
     Run,
     Running,
+    Saving,
     Stop,
     WorkerWord,
     worker_to_agent,
@@ -70,9 +71,11 @@ class Talk:
         return self._words.pop(0)
 
     def expect(self, kind: type[W]) -> W:
-        """The next word but progress, and but that it is ending, which must be of this kind."""
+        """The next word but progress, saves, and that it is ending, which must be of this kind."""
         word = self.next_word()
-        while kind is not type(word) and (isinstance(word, Reported) or (isinstance(word, Running) and word.is_ending)):
+        while kind is not type(word) and (
+            isinstance(word, Reported | Saving) or (isinstance(word, Running) and word.is_ending)
+        ):
             word = self.next_word()
         assert isinstance(word, kind), f"{word}\n{self.errors.read_text()}"
         return word

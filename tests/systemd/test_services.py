@@ -196,6 +196,7 @@ def test_a_worker_has_a_control_group_of_its_own(host: Host) -> None:
     scores = [host.run("cat", f"/proc/{pid}/oom_score_adj").strip() for pid in (*pids, agent)]
     may_lower = host.run("sh", "-c", "echo -1 2>/dev/null > /proc/self/oom_score_adj && echo yes || true").strip()
     assert scores == ["0", "0", "-500" if may_lower else "0"], "a machine may allow root no lower one"
+    assert host.show("unified-agent")["OOMPolicy"] == "continue", "a worker that runs out of memory ends nobody else"
     job.end()
     eventually(lambda: job.are_alive(pids) == [False, False], timeout=met(100))
     eventually(lambda: not host.run("sh", "-c", f"ls -d {group} 2>/dev/null || true"), timeout=met(100))

@@ -24,7 +24,7 @@ from unified.errors import (
     UsageError,
 )
 from unified.threads import own_pid, start_thread
-from unified.worker.context import current_worker
+from unified.worker.context import current_worker, saving_here
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +115,10 @@ class BackgroundSaver(Generic[T]):
             return self._queue.take_failures()
 
     def _run(self) -> None:
+        with saving_here():
+            self._write_all()
+
+    def _write_all(self) -> None:
         while (save := self._next()) is not None:
             try:
                 self._writer.write(save.item)

@@ -171,12 +171,14 @@ def _execute(nodes: str | None, requeues: int | None, command: list[str], agents
     from unified.slurm.execution import Execution
 
     allocation = task.SlurmAllocation.here(os.environ)
+    if not (found := commands.jobs(allocation.slurm_id)):
+        raise UsageError(f"SLURM does not know job {allocation.slurm_id}, in whose allocation this process says to be.")
     least, _, most = (nodes or str(allocation.num_nodes)).partition("-")
     if not least.isdecimal() or not (most or "1").isdecimal():
         raise UsageError(f"--nodes {nodes!r} is neither a number of nodes, such as 4, nor a range, such as 2-5.")
     execution = Execution(
         allocation,
-        (commands.jobs(allocation.slurm_id)[0]).folder,
+        found[0].folder,
         nodes=int(least),
         spare_from=int(most or least),
         agents=task.NodeOptions(**agents),

@@ -234,6 +234,8 @@ class JobConfig(Description):
     """Accepted likewise, without effect."""
     stop_grace_s: Seconds = Field(default=10.0, ge=0)
     """Seconds from SIGTERM to SIGKILL when a worker is stopped."""
+    save_grace_s: Seconds = Field(default=60.0, ge=0)
+    """Further seconds that a stop or suspend leaves a checkpoint that is being written when `stop_grace_s` is over."""
     call_timeout_s: Seconds | None = Field(default=None, gt=0)
     """Deadline, in seconds, of an rpc that names none; None: only the callee's death ends it."""
     python: str | None = None

@@ -43,6 +43,7 @@ class SubmitOptions(TypedDict, total=False):
     master_state_backend_type: MasterStateBackendType | str
     master_state_backend_config: dict[str, Any]
     stop_grace_s: float | timedelta
+    save_grace_s: float | timedelta
     call_timeout_s: float | timedelta | None
     python: str | None
     start_method: Literal["fork", "spawn"]

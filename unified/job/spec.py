@@ -232,6 +232,8 @@ class JobSpec(Value, frozen=True, kw_only=True):
     """Longest wait before a worker that fails at once each time starts again."""
     stop_grace_s: float = 10.0
     """Seconds between SIGTERM and SIGKILL."""
+    save_grace_s: float = 60.0
+    """Further seconds, at a planned stop, for a checkpoint that is being written."""
     call_timeout_s: float | None = None
     """Deadline of an rpc that names none; None means no deadline but the callee's death."""
     python: str | None = None

@@ -48,6 +48,7 @@ def to_spec(config: JobConfig, driver: Driver | None = None) -> JobSpec:
         restart_window_s=job.restart_window if config.restart_window is None else config.restart_window,
         restart_backoff_s=config.restart_backoff,
         stop_grace_s=config.stop_grace_s,
+        save_grace_s=config.save_grace_s,
         call_timeout_s=config.call_timeout_s,
         python=config.python,
         start_method=config.start_method,

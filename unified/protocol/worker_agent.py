@@ -14,6 +14,9 @@ from unified.protocol.stacks import StackReport
 from unified.security.keys import ClusterKey
 from unified.values import Value
 
+AFTER_SAVE_S = 3.0
+"""Time for a worker that is stopped to end once its checkpoint is written, if its grace period is over by then."""
+
 
 class AgentOrder(Value, tag_field="type", frozen=True, kw_only=True):
     """Base of messages from the agent to one worker."""
@@ -84,6 +87,8 @@ class Stop(AgentOrder, tag="stop", frozen=True, kw_only=True):
     """Order to end within `grace_s`; then SIGKILL comes."""
 
     grace_s: float
+    save_grace_s: float = 0.0
+    """Further seconds that the writing of a checkpoint has."""
     reason: str
     interrupt: bool = False
     """True if somebody pressed Ctrl-C: the signal that comes with it is SIGINT."""
@@ -167,6 +172,12 @@ class NodesChecked(WorkerWord, tag="nodes-checked", frozen=True, kw_only=True):
     report: records.NodeCheckReport
 
 
+class Saving(WorkerWord, tag="saving", frozen=True, kw_only=True):
+    """News that a checkpoint is being written, for which a planned stop waits; or that none is any more."""
+
+    is_over: bool = False
+
+
 class StacksDumped(WorkerWord, tag="stacks-dumped", frozen=True, kw_only=True):
     """Stacks of this worker: the answer to `DumpStacks`."""
 
@@ -183,7 +194,17 @@ class StepRecorded(WorkerWord, tag="step-recorded", frozen=True, kw_only=True):
 
 AgentToWorker = Launch | Run | Notice | DirectoryNews | Stop | KeyReplaced | DumpStacks | RecordStep
 WorkerToAgent = (
-    Hello | Running | Rejoins | Reported | Claimed | Finished | Failed | NodesChecked | StacksDumped | StepRecorded
+    Hello
+    | Running
+    | Rejoins
+    | Reported
+    | Claimed
+    | Finished
+    | Failed
+    | NodesChecked
+    | Saving
+    | StacksDumped
+    | StepRecorded
 )
 agent_to_worker: Decoder[AgentToWorker] = Decoder(AgentToWorker)
 worker_to_agent: Decoder[WorkerToAgent] = Decoder(WorkerToAgent)

@@ -98,7 +98,7 @@ def demand(spec: JobSpec, slurm: Slurm) -> Demand:
         cpus=math.ceil(cpus) or sum(here.values()),
         memory_mb=math.ceil(memory_mb),
         devices=virtual,
-        grace_s=spec.stop_grace_s,
+        grace_s=spec.stop_grace_s + spec.save_grace_s,
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
 import subprocess
 import time
 from collections import Counter
@@ -115,12 +116,14 @@ def _facts(line: str) -> JobFacts:
     slurm_id = found.get("HetJobId") or found["JobId"]
     state = found["JobState"]
     code, _, number = found.get("ExitCode", "0:0").partition(":")
-    is_cancelled = state.startswith("CANCELLED")
+    ended_by = int(number or 0)
+    if state.startswith("CANCELLED"):  # whatever the driver said when it was told
+        code, ended_by = "0", ended_by or signal.SIGTERM
     ends_at = found.get("EndTime", "") if found.get("TimeLimit") != _NO_LIMIT else ""
     return JobFacts(
         slurm_id=slurm_id,
         state=state,
-        exit_code=int(code) or (128 + (int(number) or 15) if int(number or 0) or is_cancelled else 0),
+        exit_code=int(code) or (128 + ended_by if ended_by else 0),
         ends_at=datetime.fromisoformat(ends_at).timestamp() if ends_at[:1].isdecimal() else None,
         folder=Path(found.get("WorkDir", ".")) / FOLDER / slurm_id,
     )

@@ -36,22 +36,12 @@ from unified.security.curve import new_key
 from unified.security.keys import KEY_VARIABLE, load_key, write_key
 from unified.slurm import commands
 from unified.slurm.allocation import NodeOptions, SlurmAllocation
+from unified.slurm.ending import END_S, SUSPEND, Ending
 
 READY_S = 180.0
 """Seconds that the agents may take to start: a shared file system is slow when all nodes read one environment."""
 POLL_S = 0.05
 STOP_S = 60.0
-MARGIN_S = 30.0
-"""Seconds before the end of the allocation at which a driver that still runs is ended."""
-TERM_S = 10.0
-"""Seconds from SIGTERM to the end of the driver. Agents and workers have SIGTERM too, and SLURM kills all of them after
-its KillWait, 30 s in most places."""
-END_S = 5.0
-"""Seconds that a driver, a master or a step may take to end, once there is nothing left for it to do."""
-OUTPUT_S = 20.0
-"""Least seconds that a driver has, at the time limit, for the last output of workers that have saved."""
-AGAIN_S = 5.0
-"""Period at which jobs are suspended that a driver submits although the allocation ends."""
 MASTER_BACKOFF = Backoff()
 MAX_MASTER_RESTARTS = 10
 
@@ -85,7 +75,6 @@ class Execution:
         self._nodes = nodes
         self._spare_from = spare_from
         self._options = agents
-        self._requeues = requeues
         self._command = command
         self._unified = unified
         self._key_file = folder / commands.KEY_NAME
@@ -95,11 +84,11 @@ class Execution:
         self._num_master_restarts = 0
         self._agents: list[subprocess.Popen[bytes]] = []
         """Steps of srun, one for each component of a heterogeneous job."""
-        self._doctor: subprocess.Popen[bytes] | None = None
+        self._doctors: list[subprocess.Popen[bytes]] = []
         self._driver: subprocess.Popen[bytes] | None = None
-        self._asked: dict[int, float] = {}
-        """Signals that came, with the time of the first of each."""
-        self._is_unfinished = False
+        self._ending = Ending(allocation.slurm_id, allocation.num_restarts, requeues)
+        self._reason = ""
+        """Reason that was said of a suspend."""
 
     def run(self) -> int:
         """Run it to its end, and return the driver's exit code, or 75 if its job waits for the next allocation."""
@@ -118,21 +107,20 @@ class Execution:
                     code = self._drive() if self._command else self._stay()
                 finally:
                     self._stop()
-            if not self._is_unfinished:
+            if not self._ending.is_unfinished:
                 return code
-            self._requeue()
+            goes_back, text = self._ending.requeues()
+            if text:
+                _say(text)
+            if goes_back:
+                commands.requeue(self._allocation.slurm_id)
             return os.EX_TEMPFAIL
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        self._asked.setdefault(number, time.monotonic())
-
-    @property
-    def _is_time_over(self) -> bool:
-        """True if the allocation ends by its time limit. After SIGTERM it is SLURM that starts it again, or nobody."""
-        return signal.SIGUSR1 in self._asked and signal.SIGTERM not in self._asked
+        self._ending.note(number, time.monotonic())
 
     # Start
 
@@ -166,11 +154,11 @@ class Execution:
         self._start_master(f"tcp://[{address}]:0" if ":" in address else f"tcp://{address}:0")
         self._start_agents()
         # Each node says what is wrong with it, if anything is, while the agents start.
-        words = [*self._in_step(self._allocation.steps()[0]), "doctor", "--host", "--quiet"]
         with (self._folder / "srun.log").open("ab") as log:
-            self._doctor = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=2, stderr=log, start_new_session=True
-            )
+            for step in self._allocation.steps():
+                words = [*self._in_step(step), "doctor", "--host", "--quiet"]
+                doctor = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=2, stderr=log, start_new_session=True)
+                self._doctors.append(doctor)
         self._await_nodes()
 
     def _in_step(self, step: Sequence[str]) -> list[str]:
@@ -233,18 +221,22 @@ class Execution:
                 self._revive_master()
                 self._check_agents()
                 with contextlib.suppress(UnifiedError):
-                    nodes = connection.ask(ListNodes(), NodeList, timeout_s=1.0).nodes
-                    own = [node for node in nodes if node.labels.get("slurm_job") == self._allocation.slurm_id]
-                    number = sum(node.state == NodeState.ALIVE for node in own)
+                    number = self._num_alive(connection)
                 time.sleep(2 * POLL_S)
         _say(f"{number} of {_nodes(total)} joined {self._address}; logs: {self._folder}")
 
+    def _num_alive(self, connection: MasterConnection) -> int:
+        """Return how many nodes of the allocation have an agent that is there."""
+        nodes = connection.ask(ListNodes(), NodeList, timeout_s=1.0).nodes
+        own = [node for node in nodes if node.labels.get("slurm_job") == self._allocation.slurm_id]
+        return sum(node.state == NodeState.ALIVE for node in own)
+
     def _check_start(self, deadline: float, waits_for: str) -> None:
-        if self._driver is None and signal.SIGUSR1 in self._asked:
+        if self._driver is None and self._ending.is_time_over:
             raise ClusterError(
                 "the time limit of the allocation is too short: SLURM announced its end before the cluster was up."
             )
-        if self._driver is None and self._asked:
+        if self._driver is None and self._ending.is_asked:
             raise ClusterError("the allocation ends before the cluster is up.")
         if time.monotonic() > deadline:
             words = last_lines(self._folder / "srun.log")
@@ -267,20 +259,13 @@ class Execution:
             )
         except OSError as error:
             raise UsageError(f"{self._command[0]} cannot be started: {error.strerror}.") from None
-        suspend_at, end_at, last = 0.0, float("inf"), [signal.SIGTERM, signal.SIGKILL]
         while (code := driver.poll()) is None:
             self._watch()
-            now = time.monotonic()
-            if self._ends and now >= suspend_at:
-                end_at = self._suspend() if not suspend_at else end_at
-                suspend_at = now + AGAIN_S
-            if signal.SIGTERM in self._asked and len(last) == 2:
-                end_at, last = self._asked[signal.SIGTERM] + TERM_S, last[1:]  # SLURM has sent the other one
-            if now > end_at and last:  # its job waits, and the driver does not end by itself
-                driver.send_signal(last.pop(0))
-                end_at = now + END_S
-        was_ended = len(last) < 2 and code != 0
-        self._is_unfinished = code == os.EX_TEMPFAIL or (self._ends and (was_ended or self._has_suspended()))
+            if (due := self._ending.due(time.monotonic())) == SUSPEND:
+                self._suspend()
+            elif isinstance(due, signal.Signals):
+                driver.send_signal(due)
+        self._ending.driver_ended(code, has_suspended=self._ending.has_begun and self._has_suspended())
         return 128 - code if code < 0 else code
 
     def _stay(self) -> int:
@@ -289,18 +274,13 @@ class Execution:
             f"use it with:  export {MASTER_VARIABLE}={self._address} {KEY_VARIABLE}={self._key_file}\n"
             f"or:  unified --slurm {self._allocation.slurm_id} nodes     (Ctrl-C ends the cluster)"
         )
-        while not self._asked:
+        while not self._ending.is_asked:
             self._watch()
-        if self._ends:
+        if self._ending.has_begun:
             end_at = self._suspend()
             with contextlib.suppress(UnifiedError, TimeoutError), self._connect() as connection:
                 suspend(connection, "", "the allocation ends", end_at - time.monotonic())
         return 0
-
-    @property
-    def _ends(self) -> bool:
-        """True once the allocation ends."""
-        return bool(self._asked.keys() - {signal.SIGINT})
 
     def _watch(self) -> None:
         self._revive_master()
@@ -321,7 +301,7 @@ class Execution:
     def _check_agents(self) -> None:
         """Notice a step that has ended: preemption sends SIGTERM to steps first, and their agents leave in order."""
         codes = [agents.poll() for agents in self._agents]
-        if self._ends or codes.count(None) == len(codes):
+        if self._ending.has_begun or codes.count(None) == len(codes):
             return
         if any(codes):
             words = last_lines(self._folder / "srun.log")
@@ -330,26 +310,21 @@ class Execution:
         self._note(signal.SIGUSR1, None)
 
     def _suspend(self) -> float:
-        """Have all jobs save and wait; return the time at which the driver is ended."""
-        slurm_id = self._allocation.slurm_id
-        left_s = self._left_s() if self._is_time_over else None
-        restart = self._allocation.num_restarts + 1
-        limit = f" of {self._requeues}" if self._requeues is not None else ""
-        reason = f"SLURM ends allocation {slurm_id}"
-        if not self._is_time_over:
-            reason += " (SIGTERM, as for scancel, a requeue, a preemption)"
+        """Have all jobs save and wait; return the time until which they have."""
+        if self._ending.is_terminated:
             self._revive_master(within_s=1.0)  # SLURM sends SIGTERM to all processes of a job, the master among them
-        elif left_s is not None:
-            reason += f" in {left_s:.0f} s"
-        if self._is_time_over and self._may_requeue:
-            reason += f"; it goes on in restart {restart}{limit}"
-        _say(reason)
+        left_s = self._left_s() if self._ending.is_time_over else None
+        reason, until = self._ending.suspends(time.monotonic(), left_s)
+        is_first, self._reason = not self._reason, self._reason or reason
+        if is_first:
+            _say(reason)
         try:
             with self._connect() as connection:
-                suspend(connection, "", reason, None)
+                suspend(connection, "", self._reason, None)
         except UnifiedError as error:
-            _say(str(error))
-        return time.monotonic() + max(OUTPUT_S, (left_s or 0.0) - MARGIN_S)
+            if is_first:
+                _say(str(error))
+        return until
 
     def _has_suspended(self) -> bool:
         """Return True if a job waits for the next allocation, or nobody can tell."""
@@ -363,56 +338,55 @@ class Execution:
         ends_at = commands.ends_at(self._allocation.slurm_id)
         return None if ends_at is None else max(0.0, ends_at - time.time())
 
-    @property
-    def _may_requeue(self) -> bool:
-        return self._requeues is None or self._allocation.num_restarts < self._requeues
-
     # End
 
     def _stop(self) -> None:
         """End driver, agents and master, in this order, whatever fails."""
-        quick = signal.SIGTERM in self._asked
-        for child in (self._driver, self._doctor):
-            if child is not None and child.poll() is None:
+        for child in (*([self._driver] if self._driver is not None else []), *self._doctors):
+            if child.poll() is None:
                 child.terminate()
                 _wait(child, END_S)
         for agents in self._agents:
             with contextlib.suppress(OSError):
                 assert agents.stdin is not None
                 agents.stdin.close()
+        self._await_agents(END_S if self._ending.is_terminated else STOP_S)
         for agents in self._agents:
-            if not _wait(agents, END_S if quick else STOP_S, is_killed=False):
-                agents.terminate()
-                _wait(agents, END_S)
+            agents.terminate()
+            _wait(agents, END_S)
         if self._master is not None:
             Daemon.end_all([self._master], END_S)
         with contextlib.suppress(OSError):
             self._address_file.unlink(missing_ok=True)
-            if not self._is_unfinished:
+            if not self._ending.is_unfinished:
                 self._key_file.unlink(missing_ok=True)
 
-    def _requeue(self) -> None:
-        """Put the allocation back into SLURM's queue, if its time was over."""
-        slurm_id = self._allocation.slurm_id
-        if self._ends and not self._is_time_over:
-            return
-        if not self._ends:
-            _say(f"the job is suspended, and this allocation ends: `scontrol requeue {slurm_id}` has the job go on")
-        elif not self._may_requeue:
-            _say(f"the job has not ended, and --requeues {self._requeues} are used up")
-        else:
-            commands.requeue(slurm_id)
+    def _await_agents(self, within_s: float) -> None:
+        """Wait for the end of the agents' steps. One for which srun waits as a host is gone does not end by itself:
+        it has `END_S` once no agent is left."""
+        deadline, are_gone = time.monotonic() + within_s, False
+        while time.monotonic() < deadline and any(agents.poll() is None for agents in self._agents):
+            time.sleep(2 * POLL_S)
+            if not are_gone and self._are_agents_gone():
+                are_gone, deadline = True, min(deadline, time.monotonic() + END_S)
+
+    def _are_agents_gone(self) -> bool:
+        """Return True if the master says that none is left."""
+        if self._master is None or self._master.is_ended:
+            return False
+        try:
+            with self._connect() as connection:
+                return self._num_alive(connection) == 0
+        except UnifiedError:
+            return False
 
 
-def _wait(child: subprocess.Popen[bytes], timeout_s: float, *, is_killed: bool = True) -> bool:
+def _wait(child: subprocess.Popen[bytes], timeout_s: float) -> None:
     try:
         child.wait(timeout_s)
     except subprocess.TimeoutExpired:
-        if is_killed:
-            child.kill()
-            child.wait()
-        return False
-    return True
+        child.kill()
+        child.wait()
 
 
 def _say(text: str) -> None:

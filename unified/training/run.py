@@ -19,6 +19,7 @@ from unified.training.checkpoints import RunCheckpointManager
 from unified.training.layout import RunLayout
 from unified.training.options import TrainingOptions
 from unified.training.stopping import StopFlag
+from unified.worker.context import saving_here
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -111,7 +112,7 @@ class TrainingRun:
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
-        """Report, while the block saves a step, that the store has taken nothing for some time."""
+        """Have a stop wait while the block saves a step, and report that the store has taken nothing for some time."""
         has_ended = threading.Event()
 
         def watch() -> None:
@@ -130,7 +131,8 @@ class TrainingRun:
         self.checkpoints.moved_at = time.monotonic()
         thread = start_thread("unified-save-watch", watch)
         try:
-            yield
+            with saving_here():
+                yield
         finally:
             has_ended.set()
             thread.join()

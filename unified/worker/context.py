@@ -6,6 +6,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -156,6 +157,14 @@ class Worker:
     def on_stop(self, callback: Callable[[], None]) -> None:
         """Have `callback()` called, in a thread of its own, when this worker is asked to stop."""
         self._stop.on_stop(callback)
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Return a context in which a checkpoint is written: a stop or suspend waits until it is left, if need be for
+        the job's `save_grace_s` (60 s unless set) beyond the grace period.
+
+        `CheckpointManager` and the training programs enter it by themselves. A restart after a failure does not wait.
+        """
+        return self._stop.saving()
 
     @property
     def should_checkpoint(self) -> bool:
@@ -325,6 +334,11 @@ def current_worker() -> Worker:
             "(an entry point, or what it calls), not in the driver that builds and submits the job."
         )
     return _current
+
+
+def saving_here() -> AbstractContextManager[None]:
+    """Return the context in which this process writes a checkpoint: `Worker.saving`, if it is a worker."""
+    return _current.saving() if _current is not None else nullcontext()
 
 
 def set_current_worker(worker: Worker | None) -> None:

@@ -109,7 +109,9 @@ class _WorkerProcess:
         self._stop = StopState(
             clean_up=self._unlink_sockets,
             on_settled=self._rounds.on_stop,
+            on_saving=channel.send,
             grace_s=launch.spec.stop_grace_s,
+            save_grace_s=launch.spec.save_grace_s,
         )
         self._reporter = Reporter(channel.send)
         self._stacks = StackDumper(launch)
@@ -362,7 +364,7 @@ class _WorkerProcess:
     def _on_stop(self, stop: worker_agent.Stop) -> None:
         if self._bus is not None:
             self._bus.unread.is_stopping = True
-        self._stop.request(stop.grace_s, is_interrupt=stop.interrupt)
+        self._stop.request(stop.grace_s, stop.save_grace_s, is_interrupt=stop.interrupt)
 
     def _on_dump(self, order: worker_agent.DumpStacks) -> None:
         self._channel.send(worker_agent.StacksDumped(number=order.number, report=self._stacks.report()))

@@ -5,8 +5,8 @@ while the main thread is stuck in C++ (a collective that will never end), where 
 
 User code that reads `should_stop`, registers a callback or brings its own SIGTERM handler has asked for the time to end
 by itself, and gets it: SIGKILL comes from the agent when the grace period is over. Anybody else would only waste that
-time, so the process ends at once. After the entry point has returned nobody computes any more, and a stop is a normal
-exit of the interpreter.
+time, so the process ends at once; while it writes a checkpoint, as soon as that is written. After the entry point has
+returned nobody computes any more, and a stop is a normal exit of the interpreter.
 
 After Ctrl-C, SIGINT comes in the place of SIGTERM. In user code it is what it is in any program: a KeyboardInterrupt in
 the main thread, which is given its time.
@@ -26,12 +26,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from unified.protocol.worker_agent import AFTER_SAVE_S, Saving
 from unified.threads import start_thread
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 _MARGIN = 0.1
 """Share of the grace period to leave unused: the agent counts it too, and a worker's last word must precede SIGKILL."""
+_LOOK_S = 0.1
 
 
 class StopState:
@@ -40,7 +42,8 @@ class StopState:
     Args:
         clean_up: called before the process is ended at once; must be quick and must not block.
         on_settled: called when a stop was asked for and all callbacks have run.
-        grace_s: of a stop that says no other.
+        on_saving: told when the first of several saves begins, and when the last one is over.
+        grace_s, save_grace_s: of a stop that says no other.
 
     Attributes:
         is_asked: a stop was asked for.
@@ -52,11 +55,18 @@ class StopState:
         self,
         clean_up: Callable[[], None] = lambda: None,
         on_settled: Callable[[], None] = lambda: None,
+        on_saving: Callable[[Saving], None] = lambda word: None,
         grace_s: float = 10.0,
+        save_grace_s: float = 0.0,
     ) -> None:
         self.clean_up = clean_up
         self.on_settled = on_settled
+        self.on_saving = on_saving
         self.grace_s = grace_s
+        self.save_grace_s = save_grace_s
+        self._num_saves = 0
+        self._saved_at = 0.0
+        self._counting = threading.Lock()
         self.is_asked = False
         self._ordered = threading.Event()
         self._asked_at = 0.0
@@ -88,9 +98,29 @@ class StopState:
         return self._ordered.wait(self.left_s())
 
     def left_s(self) -> float:
-        """Seconds of the grace period that are left, less a margin; all of it before a stop was asked for."""
-        past_s = time.monotonic() - self._asked_at if self.is_asked else 0.0
-        return max(0.0, self.grace_s * (1 - _MARGIN) - past_s)
+        """Seconds of the grace period that are left, less a margin; all of it before a stop was asked for. A save that
+        is being written has `save_grace_s` more."""
+        now = time.monotonic()
+        until = (self._asked_at if self.is_asked else now) + self.grace_s * (1 - _MARGIN)
+        longest = until + self.save_grace_s * (1 - _MARGIN)
+        after_save = min(self._saved_at + AFTER_SAVE_S * (1 - _MARGIN), longest)
+        return max(0.0, (longest if self._num_saves else max(until, after_save)) - now)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Have a planned stop wait for what is written inside. Any thread."""
+        self._count_save(1)
+        try:
+            yield
+        finally:
+            self._count_save(-1)
+
+    def _count_save(self, change: int) -> None:
+        with self._counting:
+            before, self._num_saves = self._num_saves, self._num_saves + change
+            self._saved_at = time.monotonic()
+            if not (before and self._num_saves):
+                self.on_saving(Saving(is_over=not self._num_saves))
 
     def on_stop(self, callback: Callable[[], None]) -> None:
         """Run `callback` when a stop is asked for; at once if it was already."""
@@ -129,14 +159,15 @@ class StopState:
             self._is_in_user_code = False
             signal.signal(signal.SIGINT, self._on_interrupt)
 
-    def request(self, grace_s: float | None = None, *, is_interrupt: bool = False) -> None:
+    def request(self, grace_s: float | None = None, save_grace_s: float = 0.0, *, is_interrupt: bool = False) -> None:
         """Ask for a stop; a second time changes nothing. Any thread.
 
         Args:
             grace_s: seconds that the agent's order gives; None: it is a signal, whoever sent it.
+            save_grace_s: seconds that the order gives a save beyond them.
         """
         if grace_s is not None:
-            self.grace_s = grace_s
+            self.grace_s, self.save_grace_s = grace_s, save_grace_s
             self._ordered.set()
         self.is_interrupt = self.is_interrupt or is_interrupt
         self._asked_at = self._asked_at or time.monotonic()
@@ -158,6 +189,8 @@ class StopState:
 
     def _serve(self) -> None:
         self._requests.get()
+        while self._num_saves and self._is_unwatched() and self.left_s() > 0:
+            time.sleep(_LOOK_S)
         with self._deciding:
             if self._is_unwatched():
                 self.clean_up()
@@ -189,7 +222,8 @@ class StopState:
         if self._is_exiting:
             return
         # A handler of the user's that calls the one before it, ours, ends the program itself if it wants to.
-        if self._is_watched or self.is_finished or signal.getsignal(signal.SIGTERM) != self._on_signal:
+        is_own = signal.getsignal(signal.SIGTERM) == self._on_signal
+        if self._is_watched or self.is_finished or self._num_saves or not is_own:
             self.request()
             return
         # Nobody cares: end as SIGTERM ends a program by default, so that whoever looks sees the signal. No thread is

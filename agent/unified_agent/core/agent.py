@@ -22,6 +22,7 @@ from unified.protocol.worker_agent import (
     Rejoins,
     Reported,
     Running,
+    Saving,
     StacksDumped,
     StepRecorded,
     Stop,
@@ -251,7 +252,7 @@ class AgentCore:
             relay=self.membership.relay,
             directory=self._directory(life.job_id).entries,
         )
-        self.workers[life] = LocalWorker(life, wanted, spec.stop_grace_s, start.launch.log_file, start.python)
+        self.workers[life] = LocalWorker(life, wanted, spec, start.launch.log_file, start.python)
         self._step.act(start)
         self._starts.began(life)
         self._step.arm(AgentTimer("start", life), self.intervals.start_s)
@@ -364,6 +365,10 @@ class AgentCore:
                 self._start_next(life)  # it begins when what its job needs is there, and keeps nobody waiting
             case Running() | Rejoins():
                 self._order_to_run(worker)
+            case Saving():
+                worker.saved_at = self._step.now
+                if worker.state is WorkerState.STOPPING and not worker.is_killed:
+                    self._arm_kill(worker)
             case Failed():  # it ends by itself now; a hanging atexit callback must not hold it up for ever
                 if worker.state is not WorkerState.STOPPING:
                     self._step.arm(AgentTimer("kill", life), worker.grace_s)
@@ -404,9 +409,9 @@ class AgentCore:
 
     def _stop(self, worker: LocalWorker) -> None:
         """Ask a worker to end, or hasten one whose grace has become shorter."""
-        grace_s = self.shutdown.grace_s(worker, self.jobs.get(worker.job_id))
+        grace_s, save_grace_s = self.shutdown.grace_s(worker, self.jobs.get(worker.job_id))
         if worker.state is WorkerState.STOPPING:
-            self._hasten(worker, grace_s)
+            self._hasten(worker, grace_s, save_grace_s)
             return
         peers = (peer for peer in self.workers.values() if peer.job_id == worker.job_id and peer.kind == "worker")
         if worker.kind == "store" and grace_s > 0 and any(self._is_to_stop(peer) for peer in peers):
@@ -414,7 +419,7 @@ class AgentCore:
         is_graceful = worker.has_user_code and grace_s > 0
         worker.is_stop_asked = True
         worker.stop_began_at = self._step.now
-        worker.grace_s = grace_s
+        worker.grace_s, worker.save_grace_s = grace_s, save_grace_s
         worker.move(WorkerState.STOPPING)
         self.timers.cancel(AgentTimer("start", worker.life))
         reason = f"the agent stops: {self.shutdown.reason}" if self.shutdown.has_begun else "it is no longer desired"
@@ -426,20 +431,25 @@ class AgentCore:
         if worker.failure is None:  # else it is on its way out, and writes its traceback
             job = self.jobs.get(worker.job_id)
             is_interrupt = job is not None and job.is_interrupted and not self.shutdown.has_begun
-            stop = Stop(grace_s=grace_s, reason=reason, interrupt=is_interrupt)
+            stop = Stop(grace_s=grace_s, save_grace_s=save_grace_s, reason=reason, interrupt=is_interrupt)
             self._step.act(messages.TellWorker(life=worker.life, message=stop))
             self._step.act(messages.SignalWorker(life=worker.life, how="interrupt" if is_interrupt else "terminate"))
-        self._step.arm(AgentTimer("kill", worker.life), grace_s)
+        self._arm_kill(worker)
 
-    def _hasten(self, worker: LocalWorker, grace_s: float) -> None:
-        if worker.is_killed or grace_s >= worker.grace_s:
+    def _hasten(self, worker: LocalWorker, grace_s: float, save_grace_s: float) -> None:
+        if worker.is_killed or (grace_s >= worker.grace_s and save_grace_s >= worker.save_grace_s):
             return
-        worker.grace_s = grace_s
-        deadline = worker.stop_began_at + grace_s
-        if deadline <= self._step.now:
+        if grace_s > 0 and worker.is_saving:
+            return  # the job goes on already; its next incarnation here waits for this one
+        worker.grace_s, worker.save_grace_s = grace_s, save_grace_s
+        if worker.kill_at <= self._step.now:
             self._kill(worker)
         else:
-            self.timers.arm(AgentTimer("kill", worker.life), deadline)
+            self._arm_kill(worker)
+
+    def _arm_kill(self, worker: LocalWorker) -> None:
+        self.timers.arm(AgentTimer("kill", worker.life), worker.kill_at)
+        self.shutdown.awaits(worker)
 
     def _is_to_stop(self, worker: LocalWorker) -> bool:
         return not worker.is_ended and (worker.life not in self.desired or self.shutdown.has_begun)

@@ -35,6 +35,7 @@ class Shutdown:
         self._membership = membership
         self._vacate_s = vacate_s
         self._vacates_from: float | None = None
+        self._drains_at = 0.0
 
     @property
     def is_asked(self) -> bool:
@@ -81,9 +82,19 @@ class Shutdown:
         self.has_begun = True
         self._step.timers.cancel(AgentTimer("vacate"))
         live = [worker for worker in workers if not worker.is_ended]
-        longest_s = max((self.grace_s(worker, jobs.get(worker.job_id)) for worker in live), default=0.0)
+        longest_s = max((self.grace_s(worker, jobs.get(worker.job_id))[0] for worker in live), default=0.0)
         self._step.report("agent-stopping", f"{reason.rstrip('.')}; {len(live)} workers to stop")
-        self._step.arm(AgentTimer("drain"), longest_s + MARGIN_S)
+        self._drains_at = self._step.now + longest_s + MARGIN_S
+        self._step.timers.arm(AgentTimer("drain"), self._drains_at)
+        for worker in live:
+            if worker.is_stop_asked and not at_once:
+                self.awaits(worker)
+
+    def awaits(self, worker: LocalWorker) -> None:
+        """Wait for a worker that is stopped until it is killed, which is later while it writes a checkpoint."""
+        if self.has_begun and not self.is_persisting and worker.kill_at + MARGIN_S > self._drains_at:
+            self._drains_at = worker.kill_at + MARGIN_S
+            self._step.timers.arm(AgentTimer("drain"), self._drains_at)
 
     @property
     def what_is_late(self) -> str:
@@ -91,15 +102,15 @@ class Shutdown:
         what = "snapshots were written to storage" if self.is_persisting else "workers ended"
         return f"not all {what} in time"
 
-    def grace_s(self, worker: LocalWorker, job: DesiredJob | None) -> float:
-        """Return the time that a worker of a job has to end."""
+    def grace_s(self, worker: LocalWorker, job: DesiredJob | None) -> tuple[float, float]:
+        """Return the time that a worker of a job has to end, and what a save that is under way has beyond that."""
         if self.is_at_once:
-            return 0.0
+            return 0.0, 0.0
         if job is None or job.stop_grace_s is None:
-            return worker.grace_s
-        if self.has_begun and job.stop_grace_s > 0:
-            return worker.grace_s  # the master's is shorter for the sake of a restart, which our end is not
-        return job.stop_grace_s
+            return worker.grace_s, worker.save_grace_s
+        if self.has_begun and job.stop_grace_s > 0:  # it is shorter for the sake of a restart, which our end is not
+            return worker.grace_s, worker.save_grace_s
+        return job.stop_grace_s, 0.0
 
     def persists_first(self, specs: Iterable[JobSpec]) -> bool:
         """Return True if the snapshots of the workers, which have all ended, are to be on storage before the agent

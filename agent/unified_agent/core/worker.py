@@ -7,6 +7,7 @@ from typing import Literal
 
 from msgspec import structs
 
+from unified.job.spec import JobSpec
 from unified.process import describe_end
 from unified.protocol import worker_agent
 from unified.protocol.agent_master import DesiredWorker, ObservedWorker, RoundNotice
@@ -20,6 +21,7 @@ from unified.protocol.records import (
     Progress,
     WorkerState,
 )
+from unified.protocol.worker_agent import AFTER_SAVE_S
 from unified_agent.core.ends import how
 from unified_agent.core.messages import WorkerExited
 
@@ -31,7 +33,7 @@ class LocalWorker:
     """State of one incarnation. Only `AgentCore` changes it, through these methods."""
 
     def __init__(
-        self, life: JobWorkerIncarnation, desired: DesiredWorker, grace_s: float, log_file: str, python: str | None
+        self, life: JobWorkerIncarnation, desired: DesiredWorker, spec: JobSpec, log_file: str, python: str | None
     ) -> None:
         self.life = life
         self.job_id = life.job_id
@@ -40,7 +42,8 @@ class LocalWorker:
         self.rank = desired.rank
         self.role = desired.role
         self.devices = desired.devices
-        self.grace_s = grace_s
+        self.grace_s = spec.stop_grace_s
+        self.save_grace_s = spec.save_grace_s
         self.log_file = log_file
         self.python = python
         self.state = WorkerState.STARTING
@@ -64,6 +67,9 @@ class LocalWorker:
         """True if the stop found it at the end of its program, as it joins threads or runs `atexit` functions."""
         self.is_killed = False
         self.stop_began_at = 0.0
+        self.is_saving = False
+        self.saved_at = 0.0
+        """Time of its last word on saves."""
         self.is_end_reported = False
         """True if a report to the master has said that the worker has ended."""
 
@@ -112,6 +118,8 @@ class LocalWorker:
                     self.claims = word.claims
             case worker_agent.NodesChecked():
                 self.node_check = word.report
+            case worker_agent.Saving():
+                self.is_saving = not word.is_over
             case worker_agent.Finished():
                 if not self.is_stop_asked:  # one that is told to end and returns has broken off its work, not done it
                     self.is_finished = True
@@ -120,6 +128,13 @@ class LocalWorker:
                 # What breaks in a worker that is told to end is no failure, unless work that was done is lost by it.
                 if not self.is_stop_asked or word.failure.is_cut:
                     self.failure = self.failure or _bounded(word.failure)
+
+    @property
+    def kill_at(self) -> float:
+        """Time at which SIGKILL ends it, once it was asked to end."""
+        until = self.stop_began_at + self.grace_s
+        longest = until + self.save_grace_s
+        return longest if self.is_saving else max(until, min(self.saved_at + AFTER_SAVE_S, longest))
 
     def _advance(self, old: WorkerState, new: WorkerState) -> None:
         if self.state is old:

@@ -34,7 +34,7 @@ def faults_of(spec: JobSpec) -> Iterator[str]:
         yield f"job {spec.name}: master_cpu and master_memory_mb must be numbers from 0 upwards."
     if spec.device_per_node < 1:
         yield f"job {spec.name}: device_per_node must be at least 1."
-    for name in ("stop_grace_s", "restart_window_s", "restart_backoff_s"):
+    for name in ("stop_grace_s", "save_grace_s", "restart_window_s", "restart_backoff_s"):
         if not math.isfinite(seconds := getattr(spec, name)) or seconds < 0:
             yield f"job {spec.name}: {name} must be 0 or more seconds."
     if sum(max(0, role.total) for role in spec.roles) > MAX_WORKERS:

@@ -1,13 +1,14 @@
 """A real worker process: how it is stopped."""
 
 import signal
+import time
 from collections.abc import Callable
 
 import pytest
 
 from tests.support.deadlines import missed
 from tests.support.workers import Agent, Child
-from unified.protocol.worker_agent import Finished, Hello, Stop
+from unified.protocol.worker_agent import Finished, Hello, Saving, Stop
 
 SLEEPER = """
     import signal, sys, time
@@ -90,6 +91,68 @@ def test_worker_that_does_not_listen_is_ended_at_once(agent: Agent, stop: Callab
     stop(child)
     assert child.exit_code() == code
     assert list(agent.run_dir.rglob("*.sock")) == []
+
+
+SAVER = """
+    import threading, time
+    from pathlib import Path
+    from unified.api.runtime.worker import current_worker
+
+    def save():
+        with current_worker().saving():
+            print("up")
+            while not Path("go").exists():
+                time.sleep(0.01)
+            Path("saved").touch()
+
+    def deaf():
+        threading.Thread(target=save, daemon=True).start()
+        time.sleep(600)
+
+    def watches():
+        current_worker().on_stop(lambda: None)
+        save()
+
+    def manages():
+        import numpy
+        from unified.checkpoint.save import CheckpointSaver
+        from unified.checkpoint import CheckpointManager
+        write = CheckpointSaver.write
+
+        def slowly(self, request):
+            print("up")
+            while not Path("go").exists():
+                time.sleep(0.01)
+            write(self, request)
+            Path("saved").touch()
+
+        CheckpointSaver.write = slowly
+        manager = CheckpointManager("checkpoints")
+        manager.save({"x": numpy.zeros(3)}, 1)
+        time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("deaf", 143), ("manages", 143), ("watches", 0)])
+def test_a_planned_stop_waits_for_a_checkpoint_that_is_being_written(agent: Agent, name: str, code: int) -> None:
+    child = agent.run(SAVER, name)
+    child.until_printed("up")
+    assert child.next_word() == Saving()
+    child.say(Stop(grace_s=missed(0.5), save_grace_s=600, reason="test"))
+    child.process.send_signal(signal.SIGTERM)
+    time.sleep(missed(1.0))
+    (agent.folder / "go").touch()
+    child.expect(Saving)
+    assert child.exit_code() == code
+    assert (agent.folder / "saved").exists()
+
+
+def test_a_restart_waits_for_no_checkpoint(agent: Agent) -> None:
+    child = agent.run(SAVER, "deaf")
+    child.until_printed("up")
+    child.say(Stop(grace_s=missed(0.5), reason="test"))
+    assert child.exit_code() == 143
+    assert not (agent.folder / "saved").exists()
 
 
 def test_own_handler_of_sigterm_is_respected(agent: Agent) -> None:

@@ -37,7 +37,7 @@ def lines(spec: JobSpec, slurm: Slurm | None = None) -> list[str]:
 def test_nodes_gpus_cpus_and_memory_come_from_the_job() -> None:
     text = lines(a_job())
     assert text[0] == "#!/bin/bash"
-    for option in ("--nodes=4", "--gpus-per-node=2", "--cpus-per-task=6", "--mem=2001M", "--signal=B:USR1@130"):
+    for option in ("--nodes=4", "--gpus-per-node=2", "--cpus-per-task=6", "--mem=2001M", "--signal=B:USR1@190"):
         assert f"#SBATCH {option}" in text
     assert text[-1] == "exec /venv/bin/python -P -m unified slurm exec --nodes=4 -- driver 'a b'"
 
@@ -248,7 +248,7 @@ def test_sizes_of_partitions_as_far_as_sinfo_says(
 
 def test_facts_of_a_job_as_scontrol_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:
     line = "JobId=12 ArrayJobId=11 JobState={} ExitCode={} EndTime={} WorkDir=/home/me/a b StdErr=/x Power=\n"
-    shown = line.format("RUNNING", "0:0", "2026-11-26T07:00:00") + line.format("CANCELLED", "0:0", "Unknown")
+    shown = line.format("RUNNING", "0:0", "2026-11-26T07:00:00") + line.format("CANCELLED", "75:0", "Unknown")
     shown += "JobId=29 HetJobId=28 HetJobOffset=1 JobState=FAILED ExitCode=3:0 EndTime=Unknown WorkDir=/w"
     monkeypatch.setattr(commands, "call", lambda words: shown)
     running, cancelled, failed = commands.jobs("11")

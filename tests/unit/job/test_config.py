@@ -194,6 +194,7 @@ def test_defaults_of_a_submission() -> None:
         "master_state_backend_type": "SQLITE",
         "master_state_backend_config": {},
         "stop_grace_s": 10,
+        "save_grace_s": 60,
         "call_timeout_s": None,
         "python": None,
         "start_method": "fork",

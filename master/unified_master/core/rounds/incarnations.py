@@ -60,8 +60,8 @@ def begin(step: MasterStep, job: JobRecord, worker: WorkerRecord, reason: str) -
     step.touch_node(node.name)
     step.touch_worker(job, worker)
     # The old process is given its grace first, and the agent, which sees more, the first word about one that hangs.
-    grace_s = START_SLACK_S + (job.spec.stop_grace_s if worker.incarnation > 0 else 0.0)
-    step.cluster.timers.arm(start_timer(worker), step.now + step.cluster.intervals.start_s + grace_s)
+    before_s = job.spec.stop_grace_s + job.spec.save_grace_s if worker.incarnation > 0 else 0.0
+    step.cluster.timers.arm(start_timer(worker), step.now + step.cluster.intervals.start_s + START_SLACK_S + before_s)
     if worker.kind == "worker":
         plural, devices = "s" if len(worker.devices) > 1 else "", ", ".join(map(str, worker.devices))
         where = f"{node.name} with device{plural} {devices}" if devices else node.name

@@ -6,7 +6,19 @@ import pytest
 from tests.support.agent_core import SPEC, STORE, W0, W1, Driver, launched, next_life, started, wanted
 from unified.protocol.agent_master import AgentRegistered, DesiredJob, RegisterAgain, RoundNotice, RunOrder
 from unified.protocol.records import Failure, Inbox, JobWorkerIncarnation, Progress, WorkerReport, WorkerState
-from unified.protocol.worker_agent import Failed, Finished, Hello, Notice, Rejoins, Reported, Run, Running, Stop
+from unified.protocol.worker_agent import (
+    AFTER_SAVE_S,
+    Failed,
+    Finished,
+    Hello,
+    Notice,
+    Rejoins,
+    Reported,
+    Run,
+    Running,
+    Saving,
+    Stop,
+)
 from unified_agent.core.messages import (
     AgentEvent,
     KeepReports,
@@ -319,7 +331,7 @@ def stopping(grace_s: float | None = None) -> Driver:
 
 def test_a_stop_asks_first_and_kills_after_the_grace() -> None:
     driver = stopping()
-    told = TellWorker(life=W0, message=Stop(grace_s=10, reason="it is no longer desired"))
+    told = TellWorker(life=W0, message=Stop(grace_s=10, save_grace_s=60, reason="it is no longer desired"))
     assert driver.notable() == [told, SignalWorker(life=W0, how="terminate")]
     driver.pass_time(9.9, answered=True)
     driver.desire()
@@ -328,6 +340,62 @@ def test_a_stop_asks_first_and_kills_after_the_grace() -> None:
     assert driver.notable() == [SignalWorker(life=W0, how="kill")]
     driver.step(WorkerExited(life=W0, code=-9))
     assert driver.observed()[f"{W0.worker}#0"].failure is None
+
+
+@pytest.mark.parametrize("begins", ["before the stop", "after the stop"])
+def test_a_checkpoint_that_is_being_written_is_waited_for(begins: str) -> None:
+    driver = launched(wanted(W0, run=1))
+    driver.say(W0, Running(round=1), *([Saving()] if begins == "before the stop" else []))
+    driver.desire()
+    driver.say(W0, *([Saving()] if begins == "after the stop" else []))
+    driver.take()
+    driver.pass_time(30, answered=True)
+    driver.desire()
+    assert driver.notable() == []
+    driver.say(W0, Saving(is_over=True))
+    driver.pass_time(AFTER_SAVE_S - 0.1, answered=True)
+    assert driver.notable() == []
+    driver.pass_time(0.2, answered=True)
+    assert driver.notable() == [SignalWorker(life=W0, how="kill")]
+
+
+def test_a_checkpoint_that_is_never_written_is_waited_for_to_its_limit() -> None:
+    driver = stopping()
+    driver.say(W0, Saving(), Saving(is_over=True), Saving())
+    driver.take()
+    driver.pass_time(69.9, answered=True)
+    assert driver.notable() == []
+    driver.pass_time(0.2, answered=True)
+    assert driver.notable() == [SignalWorker(life=W0, how="kill")]
+
+
+def test_a_checkpoint_written_within_the_grace_leaves_the_rest_of_it() -> None:
+    driver = stopping()
+    driver.say(W0, Saving(), Saving(is_over=True))
+    driver.take()
+    driver.pass_time(9.9, answered=True)
+    assert driver.notable() == []
+    driver.pass_time(0.2, answered=True)
+    assert driver.notable() == [SignalWorker(life=W0, how="kill")]
+
+
+def test_a_job_that_goes_on_hastens_no_checkpoint_that_is_being_written_but_force_does() -> None:
+    driver = stopping()
+    driver.say(W0, Saving())
+    driver.take()
+    driver.desire(grace_s=2)  # it was resumed: the next incarnation waits for this one
+    driver.pass_time(30, answered=True)
+    assert driver.notable() == []
+    driver.desire(grace_s=0)
+    assert driver.notable() == [SignalWorker(life=W0, how="kill")]
+
+
+def test_a_restart_waits_for_no_checkpoint() -> None:
+    driver = stopping(grace_s=2)
+    driver.say(W0, Saving())
+    driver.take()
+    driver.pass_time(2.1, answered=True)
+    assert driver.notable() == [SignalWorker(life=W0, how="kill")]
 
 
 def test_the_master_may_set_another_grace_and_none_is_a_kill_at_once() -> None:
@@ -363,7 +431,9 @@ def test_a_worker_that_is_still_starting_is_killed_without_ado(driver: Driver) -
 def test_ctrl_c_is_sigint() -> None:
     driver = launched(wanted(W0, run=1))
     driver.desire(jobs=[DesiredJob(job_id="job-1", spec=SPEC, is_interrupted=True)])
-    told = TellWorker(life=W0, message=Stop(grace_s=10, reason="it is no longer desired", interrupt=True))
+    told = TellWorker(
+        life=W0, message=Stop(grace_s=10, save_grace_s=60, reason="it is no longer desired", interrupt=True)
+    )
     assert driver.notable() == [told, SignalWorker(life=W0, how="interrupt")]
 
 

@@ -13,7 +13,7 @@ from unified.protocol.agent_master import (
     ObservedWorkers,
 )
 from unified.protocol.records import WorkerState
-from unified.protocol.worker_agent import Finished, Running, Stop
+from unified.protocol.worker_agent import Finished, Running, Saving, Stop
 from unified_agent.core.lease import request_id_at
 from unified_agent.core.messages import (
     AgentEvent,
@@ -149,12 +149,26 @@ def test_an_end_gives_workers_the_whole_grace_of_their_job(told: float | None, g
         assert driver.notable() == [SignalWorker(life=W0, how="kill")]
         return
     order, signal = driver.notable()
-    assert order == TellWorker(life=W0, message=Stop(grace_s=grace, reason="the agent stops: SIGTERM"))
+    assert order == TellWorker(life=W0, message=Stop(grace_s=grace, save_grace_s=60, reason="the agent stops: SIGTERM"))
     assert signal == SignalWorker(life=W0, how="terminate")
     driver.pass_time(grace - 0.1, answered=True)
     assert driver.notable() == []
     driver.pass_time(0.2, answered=True)
     assert driver.notable() == [SignalWorker(life=W0, how="kill")]
+
+
+@pytest.mark.parametrize("is_suspended", [True, False])
+def test_it_waits_for_a_checkpoint_that_is_being_written(is_suspended: bool) -> None:
+    driver = launched(wanted(W0))
+    driver.say(W0, Saving())
+    if is_suspended:
+        driver.desire()
+    stop(driver)
+    driver.pass_time(65, answered=True)
+    assert not any(isinstance(action, Exit) for action in driver.take())
+    driver.say(W0, Saving(is_over=True))
+    driver.step(WorkerExited(life=W0, code=0))
+    assert [action.code for action in driver.take() if isinstance(action, Exit)] == [0]
 
 
 def test_it_does_not_wait_for_ever_for_a_worker_that_cannot_die() -> None:
