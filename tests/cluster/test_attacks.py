@@ -124,6 +124,7 @@ def daemons(cluster: LocalCluster) -> list[int]:
     return [cluster.master_pid, *cluster.agent_pids]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_torch")
 def test_hostile_workers_hurt_nobody_but_their_own_jobs(local_cluster: Cluster, project: Project) -> None:
     project(hostile_workers=WORKERS)

@@ -135,7 +135,8 @@ def test_nobody_without_its_key_may_use_it(place: Path) -> None:
         assert client.jobs() == []
 
 
-@pytest.mark.parametrize("victim", ["keeper", pytest.param("master", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["keeper", "master"])
 def test_a_daemon_that_is_killed_leaves_nothing_behind(
     tmp_path: Path, place: Path, command: Command, victim: str
 ) -> None:

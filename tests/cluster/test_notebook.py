@@ -173,6 +173,7 @@ def test_a_notebook_from_its_first_cell_to_a_killed_kernel(notebook: Notebook, t
     assert [str(path) for path in settings.run_root().rglob("*") if path.is_socket()] == []
 
 
+@pytest.mark.slow
 def test_the_notebook_of_the_examples(notebook: Notebook) -> None:
     cells = json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]
     ran = [notebook.run("".join(cell["source"])) for cell in cells if cell["cell_type"] == "code"]

@@ -17,7 +17,7 @@ from unified.client.cluster_client import connect
 from unified.client.foreground import ALLOCATION
 from unified.client.handle import JobHandle
 from unified.protocol.records import Stage
-from unified.testing import eventually
+from unified.testing import LocalCluster, eventually
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
 
@@ -61,6 +61,27 @@ def train():  # without a look at should_stop
     while True:
         time.sleep(0.02)
 """
+SNAPSHOTS = """
+import os, time
+from pathlib import Path
+from unified import current_worker
+
+def count():
+    worker, folder, rank = current_worker(), Path(os.environ["FOLDER"]), os.environ["RANK"]
+    state = {"step": 0}
+    found = worker.restore(state)
+    if found is not None:
+        with (folder / "again").open("a") as file:
+            print(rank, found.step, state["step"], "from", found.source, file=file)
+    while not worker.should_stop and not (found is not None and (folder / "end").exists()):
+        state["step"] += 1
+        worker.snapshot(state, state["step"])
+        worker.report(step=state["step"])
+        time.sleep(0.02)
+    if found is None:
+        with (folder / "first").open("a") as file:
+            print(rank, state["step"], state["step"], file=file)
+"""
 DRIVER = """
 import sys
 from unified.api.builder import DLJobBuilder
@@ -80,6 +101,14 @@ def steps(handle: JobHandle) -> list[int]:
 
 def saved(folder: Path) -> list[tuple[int, int]]:
     return [(rank, int((folder / f"saved-{rank}").read_text())) for rank in range(2)]
+
+
+def said(cluster: LocalCluster, *words: str) -> str:
+    """What a command prints that succeeds."""
+    command = [sys.executable, "-m", "unified", *words, "--master", cluster.address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_a_job_goes_on_at_the_step_that_it_saved(local_cluster: Cluster, project: Project, tmp_path: Path) -> None:
@@ -102,6 +131,43 @@ def test_a_job_goes_on_at_the_step_that_it_saved(local_cluster: Cluster, project
     assert handle.wait(timeout=200) == 0
     assert (handle.status().budgets, handle.status().num_restarts) == ([], 0)
     assert "WARNING" not in (cluster.home / "master.log").read_text()
+
+
+def test_a_job_goes_on_from_its_snapshots(local_cluster: Cluster, project: Project, tmp_path: Path) -> None:
+    project(snapshots=SNAPSHOTS)
+    builder: Any = DLJobBuilder().device_per_node(1).device_type("CPU").global_env({"FOLDER": str(tmp_path)})
+    builder = builder.workload("counter", "snapshots.count").total(2).resource(cpu=0.1)
+    cluster = local_cluster(nodes=2, devices=1)
+    handle = cluster.submit(builder.build(), "counting")
+    eventually(lambda: min(steps(handle), default=0) > 3)
+    handle.suspend("a new switch")
+    eventually(lambda: handle.status().num_leaving == 0)
+    handle.resume()
+    (tmp_path / "end").touch()
+    assert handle.wait(timeout=200) == 0
+    first, again = lines(tmp_path, "first"), lines(tmp_path, "again")
+    assert sorted(again) == sorted(f"{line} from memory" for line in first)
+    assert (handle.status().budgets, handle.status().num_restarts) == ([], 0)
+    assert "WARNING" not in "".join(path.read_text() for path in cluster.home.glob("*.log"))
+
+
+def test_all_jobs_at_once(local_cluster: Cluster, project: Project, tmp_path: Path) -> None:
+    project(counting=CODE)
+    cluster = local_cluster(nodes=1, devices=2)
+    handles = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        builder: Any = DLJobBuilder().device_per_node(1).device_type("CPU").global_env({"FOLDER": str(tmp_path / name)})
+        handles.append(cluster.submit(builder.workload("counter", "counting.count").total(1).build(), name))
+    eventually(lambda: min([step for handle in handles for step in steps(handle)], default=0) > 3)
+    both = f"{handles[0].job_id}, {handles[1].job_id}.\n"
+    assert said(cluster, "suspend", "--all", "--reason", "a new switch") == f"suspended: {both}"
+    assert [(handle.status().suspended, handle.status().num_leaving) for handle in handles] == [("a new switch", 0)] * 2
+    assert all((tmp_path / name / "saved-0").exists() for name in ("first", "second"))  # the command has waited
+    assert said(cluster, "resume", "--all") == f"resumed: {both}"
+    for handle, name in zip(handles, ("first", "second"), strict=True):
+        (tmp_path / name / "end").touch()
+        assert handle.wait(timeout=200) == 0
 
 
 def test_a_save_under_way_is_waited_for(local_cluster: Cluster, project: Project, tmp_path: Path) -> None:

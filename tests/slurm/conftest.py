@@ -99,7 +99,7 @@ def array():
     return described("job.env").build()
 
 def roles():
-    builder = DLJobBuilder().node_num(3).device_per_node(1).device_type("CPU")
+    builder = DLJobBuilder().node_num(int(os.environ.get("NODES", 3))).device_per_node(1).device_type("CPU")
     builder = builder.train("job.train").nnodes(1).nproc_per_node(1).end()
     return builder.workload("env", "job.env").total(2).resource(cpu=1).end().build()
 """

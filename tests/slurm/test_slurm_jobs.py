@@ -307,6 +307,15 @@ def test_roles_of_a_heterogeneous_job_are_on_the_nodes_of_their_component(site: 
     assert [words[-1] for words in site.notes("from")] == ["n2"]
 
 
+def test_a_component_is_in_a_partition_of_its_own(site: Site) -> None:
+    (site.folder / "finish").touch()
+    slurm_id = site.submit("job.py:roles", "-p", "dev", "--group", "env=-p cpu -N 1", NODES="2")
+    assert sorted(site.slurm.run("squeue", "-h", "-t", "all", "-j", slurm_id, "--format=%P").split()) == ["cpu", "dev"]
+    site.until_ended(slurm_id)
+    assert [words[-1] for words in site.notes("env")] == ["n3"] * 2  # which is the only node of this partition
+    assert [words[-1] for words in site.notes("from")] in (["n1"], ["n2"])
+
+
 def test_an_array_has_a_cluster_for_each_of_its_jobs(site: Site) -> None:
     array_id = site.submit("job.py:array", "--array", "0-2")
     eventually(lambda: len(site.notes("env")) == 3, timeout=120)

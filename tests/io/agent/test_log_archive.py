@@ -74,6 +74,7 @@ def test_a_kind_of_store_that_is_not_known_is_refused(tmp_path: Path) -> None:
     assert "ftp://host/logs" in agent.stderr
 
 
+@pytest.mark.slow
 def test_a_bucket_that_is_away_for_a_while_gets_all(
     tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
