@@ -215,10 +215,14 @@ def installation_variables() -> Iterator[list[str]]:
     yield ["`UNIFIED_MASTER`", "", "Address of the master, for clients: `tcp://HOST:PORT`."]
     yield ["`UNIFIED_KEY_FILE`", "beyond loopback `~/.config/unified/cluster.key`, if it is there", _KEY_FILE]
     yield ["`UNIFIED_INSECURE`", "`0`", "`1`: daemons may listen beyond loopback without a cluster key."]
-    yield ["`UNIFIED_HOME`", "`$XDG_STATE_HOME/unified`, else `~/.local/state/unified`", "State and logs."]
+    yield [
+        "`UNIFIED_HOME`",
+        "`$XDG_STATE_HOME/unified`, else `~/.local/state/unified`, else below `unified-UID` in `TMPDIR`",
+        "State and logs.",
+    ]
     yield [
         "`UNIFIED_RUN_DIR`",
-        "`$XDG_RUNTIME_DIR/unified` if that is there, else `/tmp/unified-UID`",
+        "`$XDG_RUNTIME_DIR/unified` if that is there, else `unified-UID` in `TMPDIR`, or in `/tmp` if these are long",
         "Sockets; 0700.",
     ]
     yield ["`UNIFIED_PORT_RANGE`", "", "Ports for all that listens on any free one: `20000-20999`; on each host."]

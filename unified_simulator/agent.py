@@ -300,7 +300,7 @@ class SimulatedAgent:
                     if self.lives[life].can_rejoin:
                         self.lives[life].left_round = notice.round
                         self._timers.arm(("leave", life), now + self.delays.leave)
-                case SignalWorker(life=life, how=how) if life in self.lives:
+                case SignalWorker(life=life, how=str() as how) if life in self.lives:
                     self._signal(now, life, how)
                 case SendLog(order=order, request_id=request_id) | SampleWorker(order=order, request_id=request_id):
                     said.append((request_id, log_of(order, self.node, self._core.facts.incarnation)))

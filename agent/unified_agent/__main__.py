@@ -23,7 +23,7 @@ def start_early() -> int:
     parent, node, *flags = int(sys.argv[2]), *sys.argv[3:]
     process.die_with_parent(signal.SIGTERM, parent)
     life = os.urandom(8).hex()
-    run_dir = run_folder(settings.make_private(settings.run_root()), life)
+    run_dir = run_folder(settings.make_run_root(settings.BELOW_AGENT), life)
     entry = flags[flags.index(ENTRY_FLAG) + 1] if ENTRY_FLAG in flags else ENTRY
     zygote = spawn_zygote(settings.python(), entry, run_dir, child_environment(os.environ, node, life), 1)
     import json  # meanwhile

@@ -34,7 +34,15 @@ from unified_agent.held_stacks import HeldStacks
 from unified_agent.jobs.descriptions import Descriptions
 from unified_agent.jobs.preparation import Preparation
 from unified_agent.lease_keeper import LeaseKeeper
-from unified_agent.logs.output import OutputClosed, OutputFailed, OutputReader, SliceRead, TailsRead, destinations
+from unified_agent.logs.output import (
+    OutputClosed,
+    OutputFailed,
+    OutputLost,
+    OutputReader,
+    SliceRead,
+    TailsRead,
+    destinations,
+)
 from unified_agent.master_channel import MasterChannel
 from unified_agent.measure.evidence import EvidenceCollector, ProcessEnd
 from unified_agent.measure.profiles import Profiler
@@ -227,7 +235,13 @@ class AgentDaemon:
     def _status(self) -> str:
         """Return a line for `systemctl status`."""
         jobs = [worker.job_id for worker in self._core.workers.values() if not worker.is_ended]
-        where = f"node {self._facts.node}, {self._core.membership.state.lower()} at the master {self._facts.master}"
+        membership, master = self._core.membership, self._facts.master
+        if self._core.shutdown.has_begun:
+            return f"stops: {len(jobs)} workers of {len(set(jobs))} jobs are left"
+        state = f"{membership.state.lower()} at the master {master}"
+        if not membership.is_registered:
+            state += ": it cannot be reached, or does not answer yet; the agent keeps trying"
+        where = f"node {self._facts.node}, {state}"
         return f"{len(jobs)} workers of {len(set(jobs))} jobs; {where}"
 
     def _drain(self) -> None:
@@ -333,6 +347,10 @@ class AgentDaemon:
                 case TailsRead():
                     node, incarnation = self._facts.node, self._facts.incarnation
                     self._channel.send(OutputTails(node=node, incarnation=incarnation, tails=result.tails))
+                case OutputLost():
+                    self._events.append(
+                        messages.OutputDropped(life=result.life, stream=result.stream, text=result.text)
+                    )
                 case OutputFailed():
                     self._events.append(
                         messages.StopAsked(reason="a defect: nobody reads the workers' output", at_once=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 
+from unified.job.driver import is_read_at_start
 from unified.job.spec import JobSpec
 from unified.protocol.agent_master import DesiredWorker
 from unified.protocol.records import Device, NodeResources
@@ -22,22 +22,6 @@ for each packet that a name server loses: long enough to be taken for a hang. Tw
 RECORDER, RECORDED = "TORCH_FR_BUFFER_SIZE", "2000"
 """Number of collectives that torch's flight recorder keeps, by which `unified stack` tells who did not enter one. It is
 the default of newer releases, and costs less than can be measured beside a collective."""
-
-_READ_AT_START = (
-    *("PYTHON", "TORCH", "PYTORCH_", "LD_", "MALLOC_", "GLIBC_"),
-    *("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "BLIS_", "NPY_", "ATEN_"),
-)
-"""Beginnings of names. Variables that are read later need no interpreter of their own, which costs seconds."""
-_READ_LATER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "TORCH_CUDA_", "TORCH_FR_")
-_READ_LATER = frozenset(
-    """
-    PYTHONPATH PYTHONUNBUFFERED PYTHONDONTWRITEBYTECODE PYTHONIOENCODING PYTHONBREAKPOINT PYTHONFAULTHANDLER
-    OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS TORCH_HOME TORCH_EXTENSIONS_DIR
-    """.split()  # noqa: SIM905
-)
-"""Variables such as `PYTHONPATH`, which a forked worker reads anew, and numbers of threads, which it sets anew."""
-_OF_IMAGES = re.compile(r"PYTHON_(?!GIL|JIT|CPU_COUNT|FROZEN_MODULES|PERF)|.*_(VERSION|SHA256|URL|BUILD\w*)\Z")
-"""Variables by which container images describe themselves; no library reads them."""
 
 _TORCH_NAME = {"cuda": "cuda", "rocm": "cuda", "npu": "npu"}
 
@@ -131,15 +115,7 @@ def starting_variables(envs: Mapping[str, str], inherited: Mapping[str, str]) ->
     """Return the variables of a role that an interpreter, a C library or torch reads when it starts, and that the
     agent's zygote was not started with: workers of the role need interpreters of their own.
     """
-    return {
-        name: value
-        for name, value in envs.items()
-        if name.startswith(_READ_AT_START)
-        and not name.startswith(_READ_LATER_PREFIXES)
-        and name not in _READ_LATER
-        and not _OF_IMAGES.match(name)
-        and inherited.get(name) != value
-    }
+    return {name: value for name, value in envs.items() if is_read_at_start(name) and inherited.get(name) != value}
 
 
 def _network_environment(node: NodeFacts) -> dict[str, str]:

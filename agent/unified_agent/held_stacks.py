@@ -105,7 +105,7 @@ def _state(pid: int) -> str:
 
 def _by_faulthandler(pid: int, pidfd: int, until: float) -> list[Thread]:
     """Have the handler write, and read it; empty if it is not there, or did not write in time."""
-    if not _is_handled(pid) or (path := _memory_file(pid)) is None:
+    if not is_handled(pid, SIGNAL) or (path := _memory_file(pid)) is None:
         return []
     try:
         with open(path, "r+b", buffering=0) as file:
@@ -117,7 +117,7 @@ def _by_faulthandler(pid: int, pidfd: int, until: float) -> list[Thread]:
     return read_faulthandler(text.decode(errors="replace"))
 
 
-def _is_handled(pid: int) -> bool:
+def is_handled(pid: int, number: int) -> bool:
     """Return True if the process handles the signal, which else would end it, and its main thread does not block it,
     as one does that waits for it."""
     try:
@@ -125,7 +125,7 @@ def _is_handled(pid: int) -> bool:
     except OSError:
         return False
     masks = {name: value for name, _, value in (line.partition(":\t") for line in lines)}
-    bit = 1 << (SIGNAL - 1)
+    bit = 1 << (number - 1)
     return bool(int(masks["SigCgt"], 16) & bit) and not int(masks["SigBlk"], 16) & bit
 
 

@@ -34,6 +34,7 @@ from unified.protocol.records import Failure, JobWorkerIncarnation
 from unified.protocol.worker_agent import AgentToWorker, Hello, Launch, worker_to_agent
 from unified_agent.child_channel import ChannelOverflowError, ChildChannel
 from unified_agent.core.messages import AgentEvent, StartWorker, WorkerNotStarted, WorkerSaid, WorkerStarted
+from unified_agent.held_stacks import is_handled
 from unified_agent.measure.evidence import ProcessEnd
 from unified_agent.orphans import sweep
 from unified_agent.poll_loop import PollLoop
@@ -202,10 +203,14 @@ class Processes:
             self._loop.unwatch_channel(child.channel)
             self.signal(life, "kill")
 
-    def signal(self, life: JobWorkerIncarnation, how: Literal["terminate", "interrupt", "kill"]) -> None:
-        """Send SIGTERM or SIGINT to a worker's process, or SIGKILL to its whole group."""
+    def signal(self, life: JobWorkerIncarnation, how: Literal["terminate", "interrupt", "kill"] | int) -> None:
+        """Send SIGTERM or SIGINT to a worker's process, SIGKILL to its group, any other if the process handles it."""
         child = self._by_life.get(life)
         if child is None:
+            return
+        if isinstance(how, int):
+            if child.pidfd >= 0 and is_handled(child.pid, how):
+                self._signal_pidfd(child, how)
             return
         if how != "kill":
             self._signal_pidfd(child, signal.SIGTERM if how == "terminate" else signal.SIGINT)

@@ -26,8 +26,32 @@ from unified.core.coordinator.workers import HEARTBEAT_TIMES, HeartbeatTimes
 from unified.core.timers import earliest
 from unified.errors import ClusterError, ProtocolError, UnifiedError, UsageError, VersionMismatchError
 from unified.probes import Probes
-from unified.protocol.agent_master import AgentToMaster
-from unified.protocol.client_master import ClientToCodeStore, ClientToMaster, CodeRequest, Refused
+from unified.protocol.agent_master import (
+    AgentHeartbeat,
+    AgentPulse,
+    AgentToMaster,
+    LogRead,
+    OutputTails,
+    StacksRead,
+)
+from unified.protocol.client_master import (
+    ClientRequest,
+    ClientToCodeStore,
+    ClientToMaster,
+    CodeRequest,
+    Explain,
+    GetDirectory,
+    GetJob,
+    GetStacks,
+    ListJobs,
+    ListNodes,
+    PutCode,
+    ReadLog,
+    Refused,
+    StopJob,
+    SuspendJob,
+    WatchCluster,
+)
 from unified.protocol.coordinator import CoordinatorRequest, WorkerToCoordinator
 from unified.protocol.framing import UNREADABLE, Codec
 from unified.protocol.records import EventRecord, Stage
@@ -50,7 +74,7 @@ from unified_master.core.messages import (
 from unified_master.core.state import Cluster
 from unified_master.gateway_process import GatewayAddress, GatewayProcess
 from unified_master.relay import BusRelay
-from unified_master.store import Store
+from unified_master.store import Store, UnwritableStoreError
 
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # `|` of enum members costs more than a send
 _COPIED_BYTES = 65_536
@@ -61,6 +85,14 @@ MAX_DEFECTS = 5
 DEFECT_WINDOW_S = 60.0
 FAREWELL_S = 1.0
 """Time that agents have to answer the word that the master stops, without which they would end their workers."""
+FULL_POLL_MS = 500
+"""Time between two attempts to write to a disk that is full."""
+MAX_DEFERRED = 10_000
+_HARMLESS = (
+    *(AgentHeartbeat, AgentPulse, LogRead, OutputTails, StacksRead),
+    *(GetJob, ListJobs, ListNodes, Explain, ReadLog, GetStacks, GetDirectory, WatchCluster),
+)
+"""Messages that need no record."""
 _log = logging.getLogger("unified.master")
 _codec: Codec[AgentToMaster | ClientToMaster | ClientToCodeStore | WorkerToCoordinator] = Codec(
     AgentToMaster | ClientToMaster | ClientToCodeStore | WorkerToCoordinator
@@ -107,6 +139,8 @@ class MasterDaemon:
         self._code = CodeStore(options.state_dir / "code")
         self._probes = Probes(options.health_bind, "the master does not take requests yet")
         self._is_stopping = False
+        self._deferred: list[DaemonEvent] = []
+        """Events that came while nothing could be recorded."""
         self._notifier = notifier or ServiceNotifier({})
 
     def _now(self) -> float:
@@ -199,7 +233,8 @@ class MasterDaemon:
                     wait_s = min(wait_s, max(0.0, wakes_at - time.monotonic()))
                 poller.poll(math.ceil(wait_s * 1000))
                 self._probes.turned()
-                events = self._take_in(router)
+                events = [*self._deferred, *self._take_in(router)]
+                self._deferred.clear()
                 if due is not None and self._now() >= due:
                     events.append(MasterTick(is_behind=len(events) >= MAX_BATCH))
                 core = self._handle(core, events, router, store)
@@ -274,15 +309,20 @@ class MasterDaemon:
     ) -> MasterCore:
         """Step through a batch of events; commit everything, then send. Return the core to go on with."""
         actions: list[MasterAction] = []
+        meanwhile = functools.partial(self._bear_full_disk, core, router)
         for event in events:
+            if _begins_something(event) and not _ends_something(event) and (reason := store.shortage()):
+                self._refuse_for_now(router, event, reason)
+                continue
             try:
                 self._step(core, event, actions)
             except Exception:  # any defect of ours: the core may be half changed, so it is not used again
-                self._record(actions, store)
+                self._record(actions, store, meanwhile)
                 self._perform(actions, router)
                 actions = []
                 core = self._after_defect(core, event, router, store)
-        self._record(actions, store)
+                meanwhile = functools.partial(self._bear_full_disk, core, router)
+        self._record(actions, store, meanwhile)
         self._perform(actions, router)
         return core
 
@@ -319,13 +359,59 @@ class MasterDaemon:
             _send(router, event.peer, *_codec.encode(Refused(code="defect", reason=reason), event.request_id))
         return self._begin_term(store, core.cluster.relay)
 
-    def _record(self, actions: Sequence[MasterAction], store: Store) -> None:
-        saves = [action for action in actions if isinstance(action, SaveRecord)]
-        reports = [action for action in actions if isinstance(action, ReportEvent)]
-        if saves or reports:
-            store.commit(saves, reports)
+    def _record(
+        self,
+        actions: list[MasterAction],
+        store: Store,
+        meanwhile: Callable[[list[MasterAction], str], None] | None = None,
+    ) -> None:
+        """Commit what the actions save. As long as the disk is full, call `meanwhile`, which may add to them."""
+        is_full = False
+        while True:
+            saves = [action for action in actions if isinstance(action, SaveRecord)]
+            reports = [action for action in actions if isinstance(action, ReportEvent)]
+            try:
+                if saves or reports:
+                    store.commit(saves, reports)
+                break
+            except UnwritableStoreError as error:
+                if meanwhile is None or self._is_stopping:
+                    raise
+                if not is_full:
+                    _log.error("event=state-not-written reason=%r", str(error))
+                is_full = True
+                meanwhile(actions, str(error))
+        if is_full:
+            _log.info("event=state-written reason=%r", "there is room again")
         for report in reports:
             _log.info("%s", describe(report.record))
+
+    def _bear_full_disk(
+        self, core: MasterCore, router: zmq.Socket[bytes], actions: list[MasterAction], reason: str
+    ) -> None:
+        """Serve for a moment while nothing can be recorded: nodes stay alive, and clients may look.
+
+        Nothing is decided. Requests of clients are refused, and all else waits until it can be recorded.
+        """
+        router.poll(FULL_POLL_MS)
+        self._notifier.beat(True, lambda: f"its state cannot be written: {reason}")
+        self._probes.turned()
+        for event in self._take_in(router):
+            if isinstance(event, Received) and isinstance(event.message, _HARMLESS):
+                decided = core.step(self._now(), event)
+                if any(isinstance(each, SaveRecord | ReportEvent) for each in decided):
+                    actions += decided
+                else:
+                    self._perform(decided, router)
+            elif _begins_something(event):
+                self._refuse_for_now(router, event, reason)
+            elif len(self._deferred) < MAX_DEFERRED:
+                self._deferred.append(event)
+
+    def _refuse_for_now(self, router: zmq.Socket[bytes], event: DaemonEvent, reason: str) -> None:
+        if isinstance(event, Received | CodeReceived):
+            refusal = Refused(code="unavailable", reason=f"the master can record nothing: {reason}")
+            _send(router, event.peer, *_codec.encode(refusal, event.request_id))
 
     def _perform(self, actions: Sequence[MasterAction], router: zmq.Socket[bytes]) -> None:
         message: object = None
@@ -339,6 +425,19 @@ class MasterDaemon:
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._is_stopping = True
+
+
+def _begins_something(event: DaemonEvent) -> bool:
+    """Return True if a client asks for something that has to be recorded."""
+    if isinstance(event, CodeReceived):
+        return isinstance(event.request, PutCode)
+    if not isinstance(event, Received):
+        return False
+    return isinstance(event.message, ClientRequest) and not isinstance(event.message, _HARMLESS)
+
+
+def _ends_something(event: DaemonEvent) -> bool:
+    return isinstance(event, Received) and isinstance(event.message, StopJob | SuspendJob)
 
 
 def _status(cluster: Cluster) -> str:

@@ -24,6 +24,10 @@ MAX_EVENTS = 200_000
 """Number of lines of the event log that are kept."""
 TRIM_EVERY = 10_000
 """Number of lines after which those beyond `MAX_EVENTS` are dropped."""
+LEAST_FREE = 1 << 20
+"""Room in bytes below which a master begins nothing new, so that what goes on can be recorded."""
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_OF_THE_DISK = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 _SCHEMA = """
 create table records (kind text not null, key text not null, data blob not null, primary key (kind, key)) without rowid;
 create table events (sequence integer primary key, job text not null, data blob not null);
@@ -32,6 +36,10 @@ create table events (sequence integer primary key, job text not null, data blob 
 
 class StoreError(ClusterError):
     """The state directory cannot be used: another master has it, or its contents are not ours to read."""
+
+
+class UnwritableStoreError(StoreError):
+    """The disk is full or fails: the same may be written later."""
 
 
 class OtherStoreError(StoreError):
@@ -64,10 +72,21 @@ class Store:
         try:
             self._write(saves, reports)
         except sqlite3.Error as error:
-            raise StoreError(
-                f"{self.path} cannot be written: {error}. Make room or repair the disk, and start the master again; "
-                "workers run on meanwhile."
+            kind = UnwritableStoreError if error.sqlite_errorcode & 0xFF in _OF_THE_DISK else StoreError
+            raise kind(
+                f"{self.path} cannot be written: {error}. Make room, or repair the disk; workers run on meanwhile."
             ) from None
+
+    def shortage(self) -> str:
+        """Return the reason why nothing new should be begun, as little room is left; empty: there is enough."""
+        try:
+            found = os.statvfs(self.directory)
+        except OSError:  # a commit will tell
+            return ""
+        free = (found.f_bavail if os.getuid() else found.f_bfree) * found.f_frsize
+        if free >= LEAST_FREE:
+            return ""
+        return f"the disk of its state is full: {self.directory} has {free >> 10} KiB left. Make room there."
 
     def _write(self, saves: Iterable[SaveRecord], reports: Iterable[ReportEvent]) -> None:
         with self._database as database:  # commits, or rolls back
@@ -96,7 +115,9 @@ class Store:
         try:
             return [msgspec.msgpack.decode(data, type=EventRecord) for (data,) in rows]
         except msgspec.DecodeError as error:
-            raise StoreError(f"the event log in {self.path} is damaged: {error}. Restore it from a copy.") from None
+            raise OtherStoreError(
+                f"the event log in {self.path} is damaged: {error}. Restore it from a copy."
+            ) from None
 
     @staticmethod
     def _trim(database: sqlite3.Connection) -> None:
@@ -141,7 +162,8 @@ class Store:
                 database.close()
                 raise
         except sqlite3.Error as error:
-            raise StoreError(
+            kind = OtherStoreError if error.sqlite_errorcode & 0xFF in _DAMAGED else StoreError
+            raise kind(
                 f"{self.path} cannot be read as the master's store: {error}. Restore it from a copy, or move it away "
                 "to start with an empty one (running workers will then be stopped)."
             ) from None

@@ -11,6 +11,7 @@ from typing import Protocol
 import pytest
 
 from tests.support.fake_nvml import fake_nvml  # noqa: F401 - a fixture
+from tests.support.full_disk import small_disk  # noqa: F401 - a fixture
 from tests.support.s3 import s3_environment, s3_server  # noqa: F401 - fixtures, one server for the whole session
 from tests.support.training_api import service  # noqa: F401 - a fixture
 from unified.client.daemons import Daemon

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -33,6 +34,19 @@ print("FACTS", json.dumps(facts), flush=True)
 while not Path("go").exists():
     time.sleep(0.01)
 dist.barrier()
+dist.destroy_process_group()
+"""
+TUTORIAL = """
+import os, sys
+import torch
+import torch.distributed as dist
+
+os.environ["MASTER_ADDR"] = "localhost"
+os.environ["MASTER_PORT"] = sys.argv[1]
+dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+value = torch.ones(1)
+dist.all_reduce(value)
+print("sum", value.item(), flush=True)
 dist.destroy_process_group()
 """
 
@@ -144,3 +158,89 @@ def test_two_hosts_without_a_master_are_refused(tmp_path: Path, unified_run: Run
         host = unified_run("--nnodes=2", f"--node-rank={rank}", "--master-addr=h0", "train.py")
         assert host.communicate(timeout=100)[1].count("without a master") == 1
         assert host.returncode == 2
+
+
+def test_a_script_that_chooses_the_store_s_address_has_it_in_rank_0(tmp_path: Path, unified_run: Run) -> None:
+    (tmp_path / "tutorial.py").write_text(TUTORIAL)
+    port = str(unused_port())
+    ran = unified_run("--nproc-per-node=2", "tutorial.py", port)
+    out, err = ran.communicate(timeout=100)
+    assert ran.returncode == 0, err
+    assert out.count("sum 2.0") == 2
+    assert err.count(f"this script sets MASTER_ADDR=localhost and MASTER_PORT={port} itself") == 1
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_within_a_rank_it_has_a_cluster_of_its_own(tmp_path: Path, unified_run: Run) -> None:
+    inner = [sys.executable, "-m", "unified", "run", "--nproc-per-node=2", "inner.py"]
+    (tmp_path / "inner.py").write_text("import os\nprint('inner', os.environ['RANK'], flush=True)\n")
+    (tmp_path / "outer.py").write_text(f"import subprocess, sys\nsys.exit(subprocess.run({inner}).returncode)\n")
+    ran = unified_run("--nproc-per-node=1", "outer.py")
+    out, err = ran.communicate(timeout=100)
+    assert ran.returncode == 0, err
+    assert sorted(line.rpartition("inner ")[2] for line in out.splitlines() if "inner" in line) == ["0", "1"]
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_a_hang_ends_a_run_that_says_so(tmp_path: Path, unified_run: Run) -> None:
+    (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(600)\n")
+    ran = unified_run("--hang-timeout=1", "--max-restarts=0", "sleeps.py")
+    _, err = ran.communicate(timeout=100)
+    assert ran.returncode == 1
+    assert "hang: no progress for 1 s" in err
+
+
+HANDLES = """
+import os, signal, sys, time
+from pathlib import Path
+
+came = []
+for name in sys.argv[1:]:
+    signal.signal(getattr(signal, name), lambda number, frame: came.append(signal.Signals(number).name))
+Path(f"up-{os.environ['RANK']}").touch()
+while sorted(came) != sorted(sys.argv[1:]):
+    time.sleep(0.01)
+print("came", os.environ["RANK"], *sorted(came), flush=True)
+while not Path("go").exists():
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_signals_go_to_the_ranks_that_handle_them_and_the_run_goes_on(tmp_path: Path, unified_run: Run) -> None:
+    (tmp_path / "handles.py").write_text(HANDLES)
+    names = ["SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"]
+    ran = unified_run("--nproc-per-node=2", "--signals-to-handle=SIGTERM,SIGQUIT", "handles.py", *names)
+    eventually(lambda: all((tmp_path / f"up-{rank}").exists() for rank in range(2)), timeout=100)
+    for name in [*names, "SIGWINCH"]:
+        ran.send_signal(signal.Signals[name])
+    assert ran.stdout is not None
+    came = sorted(ran.stdout.readline().partition("came ")[2].strip() for _ in range(2))
+    assert came == [f"{rank} {' '.join(names)}" for rank in range(2)]
+    ran.send_signal(signal.SIGUSR1)  # once more, and it still goes on
+    (tmp_path / "go").touch()
+    _, err = ran.communicate(timeout=100)
+    assert ran.returncode == 0, err
+    assert "SIGUSR1 goes to the workers that handle it" in err
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_ranks_that_do_not_handle_a_signal_are_left_alone(tmp_path: Path, unified_run: Run) -> None:
+    (tmp_path / "waits.py").write_text(HANDLES)
+    ran = unified_run("waits.py")
+    eventually(lambda: (tmp_path / "up-0").exists(), timeout=100)
+    ran.send_signal(signal.SIGUSR1)
+    ran.send_signal(signal.SIGHUP)
+    assert ran.stderr is not None
+    while "SIGHUP goes to the workers" not in ran.stderr.readline():
+        assert ran.poll() is None
+    (tmp_path / "go").touch()
+    _, err = ran.communicate(timeout=100)
+    assert ran.returncode == 0, err
+
+
+def test_a_signal_that_is_none_is_named(tmp_path: Path, unified_run: Run) -> None:
+    ran = unified_run("--signals-to-handle=SIGUSR1,SIGUSRR2", "x.py")
+    _, err = ran.communicate(timeout=100)
+    assert ran.returncode == 2
+    assert "--signals-to-handle: 'SIGUSRR2' is no signal. Did you mean 'SIGUSR2'?" in err

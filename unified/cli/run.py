@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from msgspec import structs
 
-from unified.api.builder.torchrun import check_hosts, common_key, table_parser
+from unified.api.builder.torchrun import check_hosts, common_key, named_signals, table_parser
 from unified.cli.options import (
     DEBUGPY_HELP,
     NAME_HELP,
@@ -29,7 +29,7 @@ from unified.cli.options import (
     chosen_name,
     outcome,
 )
-from unified.config.addresses import find_master
+from unified.config.addresses import LOCAL, find_master
 from unified.config.settings import PRELOAD, Intervals
 from unified.errors import UsageError
 from unified.job.driver import DEBUGPY, WORKING_DIR, Driver, asked_for, passed_on
@@ -51,15 +51,16 @@ _NOT_OPTIONS = {
 }
 _NO_CONFIG = Blob(codec="msgpack", data=b"\x80")
 _ROLE = "ELASTIC"
-OWN = ("master", "name", "detach", "no_wait", "env", "debugpy", "prefix", "ship", "exclude")
+OWN = ("master", "name", "detach", "no_wait", "env", "debugpy", "prefix", "hang_timeout", "ship", "exclude")
 _ENV_HELP = "A variable of the workers, several times if need be; without a value, this shell's."
 _MASTER_HELP = (
     "The master's address; else $UNIFIED_MASTER; else that of `unified up`. local, or none of these: a cluster of its "
-    "own on this host, which ends with the job."
+    "own on this host, which ends with the job. So it is, too, within a worker of such a cluster."
 )
 _PREFIX_HELP = (
     "Put [ROLE-RANK] before each line that a worker prints; auto: on a terminal, and of several workers elsewhere, too."
 )
+_HANG_HELP = "Seconds without a report, a collective or a call after which a hang is diagnosed, and the ranks fail."
 
 
 def run(argv: Sequence[str]) -> int:
@@ -67,8 +68,10 @@ def run(argv: Sequence[str]) -> int:
     parser = run_parser(os.environ)
     arguments = parser.parse_args(list(argv))
     own = {name: vars(arguments).pop(name) for name in OWN}
+    signals = named_signals(arguments.signals_to_handle)
     if own["debugpy"]:
         os.environ[DEBUGPY] = str(own["debugpy"])
+    own["master"] = own["master"] or _local_within_worker(os.environ)
     master = find_master(own["master"])
     if own["detach"] and master is None:
         raise UsageError(NO_CLUSTER_TO_LEAVE)
@@ -93,7 +96,12 @@ def run(argv: Sequence[str]) -> int:
         if own["detach"]:
             return outcome(submit_job(spec, **options))
         spec = structs.replace(spec, stdin=own_stdin())
-        return run_job(spec, prefix=own["prefix"], **options)
+        return run_job(spec, prefix=own["prefix"], passed_on=signals, **options)
+
+
+def _local_within_worker(env: Mapping[str, str]) -> str | None:
+    """Return ``local`` within a worker of a cluster that belongs to one driver, whose devices are the job's already."""
+    return LOCAL if env.get("UNIFIED_JOB_ID") and env.get("UNIFIED_CLUSTER_ID") else None
 
 
 class Described(NamedTuple):
@@ -114,10 +122,11 @@ def described(
         own: the options of ours in it, which `arguments` has not.
     """
     driver = _driver(arguments, own["env"], is_on_cluster=master is not None)
-    spec = quick_spec(arguments, parser, name, driver, os.environ)
+    hang_timeout = own["hang_timeout"]
+    spec = quick_spec(arguments, parser, name, driver, os.environ) if hang_timeout is None else None
     if spec is not None:
         return Described(spec, not own["no_wait"], own["ship"], own["exclude"])
-    spec, config = full_spec(arguments, parser, name, driver, master)
+    spec, config = full_spec(arguments, parser, name, driver, master, hang_timeout)
     waits, ship = not own["no_wait"] and config.wait, own["ship"] or config.ship
     return Described(spec, waits, ship, [*own["exclude"], *config.exclude])
 
@@ -155,6 +164,7 @@ def run_parser(env: Mapping[str, str], prog: str = "unified run") -> ArgumentPar
     )
     add_ship(own)
     own.add_argument("--debugpy", type=at_least(1), metavar="PORT", help=DEBUGPY_HELP)
+    own.add_argument("--hang-timeout", type=at_least(0.1), metavar="S", help=_HANG_HELP)
     own.add_argument("--prefix", choices=("auto", "always", "never"), default="auto", help=_PREFIX_HELP)
     return parser
 
@@ -228,6 +238,7 @@ def full_spec(
     name: str,
     driver: Driver,
     master: str | None = None,
+    hang_timeout: float | None = None,
 ) -> tuple[JobSpec, JobConfig]:
     """The job as the models make it, and its options, those from the environment included."""
     from unified.api.builder.builder import DLJobBuilder
@@ -239,7 +250,8 @@ def full_spec(
     builder = DLJobBuilder().skip_node_check()
     counts_nodes = not arguments.nproc_per_node.isdecimal()
     describe(builder, arguments, parser, "torchrun", cluster_nodes(master) if master and counts_nodes else None)
-    config = submit_options(builder.build(), {"job_name": name}, os.environ)
+    given = {"job_name": name} if hang_timeout is None else {"job_name": name, "hang_timeout": hang_timeout}
+    config = submit_options(builder.build(), given, os.environ)
     if "failover_exec_strategy" not in config.model_fields_set:
         config = config.model_copy(update={"failover_exec_strategy": 2})  # --max-restarts is the one limit
     return to_spec(config, driver), config

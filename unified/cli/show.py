@@ -124,7 +124,7 @@ def _watch(connection: MasterConnection, job_id: str) -> client_master.JobStatus
     from unified.client.foreground import Watch
 
     with open_display() as display:
-        return Watch(connection, job_id, display, with_logs=False, stops_job=False).run()
+        return Watch(connection, job_id, display, with_logs=False, on_signal="leave").run()
 
 
 def status_lines(status: client_master.JobStatus, now: float, width: int | None = None) -> list[str]:

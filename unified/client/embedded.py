@@ -188,7 +188,7 @@ class EmbeddedCluster:
         if self._is_own_home:
             _prune(self.home.parent, KEPT_HOMES - 1)
         settings.make_folder(self.home)
-        settings.make_private(self._run_dir.parent)
+        settings.make_run_root()
         clusters.sweep(self._run_dir.parent)
         settings.make_private(self._run_dir)
         self._lock_file = clusters.lock(self._run_dir / clusters.LOCK_NAME)

@@ -11,10 +11,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from unified.client.connection import MasterConnection
 from unified.client.display import Display, open_display
@@ -22,12 +22,12 @@ from unified.client.handle import MASTER_GRACE_S, JobHandle
 from unified.client.logs import RENEW_S, LogReader, Mode, Output
 from unified.client.mirror import JobWatch
 from unified.client.output import Prefix, TracebackFilter
-from unified.client.report import STOPPED_BY_USER, end_lines, event_text
+from unified.client.report import STOPPED_BY_USER, end_lines, event_text, short_name
 from unified.client.terminal import exit_code, handled, lasting, printable, signal_name
 from unified.errors import MasterUnreachableError, UnifiedError
 from unified.job.driver import STORY_FOLDER
 from unified.job.spec import JobSpec, OutputFiles
-from unified.protocol.client_master import Explain, JobStatus, StopJob, Story, SuspendJob
+from unified.protocol.client_master import Explain, JobStatus, SignalWorkers, StopJob, Story, SuspendJob
 from unified.protocol.records import Stage
 from unified.threads import start_thread
 
@@ -48,10 +48,12 @@ MAX_FOLLOWED = 16
 ALLOCATION = "SLURM_JOB_ID"
 """Variable of what runs within an allocation of SLURM. There SIGTERM says that the allocation ends, not the job."""
 EXIT_SUSPENDED = os.EX_TEMPFAIL
+PASSED_ON = frozenset({signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP})
+"""Signals to a driver that are meant for its workers: a batch system announces the end of an allocation so."""
 
 
-def run_in_foreground(handle: JobHandle, prefix: Prefix, spec: JobSpec) -> int:
-    """Show a job until it has ended, close its handle, and return its exit code."""
+def run_in_foreground(handle: JobHandle, prefix: Prefix, spec: JobSpec, passed_on: Collection[int] = PASSED_ON) -> int:
+    """Show a job until it has ended, close its handle, and return its exit code; pass these signals on to workers."""
     cluster = handle.cluster
     watch: Watch | None = None
     if prefix == "auto" and sum(role.total for role in spec.roles) > 1:
@@ -65,7 +67,15 @@ def run_in_foreground(handle: JobHandle, prefix: Prefix, spec: JobSpec) -> int:
                     display.note(f"{handle.job_id}  files of what ranks print: {found.log_dir}/{found.run_id}")
             check = (cluster or handle.connection).check
             suspends = cluster is None and ALLOCATION in os.environ
-            watch = Watch(handle.connection, handle.job_id, display, files=files, check=check, suspends_job=suspends)
+            watch = Watch(
+                handle.connection,
+                handle.job_id,
+                display,
+                files=files,
+                check=check,
+                on_signal="suspend" if suspends else "stop",
+                passed_on=passed_on,
+            )
             status = watch.run()
             command = f"unified explain {handle.job_id} --master {handle.connection.address}"
             home = os.environ.get(STORY_FOLDER) if cluster is None else cluster.home
@@ -97,7 +107,9 @@ def _where(handle: JobHandle) -> str:
             f"{handle.job_id}  embedded cluster at {handle.connection.address} (`unified up` keeps one): {nodes} "
             f"node{'s' if nodes != 1 else ''} of {offered}; logs: {handle.cluster.home}"
         )
-    return f"{handle.job_id}  submitted to {handle.connection.address}; from elsewhere: unified status {handle.job_id}"
+    slurm = f"--slurm {os.environ[ALLOCATION]} " if ALLOCATION in os.environ else ""
+    look = f"unified {slurm}status {handle.job_id}"
+    return f"{handle.job_id}  submitted to {handle.connection.address}; from elsewhere: {look}"
 
 
 def _keep_story(handle: JobHandle, home: Path) -> str:
@@ -139,7 +151,7 @@ class FollowFailed(NamedTuple):
 
 
 class Interrupted(NamedTuple):
-    """Ctrl-C or SIGTERM. A signal handler puts it: the queue is safe for that."""
+    """Ctrl-C, SIGTERM, or a signal to pass on. A signal handler puts it: the queue is safe for that."""
 
     signal_number: int
 
@@ -265,8 +277,9 @@ class Watch:
     Args:
         files: by role, what of its output goes to files and is not shown.
         check: raises `ClusterError` if waiting is of no use any more (an embedded master has died).
-        stops_job: Ctrl-C and SIGTERM stop the job.
-        suspends_job: SIGTERM suspends the job, and a job that is suspended, by whomever, is not waited for.
+        on_signal: effect of SIGTERM on the job. Ctrl-C stops it, too, but for `leave`. With `suspend` a job that is
+            suspended, by whomever, is not waited for.
+        passed_on: signals that go to the workers, unless this process handles or ignores them already.
     """
 
     def __init__(
@@ -278,15 +291,15 @@ class Watch:
         with_logs: bool = True,
         files: Mapping[str, OutputFiles] | None = None,
         check: Callable[[], None] = lambda: None,
-        stops_job: bool = True,
-        suspends_job: bool = False,
+        on_signal: Literal["stop", "suspend", "leave"] = "stop",
+        passed_on: Collection[int] = (),
     ) -> None:
-        self._suspends_job = suspends_job
+        self._suspends_job, self._stops_job = on_signal == "suspend", on_signal != "leave"
+        self._passed_on = passed_on
         self._connection = connection
         self._job_id = job_id
         self._display = display
         self._check = check
-        self._stops_job = stops_job
         self._keep = display.wants_all
         """Nobody watches: the output is written to the last line, however long that takes."""
         self._reader: LogReader | None = None
@@ -294,7 +307,7 @@ class Watch:
             max_workers = None if self._keep else MAX_FOLLOWED
             mode: Mode = "keep" if self._keep else "live"
             self._reader = LogReader(connection, job_id, mode=mode, max_workers=max_workers, files=files)
-        self._follower = Follower(connection, job_id, self._reader, suspends_job=suspends_job)
+        self._follower = Follower(connection, job_id, self._reader, suspends_job=self._suspends_job)
         self._ended: JobStatus | None = None
         self._ended_at = 0.0
         self._is_drained = self._reader is None
@@ -303,6 +316,8 @@ class Watch:
         """The signal that had the job stopped."""
         self._is_master_silent = False
         self._left_out = 0
+        self._losers: set[str] = set()
+        """Workers of which it was said that output is dropped."""
 
     def run(self) -> JobStatus:
         """The job's last status.
@@ -315,7 +330,7 @@ class Watch:
         """
         self._follower.start()
         try:
-            with handled(lambda number: self._follower.news.put(Interrupted(number))):
+            with handled(lambda number: self._follower.news.put(Interrupted(number)), self._passed_on):
                 while True:
                     try:
                         news = self._follower.news.get(timeout=REFRESH_S)
@@ -370,6 +385,13 @@ class Watch:
 
     def _show_status(self, status: JobStatus) -> None:
         has_ended = is_over(status, suspends_job=self._suspends_job)
+        for worker in status.workers:
+            if worker.output_lost and worker.name not in self._losers:
+                self._losers.add(worker.name)
+                text = (
+                    f"{status.job_id}  output of {short_name(worker)} on {worker.node} is dropped: {worker.output_lost}"
+                )
+                self._display.note(text)
         if not has_ended:
             self._display.update(status)
         left_out = self._reader.left_out if self._reader is not None else 0
@@ -396,6 +418,10 @@ class Watch:
             )
 
     def _interrupt(self, number: int) -> None:
+        if number in self._passed_on:
+            self._display.note(f"{self._job_id}  {signal_name(number)} goes to the workers that handle it")
+            self._connection.send(SignalWorkers(job=self._job_id, signal=number), timeout_s=MASTER_GRACE_S)
+            return
         is_second = self._stopped_by != 0
         self._stopped_by = self._stopped_by or number
         if not self._stops_job:

@@ -41,7 +41,7 @@ def start_keeper(nodes: int, devices: int | None, idle_s: float) -> ClusterRecor
     home = settings.home()
     try:
         settings.make_folder(home)
-        clusters.sweep(settings.make_private(settings.run_root()))
+        clusters.sweep(settings.make_run_root())
         log_file = home / "up.log"
         arguments = msgspec.json.encode([nodes, devices, idle_s]).decode()
         daemon = Daemon("unified.client.keeper", [arguments], log_file, os.environ)

@@ -195,7 +195,7 @@ def end_lines(status: JobStatus, *, story: str = "", is_traceback_shown: bool = 
     """
     took = f" after {duration_text(status.ended_at - status.submitted_at)}" if status.ended_at else ""
     restarts = f", with {restarts_text(status.num_restarts)}" if status.num_restarts else ""
-    unread = unread_lines(status)
+    unread = [*lost_lines(status), *unread_lines(status)]
     if status.exit_code == 0:
         return [f"job {status.job_id} finished{took}{restarts}", *unread]
     if status.exit_code == STOPPED_BY_USER:
@@ -231,7 +231,12 @@ def state_lines(status: JobStatus, now: float) -> list[str]:
         return end_lines(status)
     since = duration_text(now - status.submitted_at) if status.submitted_at else "-"
     reason = [f"  {first_line(status.reason)}"] if status.reason else []
-    return [f"job {status.job_id} is {stage_text(status)}, for {since}", *reason, *unread_lines(status)]
+    return [
+        f"job {status.job_id} is {stage_text(status)}, for {since}",
+        *reason,
+        *lost_lines(status),
+        *unread_lines(status),
+    ]
 
 
 def state_html(status: JobStatus, now: float) -> str:
@@ -243,6 +248,13 @@ def state_html(status: JobStatus, now: float) -> str:
         texts = [role.name, role.states, role.step_text, role.metrics, restarts_text(role.num_restarts)]
         rows += f"<tr>{''.join(f'<td>{escape(printable(text))}</td>' for text in texts)}<td>{bar}</td></tr>"
     return f"<pre>{head}</pre><table>{rows}</table>"
+
+
+def lost_lines(status: JobStatus) -> list[str]:
+    """Lines about output that was dropped, of the first workers that have lost some."""
+    lost = [worker for worker in status.workers if worker.output_lost]
+    lines = [_row("output", f"{short_name(worker)}, {worker.output_lost}") for worker in lost[:MAX_CALLERS]]
+    return lines + ([_row("output", f"and of {len(lost) - MAX_CALLERS} more workers")] if lost[MAX_CALLERS:] else [])
 
 
 def unread_lines(status: JobStatus) -> list[str]:

@@ -6,6 +6,7 @@ import itertools
 import os
 import sys
 import tempfile
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -70,10 +71,12 @@ def run_job(
     joins: bool = False,
     prefix: Prefix = "always",
     archive: CodeArchive | None = None,
+    passed_on: Collection[int] = (),
 ) -> int:
     """Submit a job as `submit_job` does, and show progress and output until it has ended.
 
-    Ctrl-C or SIGTERM stops the job in order, a second one ends it, and this process, at once (`SystemExit`).
+    Ctrl-C or SIGTERM stops the job in order, a second one ends it, and this process, at once (`SystemExit`). SIGUSR1,
+    SIGUSR2, SIGHUP and those of `passed_on` go to the workers that handle them, unless this process does itself.
 
     Args:
         prefix: whether each line of a worker has its name in front: ``always``, ``never``, or ``auto``: on a terminal,
@@ -87,9 +90,9 @@ def run_job(
         spec = structs.replace(spec, is_output_followed=True)
     with ending_at_once():  # where there is no job yet to be stopped in order, or none any more
         handle = _hand_over(spec, master, wait, joins, archive)
-        from unified.client.foreground import run_in_foreground  # the master need not wait for its import
+        from unified.client.foreground import PASSED_ON, run_in_foreground  # the master need not wait for its import
 
-        return run_in_foreground(handle, prefix, spec)
+        return run_in_foreground(handle, prefix, spec, PASSED_ON.union(passed_on))
 
 
 def _with_own_folders(spec: JobSpec) -> JobSpec:
@@ -147,7 +150,7 @@ def _with_code(spec: JobSpec, archive: CodeArchive) -> JobSpec:
     root, roles = archive.code.root, []
     for role in spec.roles:
         entry, envs = role.entry_point, dict(role.envs)
-        if entry.kind == "script":
+        if entry.kind in ("script", "program"):
             entry = structs.replace(entry, target=real_path(entry.target, root))
         if WORKING_DIR in envs:
             envs[WORKING_DIR] = real_path(envs[WORKING_DIR], root)

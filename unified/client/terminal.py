@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn, Self, TextIO, cast
@@ -128,8 +128,9 @@ class _LastingStream:
 
 
 @contextmanager
-def handled(handle: Callable[[int], None]) -> Iterator[None]:
-    """Call `handle` with the number of such a signal, where this thread is one that may say so."""
+def handled(handle: Callable[[int], None], more: Iterable[int] = ()) -> Iterator[None]:
+    """Call `handle` with the number of such a signal, or of one of `more` that nobody else handles or ignores, where
+    this thread is one that may say so."""
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         handle(number)
@@ -137,7 +138,8 @@ def handled(handle: Callable[[int], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, on_signal) for number in SIGNALS}
+    others = [number for number in more if signal.getsignal(number) == signal.SIG_DFL]
+    before = {number: signal.signal(number, on_signal) for number in (*SIGNALS, *others)}
     try:
         yield
     finally:

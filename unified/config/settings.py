@@ -5,9 +5,11 @@ Options of a job are elsewhere (`unified.job.config.JobConfig`); options of a da
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +18,13 @@ from unified.errors import UsageError
 DEFAULT_PORT = 7077
 PRELOAD = "UNIFIED_PRELOAD"
 """Variable of a job's own cluster: what `unified.client.preload` guesses."""
+MAX_SOCKET_PATH = 107
+"""Bytes of the path of a Unix socket."""
+BELOW_AGENT = "/a-01234567/snapshots"
+BELOW_CLUSTER = f"/e4194304-abcdef{BELOW_AGENT}"
+"""Paths of the socket that every agent has, below the folder of an agent, and below that of a user's own clusters."""
+LONGEST_BELOW = f"/e4194304-abcdef/a-01234567/{'0' * 24}"
+"""Longest path of a socket of a worker. Where it does not fit, workers of a host talk through TCP."""
 LEAST_DESCRIPTORS = 64
 """Fewest open files with which an agent runs four workers; each further worker needs some more."""
 
@@ -80,23 +89,83 @@ def worker_nice() -> int:
 
 
 def home() -> Path:
-    """Folder of state and logs: ``$UNIFIED_HOME``, ``$XDG_STATE_HOME/unified`` or ``~/.local/state/unified``."""
+    """Folder of state and logs: ``$UNIFIED_HOME``, ``$XDG_STATE_HOME/unified`` or ``~/.local/state/unified``.
+
+    Where this user has no home, or may not write there, it is a private folder below the system's temporary one, and a
+    line on stderr says so.
+    """
     if given := os.environ.get("UNIFIED_HOME"):
         return Path(given)
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "unified"
+    usual = user_folder("XDG_STATE_HOME", ".local/state")
+    if usual is None:
+        why = f"uid {os.getuid()} has no home folder (HOME is not set)"
+    elif _may_make(usual):
+        return usual
+    else:
+        why = f"{usual} cannot be written"
+    chosen = make_private(_temporary()) / "home"
+    _say(f"state and logs are in {chosen}, as {why}: UNIFIED_HOME names another place.")
+    return chosen
+
+
+def user_folder(variable: str, usual: str, env: Mapping[str, str] | None = None) -> Path | None:
+    """Return the folder ``unified`` in the one that a variable of XDG names, else in `usual` of the user's home.
+
+    None: this user has no home, as in a container that runs under a uid without a name.
+    """
+    env = os.environ if env is None else env
+    try:
+        return Path(env.get(variable) or Path.home() / usual) / "unified"
+    except RuntimeError:
+        return None
+
+
+def _may_make(folder: Path) -> bool:
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    return os.access(there, os.W_OK | os.X_OK)
+
+
+@functools.cache
+def _say(text: str) -> None:
+    """Say something once a process."""
+    print(f"unified: {text}", file=sys.stderr)
+
+
+def _temporary() -> Path:
+    return Path(tempfile.gettempdir()) / f"unified-{os.getuid()}"
 
 
 def run_root() -> Path:
-    """Return the folder of sockets, short as a Unix socket path has at most 107 characters: ``$UNIFIED_RUN_DIR``,
-    else ``$XDG_RUNTIME_DIR/unified`` where that is there, else ``/tmp/unified-UID``. `make_private` makes it, with mode
-    0700.
+    """Return the folder of sockets: ``$UNIFIED_RUN_DIR``, else ``$XDG_RUNTIME_DIR/unified`` where that is there, else
+    ``unified-UID`` in the temporary folder; in ``/tmp``, where these are too long for the path of a Unix socket.
+    `make_run_root` makes it.
     """
     if given := os.environ.get("UNIFIED_RUN_DIR"):
         return Path(given)
-    given = os.environ.get("XDG_RUNTIME_DIR", "")
+    found, given = [_temporary()], os.environ.get("XDG_RUNTIME_DIR", "")
     if given and os.access(given, os.W_OK | os.X_OK):  # SLURM hands on the variable of a login node
-        return Path(given) / "unified"
-    return Path(tempfile.gettempdir()) / f"unified-{os.getuid()}"
+        found.insert(0, Path(given) / "unified")
+    short = [path for path in found if len(os.fsencode(path)) + len(LONGEST_BELOW) <= MAX_SOCKET_PATH]
+    return short[0] if short else Path("/tmp", _temporary().name)
+
+
+def make_run_root(below: str = BELOW_CLUSTER) -> Path:
+    """Make the folder of sockets, which only this user may enter.
+
+    Args:
+        below: path of a socket in it that has to be.
+
+    Raises:
+        UsageError: ``UNIFIED_RUN_DIR`` is too long.
+        PermissionError: it is there and is somebody else's, or a symbolic link.
+    """
+    root, most = run_root(), MAX_SOCKET_PATH - len(below)
+    if (length := len(os.fsencode(root))) > most:
+        raise UsageError(
+            f"UNIFIED_RUN_DIR={root} has {length} bytes; {most} is the most, as the path of a socket has "
+            f"{MAX_SOCKET_PATH}. Name a shorter folder."
+        )
+    return make_private(root)
 
 
 def make_private(directory: Path) -> Path:

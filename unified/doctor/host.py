@@ -160,7 +160,7 @@ def _run_root() -> Finding:
     root = settings.run_root()
     if os.path.lexists(root):
         settings.make_private(root)  # raises what an agent would
-    _, why_not = ipc_address(f"{root}/e4194304-abcdef/a-01234567", "0" * 24)
+    _, why_not = ipc_address(f"{root}{settings.LONGEST_BELOW.rpartition('/')[0]}", "0" * 24)
     if why_not or not _space(root)[2]:
         return wrong(f"{root}: {why_not or 'it cannot be written: set UNIFIED_RUN_DIR'}.")
     return fine(str(root))

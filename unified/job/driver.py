@@ -54,6 +54,21 @@ _CREDENTIAL_WORDS = frozenset(
     TOKEN SECRET SECRETS PASSWORD PASSWD PASSPHRASE CREDENTIAL CREDENTIALS KEY APIKEY AUTH
     """.split()  # noqa: SIM905
 )
+_READ_AT_START = (
+    *("PYTHON", "TORCH", "PYTORCH_", "LD_", "MALLOC_", "GLIBC_"),
+    *("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "BLIS_", "NPY_", "ATEN_"),
+)
+"""Beginnings of names. Variables that are read later need no interpreter of their own, which costs seconds."""
+_READ_LATER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "TORCH_CUDA_", "TORCH_FR_")
+_READ_LATER = frozenset(
+    """
+    PYTHONPATH PYTHONUNBUFFERED PYTHONDONTWRITEBYTECODE PYTHONIOENCODING PYTHONBREAKPOINT PYTHONFAULTHANDLER
+    OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS TORCH_HOME TORCH_EXTENSIONS_DIR
+    """.split()  # noqa: SIM905
+)
+"""Variables such as `PYTHONPATH`, which a forked worker reads anew, and numbers of threads, which it sets anew."""
+_OF_IMAGES = re.compile(r"PYTHON_(?!GIL|JIT|CPU_COUNT|FROZEN_MODULES|PERF)|.*_(VERSION|SHA256|URL|BUILD\w*)\Z")
+"""Variables by which container images describe themselves; no library reads them."""
 _USER_AND_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 
@@ -128,6 +143,16 @@ def _is_for_workers(name: str, value: str) -> bool:
     return name == "PYTHONPATH" or not name.upper().endswith(("PATH", "VISIBLE_DEVICES"))
 
 
+def is_read_at_start(name: str) -> bool:
+    """Return True if only a process that starts with this variable sees it."""
+    return (
+        name.startswith(_READ_AT_START)
+        and not name.startswith(_READ_LATER_PREFIXES)
+        and name not in _READ_LATER
+        and not _OF_IMAGES.match(name)
+    )
+
+
 def is_text(value: str) -> bool:
     """Return True if the value can be encoded as UTF-8; no other can be sent."""
     try:
@@ -139,10 +164,11 @@ def is_text(value: str) -> bool:
 
 def submitter() -> str:
     """Return this process as user@host:pid, for people."""
-    return f"{_user()}@{os.uname().nodename}:{os.getpid()}"
+    return f"{user()}@{os.uname().nodename}:{os.getpid()}"
 
 
-def _user() -> str:
+def user() -> str:
+    """Return the name of this process's user; its number where it has none."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:  # a container may run under a uid without a name

@@ -13,10 +13,13 @@ from unified.job.enums import WorkloadEntrypointType
 from unified.job.spec import EntryPoint
 
 _FORMS = (
-    "Write 'module.function', 'module::Class', 'path/to/script.py --its arguments', or '-m module --its arguments'. "
-    "The path of a script without .py, or of a folder or zip file with a __main__.py, needs a /: './train'."
+    "Write 'module.function', 'module::Class', 'path/to/script.py --its arguments', '-m module --its arguments', or "
+    "'--no-python program --its arguments'. The path of a script without .py, or of a folder or zip file with a "
+    "__main__.py, needs a /: './train'."
 )
 _LAUNCHERS = ("torchrun", "dlrover-run")
+NO_PYTHON = "--no-python"
+"""Word before a program that is run as it is, as in torchrun's option."""
 
 
 def get_entrypoint_type(entry_point: str) -> WorkloadEntrypointType | None:
@@ -29,6 +32,7 @@ def get_entrypoint_type(entry_point: str) -> WorkloadEntrypointType | None:
         "attribute": WorkloadEntrypointType.MODULE_FUNC,
         "script": WorkloadEntrypointType.PY_CMD,
         "module": WorkloadEntrypointType.MODULE_CMD,
+        "program": WorkloadEntrypointType.PROGRAM_CMD,
     }[parsed.kind]
 
 
@@ -45,6 +49,8 @@ def parse(entry_point: str) -> EntryPoint:
         words = shlex.split(text)
     except ValueError as error:
         raise EntryPointError(f"entry point {text!r}: {error}. Each quote needs its partner.") from None
+    if len(words) > 1 and words[0] == NO_PYTHON:
+        return EntryPoint(kind="program", target=words[1], argv=words[2:])
     if words and (words[0].endswith(".py") or ("/" in words[0] and not _is_program(words[0]))):
         return EntryPoint(kind="script", target=words[0], argv=words[1:])
     if len(words) > 1 and words[0] == "-m" and all(map(_is_name, words[1].split("."))):

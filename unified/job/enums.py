@@ -61,11 +61,12 @@ class FailoverExec(IntEnum):
 
 
 class WorkloadEntrypointType(StrEnum):
-    """Forms of an entry point: `module.attr`, `file.py args`, `-m module args`."""
+    """Forms of an entry point: `module.attr`, `file.py args`, `-m module args`, `--no-python program args`."""
 
     MODULE_FUNC = "MODULE_FUNC"
     PY_CMD = "PY_CMD"
     MODULE_CMD = "MODULE_CMD"
+    PROGRAM_CMD = "PROGRAM_CMD"
 
 
 class MasterStateBackendType(StrEnum):

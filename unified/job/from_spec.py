@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from unified.job.entrypoint import NO_PYTHON
 from unified.job.payload import decode
 from unified.job.spec import EntryPoint, RoleSpec
 from unified.job.workloads import (
@@ -77,5 +78,5 @@ def _resource(role: RoleSpec) -> ResourceDesc:
 def _entry_point(entry: EntryPoint) -> str:
     if entry.kind in ("attribute", "value"):
         return f"{entry.target}.{entry.attribute}"
-    flag = ["-m"] if entry.kind == "module" else []
-    return shlex.join([*flag, entry.target, *entry.argv])
+    flag = {"module": ["-m"], "program": [NO_PYTHON]}
+    return shlex.join([*flag.get(entry.kind, []), entry.target, *entry.argv])

@@ -48,11 +48,11 @@ class Resources(Value, frozen=True, kw_only=True):
 class EntryPoint(Value, frozen=True, kw_only=True):
     """Code that a worker runs."""
 
-    kind: Literal["attribute", "script", "module", "value"]
+    kind: Literal["attribute", "script", "module", "value", "program"]
     """`attribute`: a function or class that can be imported. `value`: one that cannot, with its code. `script`: a file,
-    or a folder or zip file with a `__main__.py`, as `__main__`. `module`: as `python -m`."""
+    or a folder or zip file with a `__main__.py`, as `__main__`. `module`: as `python -m`. `program`: any other."""
     target: str
-    """Module path for `attribute`, `value` and `module`, file path for `script`."""
+    """Module path for `attribute`, `value` and `module`, file path for `script`, path or name for `program`."""
     attribute: str = ""
     argv: list[str] = []
     code: Blob = Blob()

@@ -104,6 +104,8 @@ class ObservedWorker(Value, frozen=True, kw_only=True):
     """True if its process can take part in a further round without a restart."""
     left_round: int = 0
     """Highest round whose process group it has left while its process goes on; 0: none."""
+    output_lost: str = ""
+    """Losses of its output, as its node's disk refused it; empty: nothing."""
 
 
 class ObservedWorkers(AgentMessage, tag="observed-workers", frozen=True, kw_only=True):
@@ -173,7 +175,7 @@ class AgentRegistered(MasterOrder, tag="agent-registered", frozen=True, kw_only=
 
 
 class AgentRefused(MasterOrder, tag="agent-refused", frozen=True, kw_only=True):
-    """Refusal of an agent. With `retry_after_s` None it ends with exit code 1 and this reason."""
+    """Refusal of an agent. With `retry_after_s` None it ends with exit code 78 and this reason."""
 
     reason: str
     retry_after_s: float | None = None
@@ -311,6 +313,15 @@ class ReadStacks(MasterOrder, tag="read-stacks", frozen=True, kw_only=True):
     """Time within which to answer with what is known by then."""
 
 
+class PassSignal(MasterOrder, tag="pass-signal", frozen=True, kw_only=True):
+    """Send a signal to workers that handle it."""
+
+    job_id: str
+    workers: list[str]
+    """Full names."""
+    signal: int
+
+
 AgentToMaster = (
     RegisterAgent
     | AgentHeartbeat
@@ -332,6 +343,7 @@ MasterToAgent = (
     | DirectoryChanged
     | ReadAgentLog
     | ReadStacks
+    | PassSignal
 )
 agent_to_master: Codec[AgentToMaster] = Codec(AgentToMaster)
 master_to_agent: Codec[MasterToAgent] = Codec(MasterToAgent)

@@ -117,6 +117,13 @@ class StopJob(ClientRequest, tag="stop-job", frozen=True, kw_only=True):
     """True for Ctrl-C: the workers are stopped by SIGINT and not by SIGTERM."""
 
 
+class SignalWorkers(ClientRequest, tag="signal-workers", frozen=True, kw_only=True):
+    """Send a signal to the workers of a job that handle it."""
+
+    job: str
+    signal: int
+
+
 class DrainNode(ClientRequest, tag="drain-node", frozen=True, kw_only=True):
     """Take a node out of service, or put it back: workers on it move, and no other begins there. Nothing is charged."""
 
@@ -248,6 +255,8 @@ class WorkerStatus(Value, frozen=True, kw_only=True):
     reason: str = ""
     """Reason of the last decision about it."""
     num_unread_errors: int = 0
+    output_lost: str = ""
+    """Losses of the output of its newest incarnation, as its node's disk refused it; empty: nothing."""
     """Calls of its code, in all incarnations, that failed without anybody reading the error."""
 
 
@@ -453,6 +462,7 @@ ClientToMaster = (
     | DrainNode
     | ReadLog
     | StopJob
+    | SignalWorkers
     | SuspendJob
     | ResumeJob
     | RestartWorkers

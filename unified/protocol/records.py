@@ -194,6 +194,10 @@ class Progress(Value, frozen=True, kw_only=True):
     waits_for: MetricText = ""
     """Debugger that its program waits for, or what its job needs on the node before it begins; empty: nothing. While
     there is one, nothing of the job is taken for a hang."""
+    cleans_up: MetricText = ""
+    """Exception that its main thread has handled for some seconds, within one collective; empty: none."""
+    num_collectives: int | None = None
+    """Collectives of the default process group that it had entered when its program ended; None: it has not."""
 
 
 class NodeCheckReport(Value, frozen=True, kw_only=True):

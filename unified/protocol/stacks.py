@@ -65,6 +65,10 @@ class WorkerStacks(Value, frozen=True, kw_only=True):
     threads: list[ThreadStack] = []
     groups: list[GroupCollectives] | None = None
     """Process groups of it; None if that is not known, as only its interpreter can say it."""
+    handles: str = ""
+    """Exception that its main thread handles now, and the place where it was raised; empty: none."""
+    has_ended: bool = False
+    """True if its program has ended, so that it enters no further collective."""
     is_cut: bool = False
     """True if its flight recorder has forgotten its oldest entries: a group that is not listed may have been used."""
 

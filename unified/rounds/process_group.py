@@ -7,6 +7,8 @@ a rank that leaves then breaks theirs; so nobody returns from `set_up` before th
 from __future__ import annotations
 
 import functools
+import inspect
+import os
 import sys
 import threading
 import time
@@ -18,6 +20,7 @@ from unified.job.spec import Communication
 from unified.protocol.agent_master import RunOrder
 from unified.rounds.group_abort import hang_up
 from unified.rounds.meeting import RoundMeeting, RoundMember
+from unified.rounds.own_store import own_store
 from unified.rounds.rendezvous_store import STORE_WITHIN_S, connect
 from unified.threads import start_thread
 
@@ -61,7 +64,8 @@ def wrap_group_calls() -> None:
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         if _groups and distributed.group.WORLD is _groups[-1]:
             leave()
-        init_group(*args, **kwargs)
+        with own_store(inspect.signature(init_group).bind(*args, **kwargs).arguments, os.environ):
+            init_group(*args, **kwargs)
 
     c10d.destroy_process_group = distributed.destroy_process_group = destroy_process_group
     c10d.init_process_group = distributed.init_process_group = init_process_group
@@ -152,6 +156,13 @@ def destroy(within_s: float = DESTROY_WITHIN_S) -> None:
 
     start_thread("unified-destroy-group", work)
     done.wait(within_s)
+
+
+def end() -> None:
+    """Leave the process group when the program has ended. A peer in a collective fails, instead of waiting for it."""
+    if is_set_up():
+        hang_up(HANG_UP_WITHIN_S)
+        destroy()
 
 
 def leave(within_s: float = LEAVE_WITHIN_S) -> None:

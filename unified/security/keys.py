@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from unified.config import settings
 from unified.config.addresses import split_address
 from unified.config.clusters import living_clusters
 from unified.errors import KeyFileError, UsageError
@@ -142,9 +143,9 @@ def _around(key: ClusterKey, now: float) -> tuple[ClusterKey | None, ClusterKey,
 
 
 def default_key_file(env: Mapping[str, str] | None = None) -> Path:
-    """Return ``$XDG_CONFIG_HOME/unified/cluster.key``, else ``~/.config/unified/cluster.key``."""
-    env = os.environ if env is None else env
-    return Path(env.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "unified" / "cluster.key"
+    """Return ``$XDG_CONFIG_HOME/unified/cluster.key``, else ``~/.config/unified/cluster.key``; without a home that of
+    the folder of state."""
+    return (settings.user_folder("XDG_CONFIG_HOME", ".config", env) or settings.home()) / "cluster.key"
 
 
 def find_key(address: str, env: Mapping[str, str] | None = None) -> ClusterKey | None:

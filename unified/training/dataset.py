@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast, overload
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NamedTuple, cast, overload
 
 import msgspec
 
@@ -89,7 +89,8 @@ def row_parser(field: str) -> Callable[[bytes], str]:
 
     It raises DatasetError with the end of a sentence that begins with the line, such as ``is not JSON``.
     """
-    decoder = msgspec.json.Decoder(msgspec.defstruct("Row", [("text", str)], rename={"text": field}))
+    text = Annotated[str, msgspec.Meta(min_length=1)]
+    decoder = msgspec.json.Decoder(msgspec.defstruct("Row", [("text", text)], rename={"text": field}))
 
     def parse(line: bytes) -> str:
         try:
@@ -103,6 +104,9 @@ def row_parser(field: str) -> Callable[[bytes], str]:
 
 
 def _parse_slowly(line: bytes, field: str) -> str:
+    encoding = json.detect_encoding(line)
+    if not encoding.startswith("utf-8"):
+        raise DatasetError(f"is {encoding.upper()} and not UTF-8: save the file as UTF-8")
     try:
         row: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -117,6 +121,8 @@ def _parse_slowly(line: bytes, field: str) -> str:
         )
     if not isinstance(row[field], str):
         raise DatasetError(f"has a {type(row[field]).__name__} and no text in its field {field!r}")
+    if not row[field]:
+        raise DatasetError(f"has an empty text in its field {field!r}: leave the row out, or write a text")
     return cast(str, row[field])
 
 

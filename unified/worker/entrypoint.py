@@ -8,16 +8,22 @@ runs goes through as it is.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import importlib
 import importlib.machinery
 import importlib.util
 import inspect
+import itertools
+import os
 import pkgutil
+import signal
+import subprocess
 import sys
 import sysconfig
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -29,6 +35,9 @@ from unified.job.payload import decode
 from unified.job.spec import EntryPoint
 
 _RUNTIME = str(Path(__file__).parent)
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_NEVER_SHADOWED = ("__main__", "encodings", "unified")
+"""Modules that the interpreter, or the runtime, is made of."""
 
 
 class LoadedEntry(ABC):
@@ -64,12 +73,16 @@ def load(entry: EntryPoint, *, is_driver: bool, is_elastic: bool = False) -> Loa
         is_driver: the job waits until it has run, unless it is a service.
         is_elastic: its ranks train together, so that it is no service only because it has nothing to run.
     """
+    if entry.kind != "script":
+        _forget_shadowed(_front_path())
     if entry.kind == "attribute":
         return _load_attribute(entry, is_driver, is_elastic)
     if entry.kind == "value":
         return _load_value(entry, is_driver, is_elastic)
     if entry.kind == "script":
         return _load_script(entry)
+    if entry.kind == "program":
+        return _Executable([entry.target, *entry.argv])
     return _load_module(entry)
 
 
@@ -235,9 +248,34 @@ def _missing(name: str, missing: str) -> str:
 
 def _user_path() -> list[str]:
     """`sys.path` without Python's own library, where no user keeps a module."""
+    return [entry for entry in sys.path if not _is_library(entry)]
+
+
+def _front_path() -> list[str]:
+    """`sys.path` before Python's own library."""
+    return list(itertools.takewhile(lambda entry: not _is_library(entry), sys.path))
+
+
+def _is_library(entry: str) -> bool:
     library = Path(sysconfig.get_path("stdlib"))
-    own = {library, library / "lib-dynload", library.with_name(library.name.replace(".", "") + ".zip")}
-    return [entry for entry in sys.path if Path(entry) not in own]
+    zipped = library.with_name(library.name.replace(".", "") + ".zip")
+    return Path(entry) in (library, library / "lib-dynload", zipped)
+
+
+def _forget_shadowed(folders: Sequence[str]) -> None:
+    """Forget the imported modules of whose names these folders, the first of `sys.path`, have others.
+
+    A zygote has imported much before the user's folders were known. In plain Python a ``calendar.py`` beside the script
+    is what the script imports. The interpreter's built-in and frozen modules come first there, too.
+    """
+    for found in pkgutil.iter_modules(folders):
+        loaded = getattr(sys.modules.get(found.name), "__spec__", None)
+        if loaded is None or loaded.origin in ("built-in", "frozen") or found.name in _NEVER_SHADOWED:
+            continue
+        own = found.module_finder.find_spec(found.name, None)
+        if own is not None and own.origin and os.path.realpath(own.origin) != os.path.realpath(loaded.origin or ""):
+            for name in [name for name in sys.modules if name.partition(".")[0] == found.name]:
+                del sys.modules[name]
 
 
 # Scripts and modules
@@ -260,6 +298,7 @@ class _Program(LoadedEntry):
         sys.argv = self._argv
         if self._directory is not None:
             sys.path.insert(0, self._directory)
+            _forget_shadowed([self._directory])
 
     def run(self, config: Callable[[], Any]) -> None:
         try:
@@ -283,13 +322,48 @@ def _load_script(entry: EntryPoint) -> LoadedEntry:
             f"script {entry.target} cannot be read on this node ({error.strerror}).{nearest(path.name, names)} "
             f"It was looked for at {path}; working_dir= says where relative names begin."
         ) from None
+    if not _is_python(source) and os.access(path, os.X_OK):
+        return _Executable([str(path), *entry.argv])
     try:
         code = compile(source, str(path), "exec", dont_inherit=True)
     except SyntaxError as error:
         raise EntryPointError(_syntax(error)) from error
     except ValueError as error:  # null bytes
         raise EntryPointError(f"{path} is not Python source: {error}") from None
-    return _Program(code, _new_main(str(path)), [entry.target, *entry.argv], str(path.parent))
+    folder = os.path.dirname(os.path.realpath(path))  # of a link's target, as in plain Python
+    return _Program(code, _new_main(str(path)), [entry.target, *entry.argv], folder)
+
+
+def _is_python(source: bytes) -> bool:
+    first, _, _ = source[:200].partition(b"\n")
+    return not first.startswith(b"\x7fELF") and (not first.startswith(b"#!") or b"python" in first)
+
+
+class _Executable(LoadedEntry):
+    """A program that is no Python: a child of this process, which passes signals on and ends as the child does."""
+
+    def __init__(self, command: list[str]) -> None:
+        super().__init__(_new_main(command[0]))
+        self._command = command
+
+    def construct(self, config: Callable[[], Any]) -> None:
+        pass
+
+    def run(self, config: Callable[[], Any]) -> None:
+        try:
+            child = subprocess.Popen(self._command)
+        except OSError as error:
+            why = "it has no #! line" if error.errno == errno.ENOEXEC else error.strerror
+            raise EntryPointError(f"the program {self._command[0]!r} cannot be started on this node: {why}.") from None
+        for number in _PASSED_ON:
+            signal.signal(number, lambda number, _: child.send_signal(number))
+        code = child.wait()
+        if code < 0:  # end as it did, so that whoever looks sees the signal
+            with contextlib.suppress(OSError):  # SIGKILL has no handler
+                signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
+        if code:
+            raise SystemExit(code)
 
 
 def _load_container(entry: EntryPoint, path: Path) -> LoadedEntry:

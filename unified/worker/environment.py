@@ -17,7 +17,7 @@ from msgspec import structs
 
 from unified import error_file
 from unified.errors import EntryPointError
-from unified.job.driver import WORKING_DIR
+from unified.job.driver import WORKING_DIR, user
 from unified.job.spec import RoleSpec
 from unified.protocol.agent_master import RunOrder
 from unified.protocol.worker_agent import Launch
@@ -32,9 +32,16 @@ def apply(launch: Launch) -> None:
     environ.update(given)
     if "TZ" in given:
         time.tzset()
-    directory = working_directory(launch, environ)
-    if directory is not None:
-        os.chdir(directory)
+    directory = None
+    try:
+        directory = working_directory(launch, environ)
+        if directory is not None:
+            os.chdir(directory)
+    except OSError as error:
+        raise EntryPointError(
+            f"node {launch.node}: the worker runs as {user()}, which cannot enter {error.filename} ({error.strerror}): "
+            "submit with ship=True (--ship), or from a folder that this user can read."
+        ) from None
     sys.path[:0] = new_path_entries(launch, directory, sys.path, environ)
     sys.path += last_path_entries(launch, sys.path)
     importlib.invalidate_caches()  # the zygote may have looked into these directories before the user wrote there
@@ -50,7 +57,7 @@ def variables(launch: Launch, inherited: Mapping[str, str] = MappingProxyType({}
         return dict(launch.env)
     role = launch.spec.role(launch.role)
     who = identity(launch)
-    if role.entry_point.kind in ("script", "module"):
+    if role.entry_point.kind in ("script", "module", "program"):
         users = {**inherited, **role.envs}
         who = {name: value for name, value in who.items() if name not in _SHORT_NAMES or name not in users}
     return {**launch.env, **role.envs, **who}
@@ -120,7 +127,7 @@ def with_shipped_code(launch: Launch) -> Launch:
     roles = []
     for role in launch.spec.roles:
         entry = role.entry_point
-        target = here(entry.target) if entry.kind == "script" else entry.target
+        target = here(entry.target) if entry.kind in ("script", "program") else entry.target
         envs = {name: here(value) if name == WORKING_DIR else value for name, value in role.envs.items()}
         roles.append(structs.replace(role, entry_point=structs.replace(entry, target=target), envs=envs))
     found = here(launch.spec.working_dir or "")

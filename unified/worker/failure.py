@@ -60,7 +60,7 @@ def describe(error: BaseException, *, category: str = "user", has_process_group:
         category = "setup"
         shown = error.__cause__  # what the user's code raised, if it did: ours says all in its message
     return Failure(
-        summary=_summary(error),
+        summary=first_words(error),
         category=category,
         exception_type=_type_name(type(shown or error)),
         traceback="" if shown is None else render(shown),
@@ -120,7 +120,8 @@ def _exit(error: SystemExit) -> Failure:
     )
 
 
-def _summary(error: BaseException) -> str:
+def first_words(error: BaseException) -> str:
+    """Return the exception's type and the first line of its message; for an error of an entry point the line alone."""
     try:
         text = str(error)
     except Exception as broken:

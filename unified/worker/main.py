@@ -33,7 +33,8 @@ from unified.protocol.records import Failure, Inbox
 from unified.rounds import process_group
 from unified.rounds.rendezvous_store import needs_no_torch, require_torch
 from unified.security.keys import learn
-from unified.worker import environment
+from unified.worker import environment, late_variables
+from unified.worker.cleanup_watch import CleanupWatch
 from unified.worker.context import Worker, current_worker, set_current_worker
 from unified.worker.control import ControlChannel, Handlers
 from unified.worker.debugger import DebugTerminal, await_debugpy
@@ -119,6 +120,7 @@ class _WorkerProcess:
             launch.log_file, lambda error: channel.send(worker_agent.StepRecorded(error=error))
         )
         self._reporter.recorder = self._recorder
+        self._cleanup_watch = CleanupWatch(self._stacks.open_collective, self._reporter.clean_up)
         self._bus: BusEndpoint | None = None
         self._inbox: Inbox | None = None
         self._entry: LoadedEntry | None = None
@@ -221,12 +223,13 @@ class _WorkerProcess:
 
     def _load(self) -> None:
         """Import the user's code while the master gathers the other workers: it need not wait for the order to run."""
-        if self._role.kind == "elastic" and not needs_no_torch():
+        entry = self._role.entry_point
+        if self._role.kind == "elastic" and entry.kind != "program" and not needs_no_torch():
             require_torch(self._role.name)
             process_group.wrap_group_calls()
-        entry = self._role.entry_point
         if entry.kind != "value" and all(role.entry_point == entry for role in self._launch.spec.roles):
             by_value.all_run_this_script()
+        late_variables.apply_at_import()
         with self._stop.user_code():
             waits = self._role.is_driver and not self._role.is_service
             self._entry = load(entry, is_driver=waits, is_elastic=self._role.kind == "elastic")
@@ -235,6 +238,8 @@ class _WorkerProcess:
     def _on_join(self, order: RunOrder) -> None:
         current_worker()._begin_round(order)
         self._stacks.begin_round(order.rank)
+        if order.world_size > 1:
+            self._cleanup_watch.start()
 
     def _run(self, worker: Worker) -> None:
         assert self._entry is not None
@@ -272,6 +277,9 @@ class _WorkerProcess:
             # A signal alone, as of a SLURM that ends a step: what the program left may be anything but finished.
             self._exit(EXIT_TERMINATED)
         self._stop.on_stop(self._hasten_end)
+        self._cleanup_watch.close()
+        if self._rounds.is_of_many:
+            self._reporter.end_program(self._stacks.end_program())
         current_worker()._finish()
         if not self._goes_on():
             self._close_trackers(TRACKERS_WITHIN_S)  # before `atexit` functions, which end their libraries
@@ -285,7 +293,7 @@ class _WorkerProcess:
         flush_output(within_s=1.0)
         self._channel.send(worker_agent.Finished(is_serving=self._is_service))
         if not self._only_serves and not RPC_REGISTRY.users_names():  # whoever answers calls may need it for them
-            process_group.destroy()
+            process_group.end()
 
     def _end_calls(self) -> None:
         self._report_unread(settle=True)
@@ -323,6 +331,7 @@ class _WorkerProcess:
 
     def _fail(self, error: BaseException) -> NoReturn:
         self._stop.begin_exit()
+        self._cleanup_watch.close()
         failure = describe(
             error, category=self._category, has_process_group=self._rounds.is_of_many or process_group.is_set_up()
         )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from unified.core.directory import Change, NameMoved, WorkerDirectory
 from unified.errors import RpcTimeoutError, UsageError
+from unified.job.driver import is_text
 from unified.protocol.records import (
     MAX_NAME_LENGTH,
     MAX_NAMES,
@@ -75,6 +76,8 @@ class ClaimTable:
                 f"worker {self._worker} cannot claim the name {name[:40]!r}{'…' if name[40:] else ''}: "
                 f"a name has 1 to {MAX_NAME_LENGTH} characters, this one {len(name)}."
             )
+        if not is_text(name):
+            raise UsageError(f"worker {self._worker} cannot claim the name {name!r}: it cannot be written in UTF-8.")
         if len(self._claims) >= MAX_NAMES:
             raise UsageError(
                 f"worker {self._worker} cannot claim the name {name!r}: it has {len(self._claims)} already, and "

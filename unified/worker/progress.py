@@ -79,7 +79,17 @@ class Reporter:
         """Report the debugger that the worker waits for; empty: it goes on."""
         self._change({}, waits_for=what[:MAX_METRIC_TEXT])
 
-    def _change(self, metrics: dict[str, float | int | str], is_report: bool = False, **counts: int | str) -> None:
+    def clean_up(self, error: str) -> None:
+        """Report an exception that the main thread handles within a collective; empty: it does no longer."""
+        self._change({}, cleans_up=error)
+
+    def end_program(self, num_collectives: int | None) -> None:
+        """Report how many collectives the program had entered when it ended."""
+        self._change({}, num_collectives=num_collectives)
+
+    def _change(
+        self, metrics: dict[str, float | int | str], is_report: bool = False, **counts: int | str | None
+    ) -> None:
         with self._lock:
             merged = {**self._newest.metrics, **metrics}
             left_out = list(merged)[MAX_METRICS:]

@@ -20,7 +20,7 @@ from unified.job.spec import RoleSpec
 from unified.protocol.agent_master import RoundNotice, RunOrder
 from unified.protocol.records import Failure
 from unified.protocol.worker_agent import Failed, Launch, NodesChecked, Rejoins, Running, WorkerWord
-from unified.rounds import process_group
+from unified.rounds import own_store, process_group
 from unified.rounds.group_abort import Address, abort_groups, is_gloo_lost
 from unified.rounds.node_check import NodeCheck
 from unified.rounds.rendezvous_store import open_round
@@ -126,7 +126,8 @@ class Rounds:
         if order.checks_nodes:
             self._check_nodes(order, port, device)
         os.environ.update(environment.elastic(self._launch, self._role, order, port))
-        if communication.auto_setup:
+        own_store.learn(order.store_host, port)
+        if communication.auto_setup and self._role.entry_point.kind != "program":  # which makes its own
             process_group.set_up(order, port, communication, device)
 
     def _check_nodes(self, order: RunOrder, port: int, device: str) -> None:

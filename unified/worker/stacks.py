@@ -23,8 +23,10 @@ from typing import Any
 
 from unified.core.hangs import flight_record
 from unified.core.hangs.stacks import MAX_FRAMES, Thread, add_threads, frame
-from unified.protocol.stacks import StackReport, WorkerStacks
+from unified.core.hangs.verdict import DEFAULT_GROUP
+from unified.protocol.stacks import GroupCollectives, StackReport, WorkerStacks
 from unified.protocol.worker_agent import Launch
+from unified.worker import cleanup_watch
 
 SIGNAL = signal.SIGUSR2
 """Signal of the handler. NCCL, among others, has SIGUSR1."""
@@ -43,6 +45,7 @@ class StackDumper:
         self._launch = launch
         self._rank = launch.rank
         self._round_began_ns = 0
+        self._has_ended = False
         self._file = -1
 
     def install(self) -> None:
@@ -58,10 +61,23 @@ class StackDumper:
         self._rank = rank
         self._round_began_ns = time.time_ns()
 
+    def end_program(self) -> int | None:
+        """Take in that the program has ended; return the number of collectives of the default group that it entered."""
+        self._has_ended = True
+        groups, _, _ = self._collectives()
+        return next((group.entered for group in groups or () if group.group == DEFAULT_GROUP), None)
+
+    def open_collective(self) -> str:
+        """Return the first collective that this rank has entered and not left, as ``all_reduce 31``; empty: none."""
+        groups, _, _ = self._collectives()
+        found = [each for group in groups or () for each in group.recent if not each.is_done]
+        return f"{found[0].operation} {found[0].number}" if found else ""
+
     def report(self) -> StackReport:
         """Return the stacks of all threads but the calling one, and the collectives of the round."""
         launch = self._launch
         groups, is_cut, note = self._collectives()
+        error = cleanup_watch.handled()
         worker = WorkerStacks(
             worker=launch.name,
             incarnation=launch.incarnation,
@@ -71,11 +87,13 @@ class StackDumper:
             source="interpreter",
             note=note,
             groups=groups,
+            handles="" if error is None else cleanup_watch.in_words(error),
+            has_ended=self._has_ended,
             is_cut=is_cut,
         )
         return add_threads(worker, threads())
 
-    def _collectives(self) -> tuple[list[Any] | None, bool, str]:
+    def _collectives(self) -> tuple[list[GroupCollectives] | None, bool, str]:
         distributed = sys.modules.get("torch.distributed")
         try:
             if distributed is None or not distributed.is_available():

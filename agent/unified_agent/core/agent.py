@@ -106,6 +106,10 @@ class AgentCore:
                 self._on_word(event.life, event.word)
             case messages.WorkerExited():
                 self._on_exited(event)
+            case messages.OutputDropped():
+                if (worker := self._live(event.life)) is not None:
+                    worker.output_lost[event.stream] = event.text
+                    self._observe_soon()
             case messages.StopAsked():
                 self._on_stop_asked(event)
             case messages.SnapshotsReported():
@@ -151,6 +155,10 @@ class AgentCore:
                 self._on_directory(message.job_id, message.entries)
             case agent_master.ReadStacks():
                 self.stack_reads.begin(message, request_id, self.workers.values())
+            case agent_master.PassSignal():
+                for worker in self.workers.values():
+                    if worker.job_id == message.job_id and worker.name in message.workers:
+                        self._step.act(messages.SignalWorker(life=worker.life, how=message.signal))
             case agent_master.ReadAgentLog():
                 answer = messages.SendLog(order=message, request_id=request_id)
                 self._step.act(answer) if message.take is None else self._profile(answer)

@@ -74,6 +74,14 @@ class WorkerExited(Value, frozen=True):
     evidence: Evidence | None = None
 
 
+class OutputDropped(Value, frozen=True):
+    """Output of a worker was dropped."""
+
+    life: JobWorkerIncarnation
+    stream: str
+    text: str
+
+
 class StopAsked(Value, frozen=True):
     """The operator, or the system, wants the agent to end."""
 
@@ -109,6 +117,7 @@ AgentEvent = (
     | WorkerNotStarted
     | WorkerSaid
     | WorkerExited
+    | OutputDropped
     | StopAsked
     | SnapshotsReported
     | HeldStacksRead
@@ -146,10 +155,11 @@ class TellWorker(Value, frozen=True):
 
 
 class SignalWorker(Value, frozen=True):
-    """Send a worker SIGTERM (`terminate`) or SIGINT (`interrupt`), or its whole group SIGKILL (`kill`)."""
+    """Send a worker SIGTERM (`terminate`) or SIGINT (`interrupt`), or its whole group SIGKILL (`kill`); or another
+    signal if it handles that."""
 
     life: JobWorkerIncarnation
-    how: Literal["terminate", "interrupt", "kill"]
+    how: Literal["terminate", "interrupt", "kill"] | int
 
 
 class KeepInterpreters(Value, frozen=True):

@@ -60,6 +60,8 @@ class LocalWorker:
         self.claims = NameClaims()
         self.node_check: NodeCheckReport | None = None
         self.failure: Failure | None = None
+        self.output_lost: dict[str, str] = {}
+        """Losses of its output, by stream."""
         self.is_finished = False
         self.is_stop_asked = False
         """True if it was asked to end, so that however it ends, it ended well."""
@@ -203,6 +205,7 @@ class LocalWorker:
             claims=self.claims,
             can_rejoin=self.can_rejoin,
             left_round=self.left_round,
+            output_lost="; ".join(f"{stream}: {text}" for stream, text in self.output_lost.items()),
         )
 
 

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import sys
+import time
 from collections import deque
 from pathlib import Path
 from typing import NamedTuple
@@ -19,14 +20,63 @@ from unified_agent.logs.times import TimeIndex
 
 log = logging.getLogger("unified_agent")
 MAX_SLICE_BYTES = 1024 * 1024
+HELD_BYTES = 256 * 1024
+"""Output of a stream that is kept in memory while the disk refuses it."""
+LEAST_FREE = 4 * HELD_BYTES
+"""Room in bytes from which on a file that was refused is written again."""
+RETRY_S = 1.0
 _TAIL_BYTES = 16384
 _TAIL_LINES = 40
 _NOISE = "Extension modules: "
 """Beginning of the last line of `faulthandler`, which is long and says nothing of the fault."""
 
 
+class _Hole:
+    """Output that the disk refuses: the newest of it is kept in memory, for readers and until there is room again.
+
+    Args:
+        before: an earlier hole of the same file, whose losses count as well.
+    """
+
+    def __init__(self, why: str, before: _Hole | None) -> None:
+        self.why = why
+        self.began_at: float = time.time() if before is None else before.began_at
+        self.lost_before: tuple[int, int] = (0, 0) if before is None else before.lost
+        self.try_at = time.monotonic() + RETRY_S
+        self.num_bytes = self.num_lines = 0
+        self.held = bytearray()
+
+    def add(self, data: memoryview) -> None:
+        self.num_bytes += len(data)
+        self.num_lines += bytes(data).count(b"\n")
+        self.held += data
+        del self.held[: max(0, len(self.held) - HELD_BYTES)]
+
+    @property
+    def lost(self) -> tuple[int, int]:
+        """Lines and bytes that are lost."""
+        num_lines = self.num_lines - self.held.count(b"\n")
+        return self.lost_before[0] + num_lines, self.lost_before[1] + self.num_bytes - len(self.held)
+
+    def text(self, ended_at: float | None = None) -> str:
+        """Return what is lost, in words; empty: nothing."""
+        num_lines, num_bytes = self.lost
+        if not num_bytes:
+            return ""
+        span = f"since {_clock(self.began_at)}"
+        if ended_at is not None:
+            span = f"from {_clock(self.began_at)} to {_clock(ended_at)}"
+        return f"{num_lines} lines ({num_bytes} bytes) dropped {span}: {self.why}"
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at))
+
+
 class LogFile:
     """A log file that rotates. Where the disk refuses, output is dropped, which is logged once; the worker goes on.
+
+    Once there is room again, the file goes on after a line that says what is missing.
 
     Args:
         is_private: only this user may read it, and enter its folder; else the umask says who may.
@@ -44,7 +94,10 @@ class LogFile:
         self._size = 0
         self._older: deque[int] = deque(maxlen=max_files - 1)
         """Sizes of the rotated files, oldest first."""
-        self._is_refused = False
+        self._hole: _Hole | None = None
+        self._last_hole: _Hole | None = None
+        self.lost = ""
+        """Losses in words; empty: none."""
         self._descriptor = -1
         try:
             marks = [_base_path(path), path.with_name(f"{path.name}.archived")]
@@ -57,8 +110,8 @@ class LogFile:
 
     @property
     def end(self) -> int:
-        """Bytes ever written."""
-        return self._base + self._size
+        """Bytes ever written, or dropped."""
+        return self._base + self._size + (self._hole.num_bytes if self._hole is not None else 0)
 
     @property
     def room(self) -> int:
@@ -77,20 +130,29 @@ class LogFile:
         if self._times is not None:
             self._times.note(self._base + self._size)
         view = memoryview(data)
+        if self._hole is not None and not self._is_mended(self._hole):
+            self._drop(view)
+            return
         while view:
             if may_rotate and self._size >= self.max_bytes:
                 self._rotate()
             if self._descriptor < 0:
+                self._drop(view)
                 return
             try:
                 count = os.write(self._descriptor, view[: self.room] if may_rotate else view)
             except OSError as error:
                 self._refuse(error)
+                self._drop(view)
                 return
             self._size += count
             view = view[count:]
 
     def close(self) -> None:
+        """Close the file; what is held of output that was refused is written if there is room by now."""
+        if self._hole is not None:
+            self._hole.try_at = 0.0
+            self._is_mended(self._hole)
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -126,9 +188,52 @@ class LogFile:
         self._open()
 
     def _refuse(self, error: OSError) -> None:
-        if not self._is_refused:
-            self._is_refused = True
+        if self._hole is None:
+            self._hole = _Hole(error.strerror or str(error), self._last_hole)
             log.error("event=log-dropped file=%s: %s; output is dropped", self.path, error.strerror)
+
+    def _drop(self, data: memoryview) -> None:
+        if self._hole is not None:
+            self._hole.add(data)
+            self.lost = self._hole.text()
+
+    def _is_mended(self, hole: _Hole) -> bool:
+        """Look, now and then, whether there is room again; if so, say what is missing and write what is held."""
+        if time.monotonic() < hole.try_at:
+            return False
+        hole.try_at = time.monotonic() + RETRY_S
+        try:
+            found = os.statvfs(self.path.parent)
+            if found.f_bavail * found.f_frsize < LEAST_FREE:
+                return False
+            if self._descriptor < 0:
+                self._open()
+            num_lost = hole.num_bytes - len(hole.held)
+            self.lost = hole.text(time.time())
+            line = f"\n[unified: {self.lost}]\n".encode() if num_lost else b""
+            os.write(self._descriptor, line)
+        except OSError:
+            return False
+        held = bytes(hole.held)
+        self._hole = None
+        if self.lost:
+            self._last_hole = hole
+        log.info("event=log-goes-on file=%s: %s", self.path, self.lost or "nothing is lost")
+        self._size += len(line)
+        if num_lost and self._max_files > 1:  # offsets, by which readers go on, count what is missing, too
+            self._base += num_lost - len(line)
+            self._rotate()
+        self.write(held)
+        return True
+
+    def with_held(self, found: LogSlice, offset: int, max_bytes: int) -> LogSlice:
+        """Return what a reader found on disk, and what only this process has where that ends."""
+        hole, end = self._hole, self.end
+        if hole is None or found.data or not hole.held:
+            return found if hole is None else found._replace(size=end)
+        first = end - len(hole.held)
+        start = min(max(first, offset if offset >= 0 else end + offset), end)
+        return LogSlice(bytes(hole.held[start - first :][:max_bytes]), start, end, str(self.path))
 
 
 class LogSlice(NamedTuple):

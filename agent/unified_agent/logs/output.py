@@ -49,6 +49,8 @@ OTHER_FILES = {"metrics": "metrics.jsonl", "trace": "trace.jsonl", "profile": "p
 """Suffixes of streams that are no output: JSON lines by the agent and by the worker (`unified.bus.tracing`), and what
 `unified profile` has taken."""
 ARCHIVE_READ_S = 60.0
+TELL_LOST_S = 5.0
+"""Time between two words on output that is dropped."""
 _CHUNK_BYTES = 65536
 _LINE_BYTES = 4096
 """Bytes in which the beginning of a line is looked for."""
@@ -75,6 +77,14 @@ class SliceRead(NamedTuple):
     slice: LogSlice
 
 
+class OutputLost(NamedTuple):
+    """Output of an incarnation was dropped, as its disk refuses it."""
+
+    life: JobWorkerIncarnation
+    stream: str
+    text: str
+
+
 class TailsRead(NamedTuple):
     """Newest output, which the master is to keep."""
 
@@ -97,7 +107,7 @@ class Destination(NamedTuple):
 
 
 LOG_ALONE = Destination()
-OutputResult = OutputClosed | SliceRead | TailsRead | OutputFailed
+OutputResult = OutputClosed | SliceRead | TailsRead | OutputLost | OutputFailed
 
 
 def destinations(launch: Launch) -> tuple[Destination, Destination]:
@@ -121,6 +131,7 @@ def _destination(launch: Launch, stream: Literal["out", "err"]) -> Destination:
 class _OutputStream:
     """One pipe and its file."""
 
+    life: JobWorkerIncarnation
     descriptor: int
     file: LogFile
     copy: LogFile | None
@@ -129,6 +140,9 @@ class _OutputStream:
     """Time (monotonic) until which nothing may be rotated away that was not read; 0: there is no such reader."""
     read_to: int = 0
     """Offset up to which that reader has everything."""
+    told: str = ""
+    """Losses that were told."""
+    tell_at: float = 0.0
 
     def must_wait(self, now: float) -> bool:
         """Return True if the next write would remove what the reader has not read."""
@@ -328,6 +342,7 @@ class OutputReader:
     ) -> None:
         streams = [
             _OutputStream(
+                life,
                 descriptor,
                 LogFile(self._path(life, suffix), self._max_bytes, self._max_files, is_timed=True),
                 LogFile(Path(destination.copy), sys.maxsize, 1, is_private=False) if destination.copy else None,
@@ -369,9 +384,16 @@ class OutputReader:
                 stream.copy.write(data)
             stream.file.write(data, may_rotate=not (is_last and stream.keep_until > now))
             self._tails.wrote(stream.file.path, stream.file.end, now)
+            if stream.file.lost != stream.told and now >= stream.tell_at:
+                self._tell_lost(stream, now)
         else:
             self._selector.unregister(stream.descriptor)
         return len(data)
+
+    def _tell_lost(self, stream: _OutputStream, now: float) -> None:
+        stream.told, stream.tell_at = stream.file.lost, now + TELL_LOST_S
+        name = "stdout" if stream.file.path.suffix == ".out" else "stderr"
+        self._answer(OutputLost(stream.life, name, stream.told))
 
     def _close_streams(self, life: JobWorkerIncarnation) -> str:
         """Take what is left, close the files, and return the last lines of stderr."""
@@ -396,6 +418,8 @@ class OutputReader:
             for file in (stream.file, stream.copy):
                 if file is not None:
                     file.close()
+            if stream.file.lost != stream.told:
+                self._tell_lost(stream, self._clock())
             if self._archive is not None:
                 self._archive.end(stream.file.path)
         return last_lines(streams[1].file.path)
@@ -437,12 +461,13 @@ class OutputReader:
             if not path.exists():
                 return LogSlice()
             return read_slice(path, order.offset, order.max_bytes, self._max_series_files)
-        if order.keep and life in self._streams:
-            stream = self._streams[life][order.stream == "err"]
+        stream = self._streams[life][order.stream == "err"] if life in self._streams else None
+        if order.keep and stream is not None:
             stream.read_to = max(stream.read_to, order.offset)
             stream.keep_until = self._clock() + KEEP_S
         path = self._path(life, order.stream)
-        return read_slice(path, order.offset, order.max_bytes, self._max_files, self._limits(path, order))
+        found = read_slice(path, order.offset, order.max_bytes, self._max_files, self._limits(path, order))
+        return found if stream is None else stream.file.with_held(found, order.offset, order.max_bytes)
 
 
 def _fault(order: ReadAgentLog) -> str:

@@ -28,6 +28,7 @@ def observe(step: MasterStep, node: NodeRecord, report: ObservedWorkers) -> None
     for observed in sorted(report.workers, key=lambda each: each.failure is not None and each.failure.is_collateral):
         life = JobWorkerIncarnation(observed.job_id, observed.name, observed.worker_incarnation)
         seen[life] = observed
+        _take_losses(step, life, observed.output_lost)
         if life in node.incarnations:
             _update(step, step.cluster.jobs[life.job_id], node.incarnations[life], observed)
         elif observed.state is WorkerState.EXITED:
@@ -51,6 +52,18 @@ def observe(step: MasterStep, node: NodeRecord, report: ObservedWorkers) -> None
             directory.decide_claims(step, job, worker, observed.claims)
             directory.publish(step, job, worker)
     catch_up(step, node, report.generation)
+
+
+def _take_losses(step: MasterStep, life: JobWorkerIncarnation, lost: str) -> None:
+    """Take note of output that was dropped, also of an incarnation that has ended since."""
+    worker = step.cluster.worker(life.job_id, life.worker)
+    if worker is None or worker.incarnation != life.incarnation or lost == worker.output_lost:
+        return
+    job = step.cluster.jobs[life.job_id]
+    if not worker.output_lost:
+        step.report("output-dropped", lost, job, worker.role, worker.name, worker.node)
+    worker.output_lost = lost
+    step.touch_progress(job, worker)
 
 
 def keep_tails(step: MasterStep, message: OutputTails) -> None:
@@ -87,12 +100,15 @@ def _update(step: MasterStep, job: JobRecord, worker: WorkerRecord, observed: Ob
     if observed.progress is not None and observed.progress != worker.progress:
         if worker.progress is None or _shown(observed.progress) != _shown(worker.progress):
             step.touch_progress(job, worker)
-        waited = worker.waits_for
+        waited, cleaned_up = worker.waits_for, worker.cleans_up
         worker.progress = observed.progress
         _count_step(step, job, worker, observed.progress)
         if worker.waits_for and not waited:
             text = f"waits for {worker.waits_for}"
             step.report("worker-waits", text, job, worker.role, worker.name, worker.node)
+        if worker.cleans_up and not cleaned_up:
+            text = f"failed with {worker.cleans_up}, and cleans up within a collective"
+            step.report("worker-cleans-up", text, job, worker.role, worker.name, worker.node)
         if waited and not worker.waits_for and worker.state is WorkerState.STARTING:  # now it begins
             step.cluster.timers.arm(incarnations.start_timer(worker), step.now + step.cluster.intervals.start_s)
         for each in [worker] if worker.waits_for == waited else job.workers.values():

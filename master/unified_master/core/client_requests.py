@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import assert_never
 
 import msgspec
@@ -10,7 +11,7 @@ from unified.errors import UsageError, listed, nearest
 from unified.job.names import parse_worker
 from unified.job.spec import EntryPoint, JobSpec
 from unified.protocol import client_master
-from unified.protocol.agent_master import LogRead, ReadAgentLog
+from unified.protocol.agent_master import LogRead, PassSignal, ReadAgentLog
 from unified.protocol.records import MAX_PROFILE_S, JobWorkerIncarnation, Stage, WorkerState
 from unified_master.core import directory, job_queue, nodes
 from unified_master.core.clients import status, watching
@@ -20,7 +21,7 @@ from unified_master.core.rounds import jobs
 from unified_master.core.rounds.restart import Cause, restart
 from unified_master.core.scheduling import waiting
 from unified_master.core.state import STORE, JobRecord, ParkedRead, WorkerRecord
-from unified_master.core.step import MasterStep
+from unified_master.core.step import MasterStep, count
 
 MAX_READ = 8 * 1024 * 1024
 MAX_PATTERN = 500
@@ -63,6 +64,8 @@ def answer(step: MasterStep, peer: bytes, request_id: int, request: client_maste
             return _read(step, peer, request_id, request, job)
         case client_master.StopJob():
             return _stop(step, request, job)
+        case client_master.SignalWorkers():
+            return _signal(step, request, job)
         case client_master.RestartWorkers():
             return _restart(step, request, job)
         case client_master.Explain():
@@ -206,6 +209,12 @@ def _submit(step: MasterStep, request: client_master.SubmitJob) -> Answer:
                 return client_master.Accepted(
                     job_id=other.job_id, submitted_by=other.spec.submitted_by or "another host"
                 )
+            if request.joins and other.suspended is not None:
+                reason = (
+                    f"job {other.job_id} is suspended, and what is submitted now has other roles or another entry "
+                    "point, as its file was changed. Submit what it was before, or give the new job another name."
+                )
+                return client_master.Refused(code="name-taken", reason=reason)
             reason = (
                 f"job {other.job_id} has this name and is {other.stage}: choose another name, "
                 f"or stop it with `unified stop {other.job_id}`"
@@ -401,6 +410,24 @@ def _suspend(step: MasterStep, request: client_master.SuspendJob | client_master
             job_queue.resume(step, job, request.reason)
     word = "suspended" if isinstance(request, client_master.SuspendJob) else "resumed"
     return client_master.Done(note=f"{word}: {listed([job.job_id for job in found]) if found else 'no job'}.")
+
+
+def _signal(step: MasterStep, request: client_master.SignalWorkers, job: JobRecord) -> Answer:
+    number = request.signal
+    if number not in signal.valid_signals():
+        return client_master.Refused(code="bad-request", reason=f"{number} is no signal.")
+    if number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGINT):
+        return client_master.Refused(
+            code="bad-request", reason=f"{signal.Signals(number).name} is a stop: stop the job."
+        )
+    found: dict[str, list[str]] = {}
+    for worker in job.workers.values():
+        if worker.kind == "worker" and worker.is_desired and worker.state in (WorkerState.RUNNING, WorkerState.SERVING):
+            found.setdefault(worker.node, []).append(worker.name)
+    for node, names in found.items():
+        order = PassSignal(job_id=job.job_id, workers=names, signal=number)
+        step.send(step.cluster.nodes[node].peer, order)
+    return client_master.Done(note=f"signal {number} is sent to {count(sum(map(len, found.values())), 'worker')}.")
 
 
 def _restart(step: MasterStep, request: client_master.RestartWorkers, job: JobRecord) -> Answer:

@@ -89,6 +89,8 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
     """Number of changes of `names` and `refused` in this incarnation."""
     num_failures: int = 0
     """Failures charged to it; compared with `max_restart`."""
+    output_lost: str = ""
+    """Losses of the output of its newest incarnation."""
     num_unread_before: int = 0
     """Errors of calls that nobody read, in its earlier incarnations."""
     past: list[PastIncarnation] = []
@@ -112,6 +114,17 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
         """Debugger that its program waits for; empty: none."""
         is_over = self.state in (records.WorkerState.STOPPING, records.WorkerState.EXITED)
         return "" if self.progress is None or is_over else self.progress.waits_for
+
+    @property
+    def rank_in_round(self) -> int:
+        """Rank that its round gave it; before there is one, that of its place."""
+        return self.rank if self.run is None else self.run.rank
+
+    @property
+    def cleans_up(self) -> str:
+        """Exception that its program handles within a collective; empty: none."""
+        is_over = self.state in (records.WorkerState.STOPPING, records.WorkerState.EXITED)
+        return "" if self.progress is None or is_over else self.progress.cleans_up
 
     @property
     def has_failed(self) -> bool:

@@ -21,6 +21,7 @@ from unified_agent.logs.output import (
     Destination,
     OutputClosed,
     OutputFailed,
+    OutputLost,
     OutputReader,
     SliceRead,
     TailsRead,
@@ -45,6 +46,7 @@ class Desk:
         self.reader = OutputReader(folder, max_bytes=1000, max_files=3, run=run, clock=clock)
         self._results: list[OutputClosed | SliceRead | OutputFailed] = []
         self.tails: list[OutputTail] = []
+        self.lost: list[OutputLost] = []
 
     def next(self) -> OutputClosed | SliceRead | OutputFailed:
         while not self._results:
@@ -54,6 +56,8 @@ class Desk:
             for result in self.reader.take():
                 if isinstance(result, TailsRead):
                     self.tails += result.tails
+                elif isinstance(result, OutputLost):
+                    self.lost.append(result)
                 else:
                     self._results.append(result)
         return self._results.pop(0)

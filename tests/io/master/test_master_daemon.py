@@ -18,6 +18,7 @@ import pytest
 import zmq
 
 from tests.support.deadlines import missed
+from tests.support.full_disk import MountDisk
 from tests.support.master_process import PATIENCE_MS, StartMaster
 from tests.support.sim.sim_agent import Said, SimAgent, resources
 from unified.errors import InvariantError, UnifiedError
@@ -352,3 +353,39 @@ def test_a_defect_is_answered_and_the_core_rebuilt_from_the_store(
     router.close()
     daemon._context.term()
     store.close()
+
+
+# A full disk
+
+
+def test_with_a_full_disk_it_stays_refuses_and_goes_on_when_there_is_room(
+    tmp_path: Path, small_disk: MountDisk, start_master: StartMaster, connect: Connect
+) -> None:
+    disk = small_disk(tmp_path / "state")
+    master = start_master(lease_s=3.0)
+    agent, client = FakeAgent(connect(master.address)), connect(master.address)
+    agent.until(lambda: bool(agent.heard))
+    expect(agent.status_after(client, SubmitJob(spec=spec())), Accepted)
+    agent.until_stage(client, "train", Stage.RUNNING)
+    disk.fill()
+
+    refused = expect(agent.status_after(client, SubmitJob(spec=spec("second"))), Refused)
+    assert refused.code == "unavailable"
+    assert "the master can record nothing: the disk of its state is full: " in refused.reason
+    for job_id, worker, _ in list(agent.agent.lives):
+        agent._say(agent.agent.finish(job_id, worker))
+    until = time.monotonic() + 6.0
+    agent.until(lambda: time.monotonic() > until)  # its heartbeats are answered
+    nodes = expect(agent.status_after(client, ListNodes()), NodeList)
+    assert [node.state for node in nodes.nodes] == [NodeState.ALIVE]
+    expect(agent.status_after(client, GetJob(job="train")), JobStatus)
+    expect(agent.status_after(client, StopJob(job="train")), Refused)
+    assert master.process.poll() is None
+
+    disk.make_room()
+    agent.until_stage(client, "train", Stage.STOPPED)
+    expect(agent.status_after(client, SubmitJob(spec=spec("third"))), Accepted)
+    agent.until_stage(client, "third", Stage.RUNNING)
+    log = master.log.read_text()
+    assert "event=state-not-written" in log
+    assert "event=state-written reason='there is room again'" in log

@@ -1,6 +1,7 @@
 """A stand-in for an agent: it converges to the desired set with delays, and does to its workers what a test asks."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
@@ -164,9 +165,9 @@ class SimAgent:
             sim.state = state
         return [self._observed()]
 
-    def report_progress(self, job_id: str, worker: str, step: int, waits_for: str = "") -> list[Said]:
+    def report_progress(self, job_id: str, worker: str, step: int, waits_for: str = "", **more: Any) -> list[Said]:
         for sim in self._running(job_id, worker):
-            sim.progress = Progress(step=step, waits_for=waits_for)
+            sim.progress = Progress(step=step, waits_for=waits_for, **more)
         return [self._observed()]
 
     def claim(self, job_id: str, worker: str, names: Iterable[str]) -> list[Said]:
@@ -180,11 +181,18 @@ class SimAgent:
         for job_id, name, incarnation in living:
             if job_id == order.job_id and name in order.workers:
                 groups = self.collectives.get(name, [])
-                rank = self.lives[job_id, name, incarnation].wanted.rank
+                sim = self.lives[job_id, name, incarnation]
                 note = "its process was stopped" if groups is None else ""
                 source: StackSource = "none" if groups is None else "interpreter"
                 stacks = WorkerStacks(
-                    worker=name, incarnation=incarnation, rank=rank, source=source, note=note, groups=groups
+                    worker=name,
+                    incarnation=incarnation,
+                    rank=sim.wanted.rank,
+                    source=source,
+                    note=note,
+                    groups=groups,
+                    handles=sim.progress.cleans_up if sim.progress else "",
+                    has_ended=sim.state is WorkerState.FINISHED,
                 )
                 workers.append(stacks)
         return StacksRead(node=self.node, incarnation=self.incarnation, report=StackReport(workers=workers))

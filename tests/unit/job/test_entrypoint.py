@@ -35,6 +35,7 @@ from unified.job.spec import EntryPoint
         ("pkg.mod::Outer.Inner", EntryPoint(kind="attribute", target="pkg.mod", attribute="Outer.Inner")),
         ("-m pkg.train --x 'a b'", EntryPoint(kind="module", target="pkg.train", argv=["--x", "a b"])),
         ("-m train", EntryPoint(kind="module", target="train")),
+        ("--no-python bash run.sh 'a b'", EntryPoint(kind="program", target="bash", argv=["run.sh", "a b"])),
     ],
 )
 def test_entry_points_are_read(text: str, expected: EntryPoint) -> None:
@@ -59,6 +60,7 @@ def test_entry_points_are_read(text: str, expected: EntryPoint) -> None:
         ("train.py 'open", "quote"),
         ("-m", "is not valid"),
         ("-m not-a-module", "is not valid"),
+        ("--no-python", "is not valid"),
         ("mod:run", "is not valid"),
     ],
 )
@@ -75,6 +77,7 @@ def test_what_has_no_form_is_refused_with_a_reason(text: str, said: str) -> None
         ("a::b", WorkloadEntrypointType.MODULE_FUNC),
         ("a.py --b", WorkloadEntrypointType.PY_CMD),
         ("-m a.b", WorkloadEntrypointType.MODULE_CMD),
+        ("--no-python a.b", WorkloadEntrypointType.PROGRAM_CMD),
     ],
 )
 def test_types_of_entry_points(text: str, kind: WorkloadEntrypointType) -> None:

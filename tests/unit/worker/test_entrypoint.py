@@ -1,5 +1,8 @@
 """LoadedEntry points: what is found, how it is called, and what is said when it cannot be."""
 
+import calendar
+import json
+import json.decoder
 import os
 import sys
 import zipfile
@@ -257,6 +260,34 @@ def test_script_runs_as_main_whatever_its_name(module: Path, name: str) -> None:
     seen = run(script(path, "--lr", "3"))
     assert seen[:5] == ["__main__", str(path), [str(path), "--lr", "3"], str(path.parent), 7]
     assert seen[5].__module__ == "__main__"
+
+
+def test_a_link_to_a_script_finds_the_neighbours_of_its_target(module: Path) -> None:
+    (module / "real").mkdir()
+    (module / "real/wk_neighbour.py").write_text("value = 7\n")
+    (module / "real/wk_linked.py").write_text("import sys, wk_neighbour\nseen = [sys.path[0], __file__]\n")
+    (module / "wk_link.py").symlink_to("real/wk_linked.py")
+    assert run(script(module / "wk_link.py")) == [str(module / "real"), str(module / "wk_link.py")]
+
+
+def test_modules_beside_a_script_hide_what_was_imported_before(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in (calendar, json, json.decoder):
+        monkeypatch.setitem(sys.modules, library.__name__, library)  # back at the end
+    (module / "wk/json").mkdir(parents=True)
+    (module / "wk/json/__init__.py").write_text("value = 2\n")
+    (module / "wk/calendar.py").write_text("value = 1\n")
+    for name in ("abc.py", "unified.py"):  # frozen, and the runtime's own
+        (module / "wk" / name).write_text("raise SystemExit('not this one')\n")
+    (module / "wk/wk_hides.py").write_text(
+        "import abc, calendar, json, sys, unified\nseen = [calendar.value, json.value, 'json.decoder' in sys.modules]\n"
+    )
+    assert run(script(module / "wk/wk_hides.py")) == [1, 2, False]
+
+
+def test_a_folder_in_front_hides_what_was_imported_before(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "calendar", calendar)
+    (module / "calendar.py").write_text("seen = []\ndef run():\n    seen.append(7)\n")
+    assert run(attribute("run", "calendar")) == [7]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Variables and module path of a worker."""
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,18 @@ def test_module_path_is_the_drivers_with_nothing_twice(tmp_path: Path) -> None:
     )
     entries = environment.new_path_entries(given, work, ["/usr", str(work)], {})
     assert entries == [str(script), str(work), "/opt/a"]
+
+
+def test_a_working_directory_of_others_is_named_with_the_user_and_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "chdir", refuse)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with pytest.raises(EntryPointError, match=r"node n1: the worker runs as \w+, which cannot enter .*--ship"):
+        environment.apply(launch(spec={"working_dir": str(tmp_path)}))
 
 
 def test_a_working_directory_that_was_chosen_comes_first_on_the_module_path(tmp_path: Path) -> None:

@@ -255,6 +255,8 @@ def test_a_name_has_1_to_200_characters(table: ClaimTable) -> None:
         table.claim("é" * 201)
     with pytest.raises(UsageError, match="this one 0"):
         table.claim("")
+    with pytest.raises(UsageError, match=r"cannot claim the name '\\ud800': it cannot be written in UTF-8"):
+        table.claim("\ud800")
     assert table.claims.number == 1
 
 

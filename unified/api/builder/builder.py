@@ -185,7 +185,7 @@ class DLJobBuilder:
         without `--max-restarts` it has the limits of any role.
 
         Raises:
-            JobError: (a ValueError) another launcher, an option that does not exist, `--no-python`, or `--node-rank`
+            JobError: (a ValueError) another launcher, an option that does not exist, or `--node-rank`
                 above 0: a job is submitted once, for all its nodes.
             MasterUnreachableError: `--nproc-per-node` is to be counted in the cluster of ``UNIFIED_MASTER``, and no
                 master answers there.

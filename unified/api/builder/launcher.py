@@ -15,6 +15,7 @@ from unified.api.builder.roles import ElasticRoleBuilder
 from unified.api.builder.torchrun import LAUNCHERS, check_hosts, common_key, run_id, table_parser
 from unified.config.addresses import find_master
 from unified.errors import UsageError, nearest
+from unified.job.entrypoint import NO_PYTHON
 from unified.job.names import parse_nnodes
 from unified.protocol.client_master import NodeStatus
 from unified.protocol.records import NodeState
@@ -26,7 +27,7 @@ _RANKS = re.compile(r"\d+(,\d+)*\Z")
 _log = logging.getLogger(__name__)
 _USED = {
     *("nnodes", "nproc_per_node", "max_restarts", "role", "module", "no_python", "run_path", "standalone"),
-    *("node_rank", "master_port", "rdzv_id"),
+    *("node_rank", "master_port", "rdzv_id", "signals_to_handle"),
 }
 _JOINING = {"rdzv_backend", "rdzv_endpoint", "master_addr"}
 """Used where they name what commands on several hosts have in common."""
@@ -81,10 +82,8 @@ def describe(
     Args:
         nodes: of the cluster that the job goes to, if that is known: where ``gpu`` and the like are counted.
     """
-    if args.no_python:
-        raise UsageError(
-            f"{parser.prog}: --no-python is not supported: workers run Python. Give a .py script, or -m with a module."
-        )
+    if args.no_python and args.module:
+        raise UsageError(f"{parser.prog}: --no-python and -m contradict each other: leave one of them out.")
     _report_ignored(args, parser)
     nproc = num_workers(args.nproc_per_node, nodes)
     _, max_nodes = parse_nnodes(args.nnodes)
@@ -147,6 +146,8 @@ def _count_in_cluster(word: str, nodes: Sequence[NodeStatus]) -> int:
 
 def _entry_point(args: Namespace) -> str:
     words = [args.training_script, *args.training_script_args]
+    if args.no_python:
+        return shlex.join([NO_PYTHON, *words])
     if not args.module and "/" not in words[0] and not words[0].endswith(".py"):
         words[0] = f"./{words[0]}"  # a file or a folder, whatever its name looks like
     return shlex.join(["-m", *words] if args.module else words)

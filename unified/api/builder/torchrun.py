@@ -6,6 +6,7 @@ this table. A test compares it with the parser of the torch at hand, option by o
 
 from __future__ import annotations
 
+import signal
 import sys
 from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Mapping
@@ -22,6 +23,10 @@ _THIS_HOST = ("", "localhost", "127.0.0.1", "::1", "[::1]", "0.0.0.0")
 _NO_ID = ("", "none")
 _STATIC_PORT = 29500
 """torchrun's, where no other is given."""
+
+
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL, signal.SIGSTOP)
 
 
 class Option(NamedTuple):
@@ -69,7 +74,7 @@ TORCHRUN = (
     Option(_both("event-log-handler"), "null", "Accepted; see `unified explain`."),
     Option(("--role",), "default", "Name of the role."),
     Option(("-m", "--module"), False, "TRAINING_SCRIPT is a module, as with `python -m`."),
-    Option(_both("no-python"), False, "Refused: workers run Python."),
+    Option(_both("no-python"), False, "Run any program in place of a Python script."),
     Option(_both("run-path"), False, "Accepted; scripts always run in a process that has Python loaded."),
     Option(_both("log-dir"), None, "What ranks print, in files: RDZV_ID/attempt_N/RANK/stdout.log, stderr.log."),
     Option(("-r", "--redirects"), "0", f"To files, and not shown: {_STREAMS}"),
@@ -91,7 +96,7 @@ TORCHRUN = (
         choices=("node", "socket", "exclusive", "core-complex"),
         env=False,
     ),
-    Option(_both("signals-to-handle"), "SIGTERM,SIGINT,SIGHUP,SIGQUIT", "Accepted, without effect."),
+    Option(_both("signals-to-handle"), _SIGNALS, "Signals that go to the ranks, beside USR1, USR2 and HUP."),
     Option(_both("shutdown-timeout"), None, "Accepted; `stop_grace_s` is the option of a job.", type=int),
     Option(_both("virtual-local-rank"), False, "Accepted, without effect."),
 )
@@ -121,6 +126,20 @@ DLROVER_RUN = (
 
 LAUNCHERS = {"torchrun": (), "dlrover-run": DLROVER_RUN}
 """Launcher → the options it has beyond torchrun's."""
+
+
+def named_signals(text: str) -> list[int]:
+    """Return the numbers of the signals that ``--signals-to-handle`` names, but for those that stop a job.
+
+    UsageError: one is no signal.
+    """
+    found = []
+    for name in text.split(",") if text != _SIGNALS else ():
+        if name.strip() not in signal.Signals.__members__:
+            hint = nearest(name.strip(), signal.Signals.__members__)
+            raise UsageError(f"--signals-to-handle: {name.strip()!r} is no signal.{hint}")
+        found.append(signal.Signals[name.strip()])
+    return [int(number) for number in found if number not in _STOPS]
 
 
 class _LaunchParser(ArgumentParser):

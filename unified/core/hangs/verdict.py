@@ -26,6 +26,10 @@ class _Wait(NamedTuple):
     waiting: list[WorkerStacks]
     absent: list[WorkerStacks]
     """Members that have not entered it."""
+    failing: list[WorkerStacks]
+    """Waiting members that handle an exception, where others do not: they wait in their clean-up."""
+    ended_after: dict[int, int]
+    """Collectives that absent members had entered when their programs ended, by rank."""
     unknown: list[WorkerStacks]
     """Members of which that is not known."""
     operations: dict[str, list[WorkerStacks]]
@@ -73,8 +77,11 @@ def _wait(name: str, workers: Sequence[WorkerStacks]) -> _Wait | None:
         if (found := _entry(states[worker.worker], number)) is not None:
             operations.setdefault(found.operation, []).append(worker)
             ages += [found.age_s] if worker in waiting else []
+    failing = [worker for worker in waiting if worker.handles and any(not peer.handles for peer in workers)]
+    ended = {worker.rank: worker for worker in absent if worker.has_ended}
+    ended_after = {rank: state.entered if (state := states[one.worker]) else 0 for rank, one in ended.items()}
     is_whole = name == DEFAULT_GROUP
-    return _Wait(name, number, waiting, absent, unknown, operations, max(ages), is_whole)
+    return _Wait(name, number, waiting, absent, failing, ended_after, unknown, operations, max(ages), is_whole)
 
 
 def _state(name: str, worker: WorkerStacks) -> GroupCollectives | None:
@@ -94,9 +101,13 @@ def _sentence(wait: _Wait) -> str:
     what = f"{operation} {wait.number}" + ("" if wait.is_whole else f" of process group {wait.group}")
     have = "has" if len(wait.waiting) == 1 else "have"
     waited = f"{ranks_text(wait.waiting)} {have} waited in it for {wait.age_s:.0f} s"
+    if wait.failing:
+        others = f", which {ranks_text(wait.absent)} never entered" if wait.absent else ""
+        who = f"{ranks_text(wait.failing)} failed with {wait.failing[0].handles}"
+        return f"{who}, and cleaned up in {what}{others} ({waited})"
     if wait.absent:
         also = f"; whether {ranks_text(wait.unknown)} did is not known" if wait.unknown else ""
-        return f"{ranks_text(wait.absent)} never entered {what}{also} ({waited})"
+        return f"{ranks_text(wait.absent)} never entered {what}{_ended(wait)}{also} ({waited})"
     if len(wait.operations) > 1:
         apart = " and ".join(
             f"{ranks_text(workers)} {'is' if len(workers) == 1 else 'are'} in {name} {wait.number}"
@@ -108,8 +119,16 @@ def _sentence(wait: _Wait) -> str:
     return f"all ranks entered {what}, and {waited}: look at the network between their nodes"
 
 
+def _ended(wait: _Wait) -> str:
+    """Return the words for those of the absent whose programs had ended."""
+    found = sorted(wait.ended_after.items())
+    return "".join(f"; the program of rank {rank} had ended after {number} collectives" for rank, number in found)
+
+
 def _culprits(waits: Sequence[_Wait], silent: list[WorkerStacks]) -> list[WorkerStacks]:
     """Return who keeps others waiting and waits for nobody; if each waits for another, all of them."""
+    if failing := _unique(worker for wait in waits for worker in wait.failing):
+        return failing
     absent = _unique(worker for wait in waits for worker in wait.absent)
     waiting = {worker.worker for wait in waits for worker in wait.waiting}
     if free := [worker for worker in absent if worker.worker not in waiting]:

@@ -131,9 +131,16 @@ def worker_status(cluster: Cluster, job: JobRecord, worker: WorkerRecord) -> Wor
         num_failures=worker.num_failures,
         progress=worker.progress,
         log_file=worker.log_file,
-        reason=f"waits for {worker.waits_for}" if worker.waits_for else worker.reason,
+        reason=_reason(worker),
+        output_lost=worker.output_lost,
         num_unread_errors=worker.num_unread_before + (worker.progress.num_unread_errors if worker.progress else 0),
     )
+
+
+def _reason(worker: WorkerRecord) -> str:
+    if worker.waits_for:
+        return f"waits for {worker.waits_for}"
+    return f"failed with {worker.cleans_up}, and cleans up" if worker.cleans_up else worker.reason
 
 
 def _free(node: NodeRecord) -> NodeResources:

@@ -65,7 +65,7 @@ def look(step: MasterStep, timer: TimerKey) -> None:
     text = f"{_subject(role_name, name)} has made no progress for {timeout_s:g} s (hang_timeout): its stacks are read"
     step.decide("hang-suspected", text, job, role_name, name)
     collection = StackCollection(job_id=job_id, hang=(role_name, name))
-    diagnosed(step, stacks.collect(step, collection, running, WITHIN_S))
+    diagnosed(step, stacks.collect(step, collection, [worker for worker in watched if _answers(worker)], WITHIN_S))
 
 
 def diagnosed(step: MasterStep, collection: StackCollection | None) -> None:
@@ -78,7 +78,7 @@ def diagnosed(step: MasterStep, collection: StackCollection | None) -> None:
     if found is None:
         return
     job, watch, timeout_s, watched = found
-    running = {worker.name: worker for worker in watched if _runs(worker)}
+    there = {worker.name: worker for worker in watched if _answers(worker)}
     if watch.progressed_at > watch.suspected_at:
         job.account.goes_on(step.now)
         step.decide("hang-over", f"{_subject(role_name, name)} goes on", job, role_name, name)
@@ -87,8 +87,8 @@ def diagnosed(step: MasterStep, collection: StackCollection | None) -> None:
     del cluster.hangs[key]
     report = merge(collection.reports)
     verdict = judge(report.workers)
-    blamed = [running[each.worker] for each in verdict.culprits if each.worker in running]
-    worker = blamed[0] if blamed else next(iter(running.values()))
+    blamed = [there[each.worker] for each in verdict.culprits if each.worker in there]
+    worker = blamed[0] if blamed else next(worker for worker in there.values() if _runs(worker))
     findings = verdict.findings or ["none of its ranks waits in a collective"]
     places = [f"{ranks_text(each.workers)} in {_place(each)}" for each in _main_groups(report)]
     text = "; ".join([*findings, *places])
@@ -127,6 +127,11 @@ def _watched_role(step: MasterStep, key: tuple[str, str, str]) -> _WatchedRole |
 
 def _runs(worker: WorkerRecord) -> bool:
     return worker.is_desired and worker.state is WorkerState.RUNNING
+
+
+def _answers(worker: WorkerRecord) -> bool:
+    """Return True if it runs, or its program has ended: it is then told apart from those that hang."""
+    return worker.is_desired and worker.state in (WorkerState.RUNNING, WorkerState.FINISHED)
 
 
 def _is_between(worker: WorkerRecord) -> bool:

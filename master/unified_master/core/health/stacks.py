@@ -31,7 +31,7 @@ def get(step: MasterStep, peer: bytes, request_id: int, request: GetStacks, job:
             return Refused(code="not-found", reason=reason)
         workers = [worker for worker in workers if worker.role == request.role]
     if request.rank is not None:
-        workers = [worker for worker in workers if _rank(worker) == request.rank]
+        workers = [worker for worker in workers if worker.rank_in_round == request.rank]
     if not workers:
         return Refused(code="not-found", reason=f"job {job.job_id} has no worker of rank {request.rank} there.")
     if len(workers) > MAX_WORKERS:
@@ -103,15 +103,11 @@ def _is_there(worker: WorkerRecord) -> bool:
     return worker.is_desired and worker.state not in (WorkerState.PENDING, WorkerState.EXITED)
 
 
-def _rank(worker: WorkerRecord) -> int:
-    return worker.rank if worker.run is None else worker.run.rank
-
-
 def _without(worker: WorkerRecord, why: str) -> StackReport:
     stacks = WorkerStacks(
         worker=worker.name,
         incarnation=max(0, worker.incarnation),
-        rank=_rank(worker),
+        rank=worker.rank_in_round,
         node=worker.node,
         pid=worker.pid,
         note=why,

@@ -144,13 +144,14 @@ def _forget_old(worker: WorkerRecord) -> None:
     worker.state = WorkerState.STARTING
     if worker.progress is not None:
         worker.num_unread_before += worker.progress.num_unread_errors
-        worker.progress = msgspec.structs.replace(worker.progress, num_unread_errors=0, waits_for="")
+        worker.progress = msgspec.structs.replace(worker.progress, num_unread_errors=0, waits_for="", cleans_up="")
     worker.pid = 0
     worker.round = 0
     worker.inbox = None
     worker.store_port = 0
     worker.failure = None
     worker.log_file = ""
+    worker.output_lost = ""
     worker.run = worker.notice = None
     worker.can_rejoin = False
     worker.left_round = 0

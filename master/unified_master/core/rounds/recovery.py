@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from msgspec import structs
+
 from unified.job.spec import RoleSpec
 from unified.protocol.records import Failure, NodeState, Stage, WorkerState
 from unified_master.core import budgets, directory
@@ -82,9 +84,25 @@ def settle(step: MasterStep, job: JobRecord, role: str) -> None:
     if worker.failure is None:  # it left its round; a peer that failed along has ended, and has to be replaced
         worker = next((peer for peer in job.ranks(role) if peer.has_failed), worker)
     if worker.failure is not None:
+        worker.failure = _with_ended_peers(job, worker, worker.failure)
         judge(step, job, worker)
     elif worker.rejoins and worker.notice is None:
         _round_left(step, job, worker)
+
+
+def _with_ended_peers(job: JobRecord, worker: WorkerRecord, failure: Failure) -> Failure:
+    """Return a failure that a peer caused with the ranks whose programs had ended before it, if there are such."""
+    ended = [
+        peer for peer in job.ranks(worker.role) if peer.state is WorkerState.FINISHED and peer.progress is not None
+    ]
+    counts = {peer.rank_in_round: peer.progress.num_collectives for peer in ended if peer.progress is not None}
+    known = {rank: count for rank, count in counts.items() if count is not None}
+    if not known or not failure.is_collateral:
+        return failure
+    texts = [f"the program of rank {rank} had ended after {count} collectives" for rank, count in sorted(known.items())]
+    more = f" (and those of {len(texts) - 3} more)" if len(texts) > 3 else ""
+    summary = f"{', '.join(texts[:3])}{more}, and rank {worker.rank_in_round} went on: {failure.summary}"
+    return structs.replace(failure, summary=summary)
 
 
 def judge(step: MasterStep, job: JobRecord, worker: WorkerRecord, *, is_due: bool = False) -> None:

@@ -187,7 +187,7 @@ def test_nothing_is_told_where_nothing_is_ignored(caplog: pytest.LogCaptureFixtu
 @pytest.mark.parametrize(
     ("cmd", "said"),
     [
-        ("torchrun --no-python ./run.sh", "--no-python is not supported"),
+        ("torchrun --no-python -m run", "--no-python and -m contradict each other"),
         ("torchrun --nproc-per-nod 2 --standalonee train.py", "--standalone"),
         ("dlrover-run --nnode=2 train.py", "--nnodes"),
         ("torchrun --nproc-per-node=2", "training_script"),

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from msgspec import structs
 
 from unified.core.hangs.verdict import judge, ranks_text
 from unified.protocol.stacks import Collective, GroupCollectives, WorkerStacks
@@ -93,6 +94,36 @@ def test_a_rank_that_does_not_answer_is_suspected() -> None:
         "rank 2 did not answer: its process was stopped",
     ]
     assert culprits(workers) == [2]
+
+
+def test_who_cleans_up_after_a_failure_is_to_blame_wherever_its_peers_are() -> None:
+    everyone = [0, 1, 2]
+    failed = structs.replace(
+        worker(1, group("0", everyone, 9, waits=True, operation="barrier")), handles="ValueError: x"
+    )
+    peers = [worker(rank, group("0", everyone, 9, waits=True)) for rank in (0, 2)]
+    verdict = judge([*peers, failed])
+    assert verdict.culprits == [failed]
+    assert verdict.findings[0].startswith("rank 1 failed with ValueError: x, and cleaned up in ")
+    asleep = [worker(rank, group("0", everyone, 8, waits=False)) for rank in (0, 2)]
+    assert judge([*asleep, failed]) == (
+        ["rank 1 failed with ValueError: x, and cleaned up in barrier 9, which ranks 0, 2 never entered (rank 1 has "
+         "waited in it for 7 s)"], [failed])  # fmt: skip
+
+
+def test_programs_that_run_in_a_handler_on_every_rank_accuse_nobody() -> None:
+    """As after ``except ImportError:``, in which all that follows is called."""
+    workers = [worker(0, group("0", [0, 1], 4, waits=True)), worker(1, group("0", [0, 1], 3, waits=False))]
+    handling = [structs.replace(each, handles="ImportError: x") for each in workers]
+    assert culprits(handling) == [1]
+
+
+def test_who_has_ended_is_told() -> None:
+    ended = structs.replace(worker(1, group("0", [0, 1], 29, waits=False)), has_ended=True)
+    verdict = judge([worker(0, group("0", [0, 1], 30, waits=True)), ended])
+    assert verdict == (
+        ["rank 1 never entered all_reduce 30; the program of rank 1 had ended after 29 collectives (rank 0 has waited "
+         "in it for 7 s)"], [ended])  # fmt: skip
 
 
 def test_different_collectives_are_told_apart() -> None:

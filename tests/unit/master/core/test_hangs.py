@@ -1,5 +1,7 @@
 """Hangs: roles without progress are diagnosed before they fail, and those that go on are left alone."""
 
+from typing import Any
+
 import pytest
 
 from tests.support.master import CRASH, Bench, elastic, simple
@@ -21,9 +23,10 @@ def events(bench: Bench) -> dict[str, str]:
     return {event.event: event.reason for event in bench.world.get(Story, Explain(job="job")).events}
 
 
-def report(bench: Bench, role: str, rank: int, step: int, waits_for: str = "") -> None:
+def report(bench: Bench, role: str, rank: int, step: int, waits_for: str = "", **more: Any) -> None:
     worker = bench.worker(role, rank)
-    bench.world.say(worker.node, bench.agent(worker.node).report_progress("job-1", worker.name, step, waits_for))
+    agent = bench.agent(worker.node)
+    bench.world.say(worker.node, agent.report_progress("job-1", worker.name, step, waits_for, **more))
 
 
 def test_a_role_that_stands_still_is_diagnosed_and_restarts() -> None:
@@ -44,6 +47,40 @@ def test_a_role_that_stands_still_is_diagnosed_and_restarts() -> None:
     assert this.lives() == {"e-0": 1, "e-1": 1, "s-0": 0}
     assert [this.worker("e", rank).num_failures for rank in (0, 1)] == [0, 1]
     this.running()
+
+
+def test_a_rank_that_has_ended_is_to_blame_for_those_that_wait() -> None:
+    this = Bench(elastic("e", hang_timeout_s=60))
+    names = [this.worker("e", rank).name for rank in (0, 1)]
+    this.agent().collectives = {names[0]: waiting(4, is_in=True), names[1]: waiting(3, is_in=False)}
+    this.finish("e", 1)
+    this.world.run(70)
+    finding = "rank 1 never entered all_reduce 4; the program of rank 1 had ended after 3 collectives"
+    assert events(this)["hang-diagnosed"].startswith(finding)
+    assert [this.worker("e", rank).num_failures for rank in (0, 1)] == [0, 1]
+    assert this.lives() == {"e-0": 1, "e-1": 1}
+    this.running()
+
+
+def test_a_rank_that_cleans_up_after_a_failure_is_to_blame() -> None:
+    this = Bench(elastic("e", hang_timeout_s=60))
+    names = [this.worker("e", rank).name for rank in (0, 1)]
+    this.agent().collectives = {names[0]: waiting(3, is_in=False), names[1]: waiting(4, is_in=True)}
+    report(this, "e", 1, 3, cleans_up="ValueError: boom in f, m.py:3")
+    this.world.run(0.1)
+    assert (
+        events(this)["worker-cleans-up"]
+        == "failed with ValueError: boom in f, m.py:3, and cleans up within a collective"
+    )
+    status = this.world.get(JobStatus, GetJob(job="job"))
+    reasons = {worker.name: worker.reason for worker in status.workers}
+    assert reasons[names[1]] == "failed with ValueError: boom in f, m.py:3, and cleans up"
+    this.world.run(70)
+    finding = (
+        "rank 1 failed with ValueError: boom in f, m.py:3, and cleaned up in all_reduce 4, which rank 0 never entered"
+    )
+    assert events(this)["hang-diagnosed"].startswith(finding)
+    assert [this.worker("e", rank).num_failures for rank in (0, 1)] == [0, 1]
 
 
 def test_the_stacks_are_in_the_end_report() -> None:

@@ -156,6 +156,19 @@ def test_job_max_restart_ends_the_job() -> None:
     assert bench.job.num_restarts == 1
 
 
+def test_a_failure_that_a_peer_s_end_caused_names_the_peer() -> None:
+    bench = Bench(elastic(total=3, max_restart=0))
+    ended = bench.worker("e", 2)
+    agent = bench.agent(ended.node)
+    bench.world.say(ended.node, agent.report_progress("job-1", ended.name, 1, num_collectives=29))
+    bench.finish("e", 2)
+    bench.end("e", 1, COLLATERAL)
+    bench.stopped()
+    assert bench.job.end is not None
+    summary = bench.job.end.failure.summary
+    assert summary == "the program of rank 2 had ended after 29 collectives, and rank 1 went on: connection closed"
+
+
 def test_only_the_root_cause_is_charged_in_whatever_order_failures_come() -> None:
     bench = Bench(elastic(total=3))
     bench.end("e", 1, COLLATERAL)

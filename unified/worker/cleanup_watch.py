@@ -1,0 +1,75 @@
+"""A watch on the main thread: an exception that it handles while it stands in a collective is told.
+
+A rank that fails runs its ``finally`` blocks and ``__exit__`` methods before anybody hears of the failure. One that
+waits in a collective there waits for peers that stand in another, and without this watch nothing is said until the
+process group's own timeout, ten minutes and more.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from unified.protocol.records import MAX_METRIC_TEXT
+from unified.threads import TimerThread
+from unified.worker.failure import first_words, render, where
+
+EVERY_S = 2.0
+"""Time between two looks; the second one in the same collective tells."""
+
+
+class CleanupWatch:
+    """Looks at the main thread until it is closed.
+
+    Args:
+        open_collective: name and number of the collective that this rank is in; empty: none.
+        tell: takes the exception in words, and an empty text once the main thread has gone on.
+    """
+
+    def __init__(self, open_collective: Callable[[], str], tell: Callable[[str], None]) -> None:
+        self._open_collective = open_collective
+        self._tell = tell
+        self._seen: tuple[int, str] | None = None
+        self._is_told = False
+        self._timer = TimerThread("unified-cleanup-watch", self._look, stays=True)
+
+    def start(self) -> None:
+        """Look from now on."""
+        self._timer.set(time.monotonic() + EVERY_S)
+
+    def close(self) -> None:
+        """Look no more."""
+        self._timer.close(0.0)
+
+    def _look(self) -> None:
+        self._timer.set(time.monotonic() + EVERY_S)
+        error = handled()
+        inside = "" if error is None else self._open_collective()
+        seen = (id(error), inside) if inside else None
+        is_new, self._seen = seen != self._seen, seen
+        if self._is_told and is_new:
+            self._is_told = False
+            self._tell("")
+        if error is not None and seen is not None and not is_new and not self._is_told:
+            self._is_told = True
+            print(
+                f"unified: this rank has been in {inside} for {EVERY_S:g} s or more while it handles an exception. "
+                f"Peers may never enter it.\n{render(error)}",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
+            self._tell(in_words(error))
+
+
+def handled() -> BaseException | None:
+    """Return the exception that the main thread handles now."""
+    found = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    return found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
+
+
+def in_words(error: BaseException) -> str:
+    """Return the exception, and the place where it was raised."""
+    return f"{first_words(error)}{where(error)}"[:MAX_METRIC_TEXT]

@@ -1,0 +1,91 @@
+"""Variables that a program sets before its first ``import torch``, though the process has imported torch already.
+
+In a plain interpreter torch reads them then. Here they are applied at that statement as far as they can be; of the
+others a line on stderr says that they have no effect.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from unified.job.driver import is_read_at_start
+from unified.worker.environment import thread_count
+from unified.worker.fork_setup import settle_libraries
+
+_OF_THE_INTERPRETER = ("PYTHON", "LD_", "MALLOC_", "GLIBC_")
+"""Beginnings of variables that have no effect in a plain interpreter either, once it runs."""
+_READERS = {"TORCHDYNAMO_": "torch._dynamo", "TORCHINDUCTOR_": "torch._inductor", "TORCH_COMPILE_": "torch._dynamo"}
+"""Beginnings of variables, and the module of torch that reads them when it is imported."""
+
+
+def apply_at_import() -> None:
+    """Apply what changes in the environment from now on, when a program imports torch for the first time."""
+    if "torch" not in sys.modules:
+        return
+    before, plain = dict(os.environ), builtins.__import__
+
+    def watched_import(name: str, *more: Any, **named: Any) -> Any:
+        is_first = name.partition(".")[0] == "torch" and builtins.__import__ is watched_import
+        if is_first and not _is_ours(more[0] if more else named.get("globals")):
+            builtins.__import__ = plain
+            apply(before, os.environ)
+        return plain(name, *more, **named)
+
+    builtins.__import__ = watched_import
+
+
+def _is_ours(module: Mapping[str, Any] | None) -> bool:
+    return str((module or {}).get("__name__", "")).partition(".")[0] in ("unified", "torch")
+
+
+def apply(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Apply the variables that differ, and say which cannot be."""
+    changed = {name for name in (*now, *before) if now.get(name) != before.get(name)}
+    if changed & _THREADS:
+        settle_libraries(thread_count(now))
+    for name in changed & _APPLIED.keys():
+        _APPLIED[name](now.get(name, ""))
+    late = sorted(name for name in changed - _APPLIED.keys() if _is_late(name))
+    if late:
+        given = " ".join(f"--env {name}={now.get(name, '')}" for name in late)
+        print(
+            f"unified: {', '.join(late)} changed after torch was imported in this process, and has no effect. Give it "
+            f"to the job, so that the process starts with it: {given}, or env() of the role.",
+            file=sys.stderr,
+        )
+
+
+def _is_late(name: str) -> bool:
+    reader = next((module for beginning, module in _READERS.items() if name.startswith(beginning)), "torch")
+    return is_read_at_start(name) and not name.startswith(_OF_THE_INTERPRETER) and reader in sys.modules
+
+
+def _set_logs(value: str) -> None:
+    from torch._logging import _internal
+
+    _internal._init_logs()
+
+
+def _set_tf32(value: str) -> None:
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32 = value == "1"
+
+
+def _set_debug_level(value: str) -> None:
+    import torch.distributed as distributed
+
+    if distributed.is_available():
+        distributed.set_debug_level_from_env()  # type: ignore[attr-defined]  # torch exports it without saying so
+
+
+_THREADS = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"}
+_APPLIED: dict[str, Callable[[str], None]] = {
+    "TORCH_LOGS": _set_logs,
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": _set_tf32,
+    "TORCH_DISTRIBUTED_DEBUG": _set_debug_level,
+}
