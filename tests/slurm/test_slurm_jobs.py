@@ -362,7 +362,9 @@ def test_a_program_submits_itself(site: Site) -> None:
         "import job, sys\n"
         "from unified.slurm import Slurm\n"
         "if __name__ == '__main__':\n"
-        "    sys.exit(job.alone().submit('itself', on=Slurm(time='5')))\n"
+        "    handle = job.alone().submit('itself', on=Slurm(time='5'), blocking=False)\n"
+        "    print(handle.slurm_id, handle.state)\n"  # in the allocation, too, where it is a JobHandle
+        "    sys.exit(handle.wait())\n"
     )
     done = site.run(sys.executable, "program.py")
     assert done.returncode == 0, done.stderr

@@ -59,7 +59,7 @@ def installed(booted_host: Host) -> Host:
     """The host with a master and an agent, by the commands that `unified systemd install` names."""
     host = booted_host
     said = host.run("unified", "systemd", "install", "--role", "master")
-    assert "unified key new /etc/unified/cluster.key" in said
+    assert "/unified key new /etc/unified/cluster.key" in said
     host.run("systemd-sysusers")
     host.run("systemd-tmpfiles", "--create", "unified.conf")
     host.run("unified", "key", "new", KEY)

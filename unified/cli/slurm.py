@@ -263,5 +263,11 @@ def variables(folder: Path) -> dict[str, str]:
     try:
         address = (folder / commands.ADDRESS_NAME).read_text().strip()
     except OSError:
-        raise UsageError(f"the cluster of {folder} is not up: it has not started yet, or has ended.") from None
+        if not folder.exists():
+            raise UsageError(f"the cluster of {folder} has not started yet: `squeue` says why.") from None
+        stories = ", ".join(str(path) for path in folder.glob("explain-*.txt")) or "none was written"
+        raise UsageError(
+            f"the cluster of {folder} is not up now. The output of its job is beside that folder, logs are in it; the "
+            f"reasons of what was decided: {stories}."
+        ) from None
     return {MASTER_VARIABLE: address, KEY_VARIABLE: str(folder / commands.KEY_NAME)}

@@ -124,7 +124,10 @@ def _look_up(module: ModuleType, path: Path, wanted: str) -> object:
     public = [name for name in vars(module) if not name.startswith("_")]
     if wanted:
         raise UsageError(f"{path} has no {wanted!r}.{nearest(wanted, public)}")
-    raise UsageError(f"{path} defines neither 'job' nor 'build': call the job one of them, or write {path}:NAME.")
+    raise UsageError(
+        f"{path} defines neither 'job' nor 'build': call the job one of them, or write {path}:NAME. "
+        "A plain script runs with `unified run`, on SLURM with `unified slurm run`."
+    )
 
 
 def _run_user_code(function: Any, path: Path) -> Any:

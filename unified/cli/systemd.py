@@ -71,9 +71,11 @@ def install(role: str, master: str | None, user: bool, only_prints: bool) -> Non
         raise UsageError(f"no master: give --master tcp://HOST:PORT, which goes into {files[-1].path}.")
     if not user:
         _check_reach(places)
+    was_there = files[0].path.exists()
     for file in files:
         sys.stdout.write(f"{_write(file, address)} {file.path}\n")
-    sys.stdout.write("\n".join(["", "Next:", *(f"  {line}" for line in _next(role, user)), ""]))
+    lines = _next(role, programs, is_user=user, was_there=was_there)
+    sys.stdout.write("\n".join(["", "Next:" if user else "Next, as root:", *(f"  {line}" for line in lines), ""]))
 
 
 def render(
@@ -142,14 +144,21 @@ def _write(file: UnitFile, master: str | None) -> str:
     return "wrote" if before is None else "changed"
 
 
-def _next(role: str, is_user: bool) -> list[str]:
-    """Return the commands that are left to the operator."""
+def _next(role: str, programs: Path, *, is_user: bool, was_there: bool) -> list[str]:
+    """Return the commands that are left to the operator.
+
+    Args:
+        was_there: True if the unit is not new, so that its daemon may run, with what was there before.
+    """
     unit, key = f"unified-{role}", _ROOT / "etc/unified/cluster.key"
+    start = (
+        f"restart {unit}     # if it runs: it has the old unit and settings" if was_there else f"enable --now {unit}"
+    )
     if is_user:
         linger = f"loginctl enable-linger {os.environ.get('USER', '$USER')}     # else it ends when you log out"
-        return ["systemctl --user daemon-reload", f"systemctl --user enable --now {unit}", linger]
-    of_master = f"unified key new {key}     # once for the cluster; copy it to the other hosts"
+        return ["systemctl --user daemon-reload", f"systemctl --user {start}", linger]
+    of_master = f"{programs / 'unified'} key new {key}     # once for the cluster; copy it to the other hosts"
     of_others = f"scp MASTER-HOST:{key} {key} && chmod 600 {key}"
     lines = ["systemd-sysusers", "systemd-tmpfiles --create unified.conf", "systemctl daemon-reload"]
     lines += [] if key.exists() else [of_master if role == "master" else of_others]
-    return [*lines, f"systemctl enable --now {unit}", f"systemctl status {unit}"]
+    return [*lines, f"systemctl {start}", f"systemctl status {unit}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -109,6 +110,16 @@ class JobHandle:
     def status(self) -> JobStatus:
         """The job as the master sees it now; of a job whose end `wait` has seen, its last status."""
         return self._ended or self.connection.ask(GetJob(job=self.job_id), JobStatus)
+
+    @property
+    def slurm_id(self) -> str:
+        """Id of the allocation of SLURM that this process is in, as `SlurmJob` has it; empty: none."""
+        return os.environ.get("SLURM_JOB_ID", "")
+
+    @property
+    def state(self) -> str:
+        """Stage of the job, such as ``RUNNING``: `SlurmJob` has this word, too."""
+        return str(self.status().stage)
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until the job has ended, and return its exit code: 0, 1 for a failure, 130 for a stop by a user.

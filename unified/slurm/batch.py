@@ -25,6 +25,9 @@ _SHORT = {
     "p": "partition",
     "t": "time",
 }
+EARLY_S = 60
+"""Seconds that SLURM may send a signal before its time."""
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 _NODES = re.compile(r"(\d+)(?:-(\d+))?")
 
 
@@ -119,19 +122,22 @@ def script(name: str, needs: Demand, slurm: Slurm, unified: Sequence[str], comma
     given = options(slurm.sbatch)
     if "nodes" in given:
         _check_nodes(given["nodes"], needs, slurm)
+    signal_s = math.ceil(needs.grace_s) + SUSPEND_S
+    if "signal" not in given:
+        _check_time(given.get("time") or slurm.time, signal_s)
     derived = {
         "job-name": name,
         "nodes": _range(needs.nodes + slurm.spare_nodes, needs.max_nodes + slurm.spare_nodes),
         "ntasks-per-node": "1",
         "gpus-per-node": str(needs.gpus) if needs.gpus else "",
-        "cpus-per-task": str(needs.cpus),
+        "cpus-per-task": str(max(1, needs.cpus)),
         "mem": f"{needs.memory_mb}M" if needs.memory_mb else "",
         "time": slurm.time,
         "partition": slurm.partition,
         "account": slurm.account,
         "array": slurm.array,
         "output": "%x-%A_%a.out" if slurm.array else "%x-%j.out",
-        "signal": f"B:USR1@{math.ceil(needs.grace_s) + SUSPEND_S}",
+        "signal": f"B:USR1@{signal_s}",
     }
     if given.keys() & {"gres", "gpus", "gpus-per-task"}:
         derived["gpus-per-node"] = ""
@@ -195,6 +201,21 @@ def _check_nodes(text: str, needs: Demand, slurm: Slurm) -> None:
     if 0 < _bounds(text)[1] < needs.nodes + slurm.spare_nodes:
         spare = f" and {slurm.spare_nodes} in reserve" if slurm.spare_nodes else ""
         raise UsageError(f"--nodes={text} is too few: the job needs {needs.nodes} nodes{spare}. Leave the option out.")
+
+
+def _check_time(text: str, signal_s: int) -> None:
+    limit = _TIME.fullmatch(text)
+    if limit is None:
+        return  # the partition's, or what sbatch will refuse
+    days, first, second, third = (int(found or 0) for found in limit.groups())
+    parts = (first, second, third) if limit[1] or limit[4] else (0, first, second)
+    limit_s = days * 86400 + parts[0] * 3600 + parts[1] * 60 + parts[2]
+    if limit_s < signal_s + EARLY_S:
+        raise UsageError(
+            f"the time limit {text} is too short: {signal_s} to {signal_s + EARLY_S} s before its end the job is asked "
+            "to save, and goes back into the queue. Give more time, or lower stop_grace_s and save_grace_s of the job, "
+            "or choose the signal: --sbatch=--signal=B:USR1@60."
+        )
 
 
 def check_sizes(needs: Demand, slurm: Slurm, sizes: Mapping[str, int], default: str, env: Mapping[str, str]) -> None:

@@ -185,7 +185,7 @@ class Membership:
 
     def refuse(self, message: AgentRefused) -> None:
         if message.retry_after_s is None:
-            self.end(message.reason)
+            self.end(message.reason, EX_CONFIG)
             return
         self._move(MembershipState.UNKNOWN)
         text = f"{message.reason}; asks again in {message.retry_after_s:g} s"

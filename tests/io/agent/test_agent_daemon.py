@@ -446,7 +446,7 @@ def test_workers_outlive_a_master_and_are_told_to_the_next(begin: Begin, master:
 @pytest.mark.parametrize(
     ("answer", "ahead", "code", "reason"),
     [
-        (AgentRefused(reason="node n1 is alive on another host"), 0, 1, "node n1 is alive on another host"),
+        (AgentRefused(reason="node n1 is alive on another host"), 0, 78, "node n1 is alive on another host"),
         (Refused(code="defect", reason="a defect"), 0, 1, "refuses this agent: a defect"),
         (Refused(code="version", reason="speak version 2"), 0, os.EX_CONFIG, "refuses this agent: speak version 2"),
         (HeartbeatSeen(), 1, os.EX_CONFIG, f"version {PROTOCOL_VERSION + 1}, this side speaks {PROTOCOL_VERSION}"),

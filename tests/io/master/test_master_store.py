@@ -20,7 +20,7 @@ from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.client_master import Accepted, JobList, ListJobs, SubmitJob
 from unified.protocol.records import EventRecord
 from unified_master.core.messages import ReportEvent, SaveRecord
-from unified_master.store import SCHEMA_VERSION, Store, StoreError, back_up
+from unified_master.store import SCHEMA_VERSION, OtherStoreError, Store, StoreError, back_up
 
 
 def save(key: str, data: bytes | None) -> SaveRecord:
@@ -82,7 +82,17 @@ def test_a_store_of_another_version_is_refused(tmp_path: Path) -> None:
 
 def test_rubbish_in_place_of_the_store_is_refused(tmp_path: Path) -> None:
     (tmp_path / "master.sqlite").write_bytes(b"not a database" * 1000)
-    with pytest.raises(StoreError, match="cannot be read as the master's store"):
+    with pytest.raises(OtherStoreError, match="cannot be read as the master's store"):
+        Store(tmp_path)
+
+
+def test_a_store_that_is_cut_off_is_refused_as_one_that_no_start_can_read(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.commit([SaveRecord(kind="k", key=str(number), data=bytes(1000)) for number in range(100)], [])
+    store.close()
+    path = tmp_path / "master.sqlite"
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(OtherStoreError, match="cannot be read as the master's store"):
         Store(tmp_path)
 
 

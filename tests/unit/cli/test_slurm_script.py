@@ -98,12 +98,27 @@ def test_groups_are_components_of_a_heterogeneous_job() -> None:
     ]
 
 
+@pytest.mark.parametrize("limit", ["3", "4:09", "0:4:0", "0-0:4"])
+def test_a_time_limit_that_leaves_no_time_is_refused(limit: str) -> None:
+    message = rf"the time limit {limit} is too short: 190 to 250 s before its end"
+    with pytest.raises(UsageError, match=message):
+        lines(a_job(), Slurm(time=limit))
+    with pytest.raises(UsageError, match=message):
+        lines(a_job(), Slurm(sbatch=["-t", limit]))
+    assert "#SBATCH --signal=B:USR1@30" in lines(a_job(), Slurm(time=limit, sbatch=["--signal=B:USR1@30"]))
+
+
+@pytest.mark.parametrize("limit", ["5", "4:10", "1:0:0", "1-0", "UNLIMITED", "soon", ""])
+def test_other_time_limits_are_left_to_sbatch(limit: str) -> None:
+    lines(a_job(), Slurm(time=limit))
+
+
 def test_the_example_is_what_is_printed() -> None:
     spec = a_job(
         a_role(total=16, per_group=8, resources=Resources(cpu=8, accelerator=1)), node_num=2, device_per_node=8
     )
     slurm = Slurm(time="12:00:00", partition="gpu", spare_nodes=1)
-    driver = ["unified", "submit", "train.py", "--no-wait", "--name", "sft"]
+    driver = ["unified", "submit", "submit.py", "--no-wait", "--name", "sft"]
     assert EXAMPLE.read_text() == batch.script("sft", batch.demand(spec, slurm), slurm, ["unified"], driver)
 
 
@@ -275,7 +290,7 @@ def test_a_script_for_torchrun_keeps_its_options_and_its_words(
     monkeypatch.chdir(tmp_path)
     words = [
         "-t",
-        "1:00",
+        "10:00",
         "--nnodes=2",
         "--apptainer",
         "a.sif",
@@ -291,7 +306,7 @@ def test_a_script_for_torchrun_keeps_its_options_and_its_words(
     ]
     assert main(["slurm", "run", "--print", *words]) == 0
     text = capsys.readouterr().out.splitlines()
-    assert "#SBATCH --time=1:00" in text
+    assert "#SBATCH --time=10:00" in text
     assert "#SBATCH --gpus-per-node=4" in text
     assert " slurm exec --nodes=2 --apptainer=a.sif -- " in text[-1]
     driver = " -m unified run --no-wait --nnodes=2 --tee 3 --nproc-per-node=4 --name mine train.py -t 5 -p"

@@ -55,6 +55,8 @@ def test_a_second_time_changes_nothing_and_settings_are_the_operators(
     said = capsys.readouterr().out
     assert f"unchanged {root}/etc/systemd/system/unified-agent.service" in said
     assert f"kept {settings}" in said
+    assert "systemctl restart unified-agent " in said, "one that runs has what was there before"
+    assert "enable --now" not in said
     assert main([*words, "--master", "other:7078"]) == 0
     assert f"changed {settings}" in capsys.readouterr().out
     assert settings.read_text().splitlines()[2:] == [

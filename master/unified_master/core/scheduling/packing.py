@@ -319,7 +319,11 @@ def _shortage(unit: Unit, units: Sequence[Unit], nodes: list[NodeCapacity], num_
             return f"{wanted}; the job may use {cap} of a node (device_per_node)"
         free = {node.name: float(node.free_devices) for node in nodes}
         total = {node.name: float(len(node.devices)) for node in nodes}
-        hint = "; a role that needs none says .resource(cpu=1)" if whole > max(total.values()) else ""
+        hint = (
+            "; a role that needs none says .resource(cpu=1), an agent without any has --devices"
+            if whole > max(total.values())
+            else ""
+        )
         return f"{wanted}; {_at_most(whole, '', free, total, num_placed)}{hint}"
     for field, word in _AMOUNTS:
         amount = unit.total(field)
@@ -328,9 +332,9 @@ def _shortage(unit: Unit, units: Sequence[Unit], nodes: list[NodeCapacity], num_
             total = {node.name: getattr(node.resources, field) for node in nodes}
             return f"{needs} {amount:g} {word}; {_at_most(amount, f' {word}', free, total, num_placed)}"
     if not any(node.may_hold(unit) for node in nodes):
-        return (
-            f"{needs} {count(len(unit.members), 'rank')}; the job may have {unit.max_ranks} on a node (device_per_node)"
-        )
+        ranks = count(len(unit.members), "rank")
+        there = f"{count(len(nodes), 'node')} {'is' if len(nodes) == 1 else 'are'} there"
+        return f"{needs} {ranks}; the job may have {unit.max_ranks} on a node (device_per_node), and {there}"
     rooms_left = f"there is room for {num_placed} of them, and " if num_placed else ""
     named = unit.user_total()
     if any(node.grants(unit.isolation) for node in nodes):

@@ -209,7 +209,7 @@ def test_a_refusal_for_good_ends_it_and_a_refusal_for_now_does_not() -> None:
     driver.pass_time(0.2)
     assert sent(driver.take()) == ["RegisterAgent"]
     driver.hear(AgentRefused(reason="not you"))
-    assert driver.take() == [Exit(code=1, reason="not you")]
+    assert driver.take() == [Exit(code=78, reason="not you")]
     driver.hear(AgentRegistered(lease_s=15, heartbeat_s=1))
     assert driver.take() == []
 

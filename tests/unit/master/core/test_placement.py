@@ -118,7 +118,8 @@ def test_ranks_of_a_cpu_job_spread_over_nodes_as_if_they_had_devices() -> None:
     found = assigned(place(four, node(cpu=1), node(cpu=1)))
     assert {name: where for name, (where, _) in found.items()} == {"t-0": "n1", "t-1": "n1", "t-2": "n2", "t-3": "n2"}
     assert (
-        place(four, node()).reason == "role t needs 2 groups of 2 ranks; the job may have 2 on a node (device_per_node)"
+        place(four, node()).reason
+        == "role t needs 2 groups of 2 ranks; the job may have 2 on a node (device_per_node), and 1 node is there"
     )
     for fits_on_one in (
         ranks(4, 2, 2, device_per_node=4),
@@ -187,7 +188,7 @@ def test_real_devices_are_preferred_over_virtual_ones() -> None:
         # a group is not cut in two
         (role("a", 4, 1, per_group=4), [node(devices=3)] * 2,
          "role a needs 1 group of 4 devices; no node of this cluster has 4 (the largest, n1, has 3); "
-         "a role that needs none says .resource(cpu=1)"),
+         "a role that needs none says .resource(cpu=1), an agent without any has --devices"),
     ],
 )  # fmt: skip
 def test_the_reason_names_what_is_short(needs: RoleSpec, nodes: list[NodeResources], reason: str) -> None:
