@@ -64,6 +64,7 @@ def unified_run(tmp_path: Path) -> Run:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # tests may run under nohup
         )
 
     return run

@@ -2,10 +2,13 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -93,13 +96,21 @@ print(EmbeddedCluster().begin().cluster_id, flush=True)
 
 
 @pytest.fixture
-def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run_dir() -> Iterator[Path]:
+    """A folder of sockets: a path of pytest's is too long."""
+    folder = Path(tempfile.mkdtemp(prefix="u-"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def stand_ins(tmp_path: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "stand-ins"
     folder.mkdir()
     (folder / "unified_master.py").write_text(MASTER)
     (folder / "unified_agent.py").write_text(AGENT)
     monkeypatch.setenv("PYTHONPATH", str(folder))
-    monkeypatch.setenv("UNIFIED_RUN_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("UNIFIED_RUN_DIR", str(run_dir))
     monkeypatch.setenv("UNIFIED_HOME", str(tmp_path / "unified-home"))
     return tmp_path
 
@@ -127,7 +138,7 @@ def test_too_few_descriptors_are_one_sentence_and_exit_code_2(
     assert ended.stderr == f"{program}: `ulimit -n` is 16, which is too few open files: 64 is the least.\n"
 
 
-def test_it_starts_answers_and_leaves_nothing(stand_ins: Path) -> None:
+def test_it_starts_answers_and_leaves_nothing(stand_ins: Path, run_dir: Path) -> None:
     before = Belongings()
     with EmbeddedCluster(2, 4) as cluster:
         assert cluster.address.startswith("tcp://127.0.0.1:")
@@ -141,7 +152,7 @@ def test_it_starts_answers_and_leaves_nothing(stand_ins: Path) -> None:
     cluster.stop()
     assert processes(cluster.cluster_id) == []
     assert cluster.leftovers == []
-    assert list((stand_ins / "run").iterdir()) == []
+    assert list(run_dir.iterdir()) == []
     assert left_behind(before) == []
 
 
@@ -290,7 +301,7 @@ def test_what_does_not_end_is_killed_and_named(stand_ins: Path, how: str) -> Non
     assert [left.split()[0] for left in cluster.leftovers] == (["process"] if how == "leaves" else [])
 
 
-def test_ctrl_c_while_it_ends_has_all_killed_before_it_is_raised(stand_ins: Path) -> None:
+def test_ctrl_c_while_it_ends_has_all_killed_before_it_is_raised(stand_ins: Path, run_dir: Path) -> None:
     def interrupt() -> None:
         eventually((stand_ins / "home" / "node-1" / "asked").exists, message="the agent was not asked to end")
         os.kill(os.getpid(), signal.SIGINT)
@@ -303,7 +314,7 @@ def test_ctrl_c_while_it_ends_has_all_killed_before_it_is_raised(stand_ins: Path
         cluster.stop(timeout_s=100)
     interrupter.join()
     assert processes(cluster.cluster_id) == []
-    assert list((stand_ins / "run").iterdir()) == []
+    assert list(run_dir.iterdir()) == []
     assert left_behind(before) == []
 
 
@@ -325,14 +336,13 @@ def test_the_end_of_the_driver_is_the_end_of_the_cluster(stand_ins: Path, end: s
     eventually(lambda: not processes(cluster_id), timeout=100, message="the cluster outlived its driver")
 
 
-def test_the_run_folder_of_a_killed_driver_is_swept_by_the_next(stand_ins: Path) -> None:
-    run = stand_ins / "run"
-    (run / "e1-abc").mkdir(parents=True)
-    (run / "e1-abc" / "owner.lock").touch()
-    (run / "else").mkdir()
+def test_the_run_folder_of_a_killed_driver_is_swept_by_the_next(stand_ins: Path, run_dir: Path) -> None:
+    (run_dir / "e1-abc").mkdir(parents=True)
+    (run_dir / "e1-abc" / "owner.lock").touch()
+    (run_dir / "else").mkdir()
     with EmbeddedCluster(1, 1, home=stand_ins / "home"):
-        assert not (run / "e1-abc").exists()
-        assert (run / "else").exists()
+        assert not (run_dir / "e1-abc").exists()
+        assert (run_dir / "else").exists()
 
 
 def test_the_newest_ten_homes_are_kept(stand_ins: Path) -> None:

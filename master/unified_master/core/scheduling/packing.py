@@ -319,11 +319,9 @@ def _shortage(unit: Unit, units: Sequence[Unit], nodes: list[NodeCapacity], num_
             return f"{wanted}; the job may use {cap} of a node (device_per_node)"
         free = {node.name: float(node.free_devices) for node in nodes}
         total = {node.name: float(len(node.devices)) for node in nodes}
-        hint = (
-            "; a role that needs none says .resource(cpu=1), an agent without any has --devices"
-            if whole > max(total.values())
-            else ""
-        )
+        largest = max(total.values())
+        hint = "; a role that needs none says .resource(cpu=1)" if whole > largest else ""
+        hint += ", and `--devices` gives nodes without GPUs virtual ones" if not largest else ""
         return f"{wanted}; {_at_most(whole, '', free, total, num_placed)}{hint}"
     for field, word in _AMOUNTS:
         amount = unit.total(field)
