@@ -108,8 +108,10 @@ def test_a_rank_that_fails_and_waits_in_its_clean_up_says_so(
     assert role["culprits"] == [worker.name]
     assert role["findings"][0].startswith(f"rank 1 {failed}")
     assert "and cleaned up in all_reduce 2, which rank 0 never entered" in role["findings"][0]
+    handle.stop(force=True)
 
 
+@pytest.mark.slow
 def test_a_rank_whose_exit_function_waits_has_failed_before(local_cluster: Cluster, project: Project) -> None:
     project(ranks=RANKS)
     handle = submit(local_cluster(nodes=1, devices=2), "ranks.fails", "atexit")
@@ -130,6 +132,7 @@ def test_a_rank_that_ended_before_its_peers_is_named_in_their_failure(local_clus
     )
 
 
+@pytest.mark.slow
 def test_a_rank_that_ended_and_answers_calls_is_named_in_the_verdict(local_cluster: Cluster, project: Project) -> None:
     project(ranks=RANKS, answers=ANSWERS)
     handle = submit(local_cluster(nodes=1, devices=2), "answers.Answers", hang_timeout=2)

@@ -53,6 +53,7 @@ def test_torchrun_s_no_python(tmp_path: Path) -> None:
     assert "exited with code 7" in ran.stderr
 
 
+@pytest.mark.slow
 def test_a_program_has_the_signal_of_a_stop_and_its_grace(local_cluster: Cluster, tmp_path: Path) -> None:
     handle = submit(local_cluster(nodes=1, devices=2), tmp_path, write(tmp_path, "waits.sh", WAITS))
     eventually(lambda: len(lines(tmp_path, "pids")) == 2)
@@ -62,6 +63,7 @@ def test_a_program_has_the_signal_of_a_stop_and_its_grace(local_cluster: Cluster
     eventually(lambda: not any(process.is_alive(int(pid)) for pid in lines(tmp_path, "pids")))
 
 
+@pytest.mark.slow
 def test_a_program_that_is_killed_has_failed_so_and_none_is_left(local_cluster: Cluster, tmp_path: Path) -> None:
     handle = submit(local_cluster(nodes=1, devices=2), tmp_path, write(tmp_path, "waits.sh", WAITS))
     eventually(lambda: len(lines(tmp_path, "pids")) == 2)
@@ -73,6 +75,7 @@ def test_a_program_that_is_killed_has_failed_so_and_none_is_left(local_cluster: 
     eventually(lambda: not any(process.is_alive(int(pid)) for pid in lines(tmp_path, "pids")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("entry", "message"),
     [

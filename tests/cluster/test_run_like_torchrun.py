@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,21 +53,35 @@ dist.destroy_process_group()
 Run = Callable[..., subprocess.Popen[str]]
 
 
+def _take_all_signals() -> None:
+    """Undo what nohup, and the background of a shell, have their processes ignore."""
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.fixture
-def unified_run(tmp_path: Path) -> Run:
+def unified_run(tmp_path: Path) -> Iterator[Run]:
+    """Start `unified run`; what still runs at the end of the test is killed."""
+    started: list[subprocess.Popen[str]] = []
+
     def run(*arguments: str, **env: str) -> subprocess.Popen[str]:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("UNIFIED_", "PET_"))}
-        return subprocess.Popen(
+        launcher = subprocess.Popen(
             [sys.executable, "-m", "unified", "run", *arguments],
             cwd=tmp_path,
             env={**inherited, **env},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # tests may run under nohup
+            preexec_fn=_take_all_signals,
         )
+        started.append(launcher)
+        return launcher
 
-    return run
+    yield run
+    for launcher in started:
+        launcher.kill()
+        launcher.communicate()
 
 
 def facts_of(text: str) -> list[dict[str, Any]]:
@@ -171,6 +185,7 @@ def test_a_script_that_chooses_the_store_s_address_has_it_in_rank_0(tmp_path: Pa
     assert err.count(f"this script sets MASTER_ADDR=localhost and MASTER_PORT={port} itself") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_torch")
 def test_within_a_rank_it_has_a_cluster_of_its_own(tmp_path: Path, unified_run: Run) -> None:
     inner = [sys.executable, "-m", "unified", "run", "--nproc-per-node=2", "inner.py"]
@@ -182,6 +197,7 @@ def test_within_a_rank_it_has_a_cluster_of_its_own(tmp_path: Path, unified_run: 
     assert sorted(line.rpartition("inner ")[2] for line in out.splitlines() if "inner" in line) == ["0", "1"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_torch")
 def test_a_hang_ends_a_run_that_says_so(tmp_path: Path, unified_run: Run) -> None:
     (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(600)\n")
@@ -225,6 +241,7 @@ def test_signals_go_to_the_ranks_that_handle_them_and_the_run_goes_on(tmp_path: 
     assert "SIGUSR1 goes to the workers that handle it" in err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_torch")
 def test_ranks_that_do_not_handle_a_signal_are_left_alone(tmp_path: Path, unified_run: Run) -> None:
     (tmp_path / "waits.py").write_text(HANDLES)

@@ -133,6 +133,7 @@ def test_a_job_goes_on_at_the_step_that_it_saved(local_cluster: Cluster, project
     assert "WARNING" not in (cluster.home / "master.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_from_its_snapshots(local_cluster: Cluster, project: Project, tmp_path: Path) -> None:
     project(snapshots=SNAPSHOTS)
     builder: Any = DLJobBuilder().device_per_node(1).device_type("CPU").global_env({"FOLDER": str(tmp_path)})
