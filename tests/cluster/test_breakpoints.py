@@ -292,6 +292,7 @@ def test_a_debugger_of_the_user_s_own_choice_is_left_alone(place: Place) -> None
     assert place.said() == ["0 went on with 40", "0 went on with 41"]
 
 
+@pytest.mark.slow
 def test_each_worker_waits_for_a_client_of_debugpy(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -196,7 +196,8 @@ def test_submit_begins_its_cluster_before_it_imports_the_file(
     assert len(list((tmp_path / "home" / "embedded").iterdir())) == 1
 
 
-@pytest.mark.parametrize("limit", [pytest.param(1, marks=pytest.mark.slow), 0])
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [1, 0])
 def test_a_master_that_dies_comes_back_with_its_state_and_the_job_goes_on(
     tmp_path: Path, run_dir: Path, driver_env: dict[str, str], limit: int
 ) -> None:

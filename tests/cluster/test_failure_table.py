@@ -439,6 +439,7 @@ OWN: dict[str, tuple[Check, dict[str, Any]]] = {
     "master-killed": (master_killed, {"nodes": 1, "restart_master": 1}),
 }
 """Rows with a cluster of their own."""
+LONG = ("node-group-given-up", "zygote-hangs")
 
 WITH_TORCH: dict[str, Check] = {"collateral": collateral, "store-killed": store_killed}
 
@@ -485,7 +486,7 @@ def test_a_failure_of_a_job(row: str, shared: LocalCluster, programs: None, tmp_
     check(row, SHARED[row], Bench(tmp_path, shared))
 
 
-@pytest.mark.parametrize("row", OWN)
+@pytest.mark.parametrize("row", [pytest.param(row, marks=pytest.mark.slow) if row in LONG else row for row in OWN])
 def test_a_failure_of_a_daemon(
     row: str,
     local_cluster: Callable[..., LocalCluster],

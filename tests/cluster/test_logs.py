@@ -84,6 +84,7 @@ def test_lines_are_found_by_pattern_and_by_time(local_cluster: Cluster, project:
     handle.stop(force=True)
 
 
+@pytest.mark.slow
 def test_the_end_of_a_log_is_shown_when_its_node_is_gone(local_cluster: Cluster, project: Project, show: Show) -> None:
     cluster = local_cluster(nodes=2, devices=2)
     handle = printing(cluster, project)

@@ -142,6 +142,7 @@ def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebo
         made.close()
 
 
+@pytest.mark.slow
 def test_a_notebook_from_its_first_cell_to_a_killed_kernel(notebook: Notebook, tmp_path: Path) -> None:
     before = Belongings()
     first = notebook.run(START)

@@ -109,6 +109,7 @@ def test_a_run_trains_is_followed_stopped_and_resumed(service: httpx.Client, tmp
     assert not any(TOKEN.encode() in environment for environment in daemons.values())
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_succeed_fails_once_with_one_line(service: httpx.Client, tmp_path: Path) -> None:
     dataset = tmp_path / "data.jsonl"
     dataset.write_text('{"body": "x"}\n')

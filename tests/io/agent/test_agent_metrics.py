@@ -27,6 +27,7 @@ def values(text: str) -> dict[tuple[str, str], float]:
     }
 
 
+@pytest.mark.slow
 def test_metrics_of_an_agent(tmp_path: Path, agents: list[AgentProcess], monkeypatch: pytest.MonkeyPatch) -> None:
     port, master, file = unused_port(), PlayedMaster(), tmp_path / "unified.prom"
     flags = ["--metrics-bind", f"127.0.0.1:{port}", "--metrics-file", str(file), "--devices", "2"]

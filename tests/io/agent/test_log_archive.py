@@ -34,6 +34,7 @@ def write(path: Path, nbytes: int) -> bytes:
     return whole
 
 
+@pytest.mark.slow
 def test_an_agent_that_is_killed_goes_on_where_it_was(tmp_path: Path, agents: list[AgentProcess]) -> None:
     whole = write(tmp_path / "state/logs/job-0/w-0/0.out", 16 * PART_BYTES)
     folder = tmp_path / "archive/job-0/w-0/0.out"

@@ -115,6 +115,7 @@ def test_a_key_file_that_is_missing(host: Host) -> None:
     only(host.examine(env={"UNIFIED_KEY_FILE": "/nowhere"}), "cluster key", "wrong", "`unified key new` makes a key")
 
 
+@pytest.mark.slow
 def test_a_name_server_that_does_not_answer(host: Host) -> None:
     (host.folder / "hosts").write_text("127.0.0.1 localhost\n")
     (host.folder / "resolv.conf").write_text("nameserver 127.0.0.77\n")
@@ -245,6 +246,7 @@ def test_a_check_that_hangs_or_breaks_is_a_finding() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_what_a_killed_agent_left(host: Host, start_master: StartMaster) -> None:
     master = start_master().address
     command = [sys.executable, "-m", "unified_agent", "--master", master, "--node-id", "n1"]
@@ -314,6 +316,7 @@ def test_a_master_whose_name_nobody_knows(host: Host) -> None:
     assert set(found) == {"master's name", "master"}  # which cannot be asked either
 
 
+@pytest.mark.slow
 def test_a_node_that_is_not_reached(host: Host, start_master: StartMaster) -> None:
     """Its address is one of those that are for documents, to which no route leads."""
     address = start_master().address

@@ -172,6 +172,7 @@ def test_answers_have_the_headers_that_keep_browsers_safe(gateway: GatewayUnderT
         connection.close()
 
 
+@pytest.mark.slow
 def test_sign_ins_are_limited(gateway: GatewayUnderTest) -> None:
     """A thousand; tests/unit/gateway/test_page_session.py reckons with ten times as many."""
     with browser(gateway.url) as client:
