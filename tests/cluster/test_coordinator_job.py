@@ -14,7 +14,7 @@ from unified.testing import eventually
 
 pytestmark = pytest.mark.cluster
 
-WAIT_S = 50
+WAIT_S = 100
 
 READERS = """
 import asyncio

@@ -28,7 +28,7 @@ from unified.testing import FAST, Belongings, LocalCluster, eventually, left_beh
 pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).parents[2]
-WITHIN_S = 90.0
+WITHIN_S = 100.0
 MEMORY_BYTES = 512 * 2**20
 
 

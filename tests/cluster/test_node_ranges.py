@@ -17,7 +17,7 @@ from unified.testing import LocalCluster, eventually
 
 pytestmark = pytest.mark.cluster
 
-WITHIN_S = 90.0
+WITHIN_S = 100.0
 QUICK = {
     "UNIFIED_GROW_SETTLE_S": "0.2",
     "UNIFIED_GROW_EVERY_S": "0.5",

@@ -16,7 +16,7 @@ from unified.testing import LocalCluster, eventually
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
 
-WAIT_S = 50
+WAIT_S = 100
 
 # Document 3, "DataQueue", import prefix changed.
 OWNER_OF_THE_REFERENCE = """

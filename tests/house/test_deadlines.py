@@ -4,7 +4,7 @@ What runs a dozen times as slowly on a busy machine passes all the same: it wait
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ import pytest
 from tests.support.deadlines import LEAST_S, met, missed
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ["cluster", "io", "kubernetes", "support", "training"]
+FOLDERS = ["browser", "cluster", "io", "kubernetes", "monitoring", "slurm", "support", "systemd", "training"]
 """Folders of tests of what takes time. Others use a clock of their own, or none."""
 PROGRAMS = ROOT / "tests/support/programs"
 PARAMETERS = {
@@ -25,6 +25,8 @@ CLOCKS = {"time.monotonic()", "time.perf_counter()", "time.time()"}
 ALLOWED = {
     # Seconds of silence after which a worker is lost. It has to be heard once before, and the test waits for its loss.
     "tests/io/data/test_data_epoch_end.py: TrainingOrchestrator(heartbeat_timeout_s=3)",
+    # The promise itself: all nodes are free ten seconds after the end of a job.
+    "tests/slurm/test_slurm_jobs.py: time.monotonic() - ended_at < 10",
     # The text of the error says which workers have not answered by then: others have to have answered.
     "tests/io/weights/test_weights_reading.py: send(timeout=3)",
     "tests/io/weights/test_weights_transfer.py: send(timeout=3)",
@@ -32,16 +34,30 @@ ALLOWED = {
 """Deadlines that both have to be met by somebody and pass in the end. Entries may go, never come."""
 
 
-def number_of(node: ast.expr) -> float | None:
-    """Return the number that is written there, unless it is 0, which asks without waiting."""
+def number_of(node: ast.expr, constants: Mapping[str, ast.expr]) -> float | None:
+    """Return the number that is written there, or in a constant, unless it is 0, which asks without waiting."""
+    if isinstance(node, ast.Name) and node.id in constants:
+        node = constants[node.id]
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         return float(node.value) or None
     return None
 
 
+def constants_of(tree: ast.Module) -> dict[str, ast.expr]:
+    """Return what names of the module stand for."""
+    return {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+
 def short_deadlines(text: str) -> Iterator[tuple[int, str]]:
     """Yield line and words of deadlines that are too short to be met on a busy machine, and are not marked."""
     tree = ast.parse(text)
+    constants = constants_of(tree)
     # `while not stop.wait(0.01)` is a pace, and no deadline.
     paces = {id(call) for loop in ast.walk(tree) if isinstance(loop, ast.While) for call in ast.walk(loop.test)}
     for node in ast.walk(tree):
@@ -53,11 +69,11 @@ def short_deadlines(text: str) -> Iterator[tuple[int, str]]:
             if not given and place is not None and (num_more == 0 or (num_more > 0 and name == "eventually")):
                 given["timeout"] = node.args[place]
             for parameter, value in given.items():
-                seconds = number_of(value)
+                seconds = number_of(value, constants)
                 if seconds is not None and seconds < LEAST_S:
                     yield node.lineno, f"{name}({parameter}={seconds:g})"
         elif isinstance(node, ast.Compare) and isinstance(node.ops[-1], ast.Lt | ast.LtE):
-            seconds, left = number_of(node.comparators[-1]), [node.left, *node.comparators][-2]
+            seconds, left = number_of(node.comparators[-1], constants), [node.left, *node.comparators][-2]
             is_time = isinstance(left, ast.BinOp) and isinstance(left.op, ast.Sub) and ast.unparse(left.left) in CLOCKS
             if seconds is not None and seconds < LEAST_S and is_time:
                 yield node.lineno, ast.unparse(node)
@@ -78,6 +94,7 @@ def test_what_is_found() -> None:
         "eventually(is_done, 5, 'it is not done')",
         "bus.call('b', 'm', (), {}, timeout=0.1).result(100)",
         "assert 0.1 <= time.monotonic() - began < 5",
+        "WITHIN_S = 5\nfuture.result(WITHIN_S)",
     ]
     left_alone = [
         "future.result(missed(0.1))",

@@ -12,7 +12,7 @@ from tests.support.training_api import LARGE, LIVING, Service, answered, keys_of
 from unified.storage import open_storage
 from unified.testing import eventually
 
-STEP_S = 40.0
+STEP_S = 100.0
 LOG_OF_A_RANK = re.compile(r"logs/.+")
 
 

@@ -19,7 +19,7 @@ from unified_agent.poll_loop import PollLoop
 from unified_agent.processes import Processes
 from unified_agent.snapshots import SnapshotProcess
 
-WITHIN_S = 60.0
+WITHIN_S = 100.0
 
 
 class Children:

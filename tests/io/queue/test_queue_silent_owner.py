@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.deadlines import missed
 from tests.support.queue_members import PATIENCE_S, QueueWorld, begun
 from tests.support.queue_owner import Own, OwnerProcess
 from unified.errors import QueueNotFoundError
 from unified.queue import owner_lookup
 
-SHORT_S = 0.1
+SHORT_S = missed(0.1)
 
 
 @pytest.fixture

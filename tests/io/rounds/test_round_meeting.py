@@ -15,7 +15,7 @@ from unified.rounds.rendezvous_store import RoundStores, connect
 from unified.worker.failure import is_collateral
 
 pytest.importorskip("torch")
-LONG_S = 30.0
+LONG_S = 100.0
 
 
 class Round:

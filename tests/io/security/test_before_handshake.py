@@ -26,7 +26,7 @@ KEY = new_key()
 GROWTH_BYTES = 32 << 20
 ENDLESS = 8 << 30
 AMOUNT = 512 << 20
-WITHIN_S = 40.0
+WITHIN_S = 100.0
 
 
 class Stranger:
