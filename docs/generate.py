@@ -1,4 +1,7 @@
-"""Writes what is generated: states, reference, options, a Postman collection. With `--check`, says what is stale."""
+"""Writes what is generated: states, reference, options, output as data, a Postman collection.
+
+With `--check` it says what is stale.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from enum import StrEnum
+from enum import Enum, StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
+import msgspec
 import postman
 import source_text
 from pydantic import AliasChoices
@@ -23,12 +27,15 @@ from unified.cli.main import build
 from unified.cli.run import run_parser
 from unified.client.cluster_client import ClusterClient, connect
 from unified.client.handle import JobHandle
+from unified.client.logs import LogLine
 from unified.config import logging, runtime, settings
 from unified.job import JobConfig
+from unified.protocol.client_master import JobLine, JobStatus, NodeStatus
 from unified.protocol.records import (
     JOB_MOVES,
     NODE_MOVES,
     WORKER_MOVES,
+    EventRecord,
     NodeState,
     Stage,
     TransitionTable,
@@ -62,6 +69,13 @@ TABLES: list[tuple[str, type[StrEnum], TransitionTable[Any], str]] = [
     ),
     ("A node", NodeState, NODE_MOVES, "What the master believes; an agent that comes back makes its node ALIVE."),
 ]
+COMMANDS_OF_DATA = [
+    ("unified status JOB --json", "a [JobStatus](#jobstatus)", JobStatus),
+    ("unified jobs --json", "a list of [JobLine](#jobline)", JobLine),
+    ("unified nodes --json", "a list of [NodeStatus](#nodestatus)", NodeStatus),
+    ("unified explain JOB --json", "a list of [EventRecord](#eventrecord), oldest first", EventRecord),
+    ("unified logs JOB --json", "a [LogLine](#logline) a line, also with `--follow`", LogLine),
+]
 _KEY_FILE = "The cluster's key, for clients and daemons; made by `unified key new`. Empty: do without."
 _ARGUMENT_TYPES = {
     "Count": "int ≥ 1",
@@ -85,6 +99,7 @@ def main() -> int:
         DOCS / "state-machines.md": page(state_machines()),
         DOCS / "reference.md": page(reference()),
         DOCS / "options.md": page(options()),
+        DOCS / "json.md": page(output_as_data()),
         postman.FILE: postman.collection(),
     }
     stale = [file.name for file, text in texts.items() if write(file, text, check)]
@@ -171,6 +186,36 @@ def entry(name: str, thing: object) -> Iterator[str]:
             yield f"\n### `{source_text.signature(node)}`\n\n{source_text.docstring(node)}"
         case None:
             yield f"\n### `{name} = {source_text.alias(thing)}`"
+
+
+def output_as_data() -> Iterator[str]:
+    yield "# Output as data"
+    yield "\nThese commands print their facts as JSON, for scripts and for programs that operate clusters:\n"
+    yield from table_of(["command", "prints"], ([f"`{command}`", what] for command, what, _ in COMMANDS_OF_DATA))
+    yield "\nThe names below are stable within 0.x: a release 0.x.y may add fields, and removes none. Ignore names that"
+    yield "you do not know. A field without a value is `null`. Times are seconds since 1970. The texts of `reason`,"
+    yield "`summary` and `note` are for people, and may change with any release."
+    for record in dict.fromkeys(each for _, _, kind in COMMANDS_OF_DATA for each in records_in(kind)):
+        node = source_text.class_of(record)
+        yield f"\n## {'Stage' if record is Stage else record.__name__}\n\n{source_text.docstring(node)}\n"
+        if issubclass(record, Enum):
+            yield from table_of(["value", "meaning"], ([_code(f.name), f.text] for f in source_text.fields(node)))
+            continue
+        rows = ([_code(f.name), _code(f.type), _cell(f.text)] for f in source_text.fields(node))
+        yield from table_of(["field", "type", "meaning"], rows)
+
+
+def records_in(kind: object) -> Iterator[type]:
+    """A record, and the records and enums that its fields hold."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        yield kind
+        for field in get_type_hints(kind).values():
+            yield from records_in(field)
+    elif isinstance(kind, type) and issubclass(kind, Enum):
+        yield kind
+    else:
+        for each in get_args(kind):
+            yield from records_in(each)
 
 
 def options() -> Iterator[str]:

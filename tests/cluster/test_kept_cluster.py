@@ -1,5 +1,6 @@
 """``unified up`` and ``unified down``: a cluster that stays, found by whatever submits or looks, and by nobody else."""
 
+import json
 import os
 import signal
 import stat
@@ -210,6 +211,8 @@ def test_the_cluster_of_a_running_driver_is_found_and_what_it_leaves_is_read(
         assert left.out.splitlines() == ["[ELASTIC-0] waits", "[ELASTIC-0] goes"]
         assert "ran in a cluster that has ended; it left this in " in left.err
     assert command("logs", "first", "--tail", "1", "--rank", "0").out == "[ELASTIC-0] goes\n"
+    told = json.loads(command("logs", "first", "--tail", "1", "--rank", "0", "--grep", "goe", "--json").out)
+    assert (told["role"], told["rank"], told["incarnation"], told["line"]) == ("ELASTIC", 0, 0, "goes")
     assert command("logs", "third").code == 2
 
 

@@ -30,6 +30,7 @@ from unified.protocol.client_master import (
     ReadLog,
     Refused,
     RoleStatus,
+    SignalWorkers,
     StopJob,
     Story,
     SubmitJob,
@@ -133,6 +134,7 @@ class Job:
         self.output = {"out": b"", "err": b""}
         self.ends_on_stop = True
         self.num_workers = 1
+        self.output_lost = ""
         self.stops: list[StopJob] = []
 
     def finish(self, exit_code: int, reason: str = "", end: EndReport | None = None) -> None:
@@ -156,7 +158,8 @@ class Job:
     def worker(self, rank: int) -> WorkerStatus:
         name = f"trainer_{self.num_workers}-{rank}_1-0"
         state = WorkerState.EXITED if self.stage == Stage.STOPPED else WorkerState.RUNNING
-        return worker_status(rank, name=name, state=state, node="n1", pid=77, progress=Progress(step=3, total=10))
+        more: dict[str, Any] = {"output_lost": self.output_lost, "progress": Progress(step=3, total=10)}
+        return worker_status(rank, name=name, state=state, node="n1", pid=77, **more)
 
     def respond(self, message: ClientToMaster) -> MasterAnswer:
         match message:
@@ -172,6 +175,8 @@ class Job:
                 self.stops.append(message)
                 if self.ends_on_stop or message.force:
                     self.finish(130, message.reason)
+                return Done()
+            case SignalWorkers():
                 return Done()
             case ListJobs():
                 line = JobLine(

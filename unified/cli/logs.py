@@ -6,14 +6,17 @@ import re
 import sys
 from argparse import ArgumentParser
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from msgspec.json import decode as decode_json
 
 from unified.cli.options import add_job, add_master, at_least, moment
 from unified.client.connection import connect_master
 from unified.client.folding import is_wanted
 from unified.client.handle import JobHandle
 from unified.client.left_logs import find_left
-from unified.client.logs import LineFilter, LogFilter, LogReader, Stream
+from unified.client.logs import LineFilter, LogFilter, LogLine, LogReader, Stream
 from unified.client.report import first_line, stage_text
 from unified.client.terminal import printable
 from unified.errors import RefusedError, UsageError, nearest
@@ -44,6 +47,7 @@ def logs_arguments(parser: ArgumentParser) -> None:
         "Only what was printed in this last time (90s, 10m, 2h, 1d), or since 2026-01-31T12:00, give or take a second."
     )
     parser.add_argument("--since", type=moment, default=0.0, metavar="TIME", help=text)
+    parser.add_argument("--json", action="store_true", help="Print each line as one JSON object, for programs.")
     parser.add_argument("--until", type=moment, default=0.0, metavar="TIME", help="Only what was printed before it.")
 
 
@@ -60,8 +64,10 @@ def logs(
     since: float,
     until: float,
     no_fold: bool,
+    json: bool,
 ) -> None:
-    """Print what a job's workers printed, those of its newest life and of earlier ones."""
+    """Print what a job's workers printed, of its newest incarnation and of earlier ones."""
+    facts = _facts_of_data if json else _facts_of_text
     if worker:
         role, rank = parse_worker(worker)
     pattern = _pattern(grep)
@@ -77,8 +83,8 @@ def logs(
             raise UsageError(
                 f"the times of lines are not known any more: the cluster of {left.job_id} has ended."
             ) from None
-        lines = (line for line in left.lines(wanted) if pattern.search(line.partition("] ")[2]))
-        _print(lines if tail is None else _last(lines, tail))
+        lines = (line for line in left.lines(wanted, is_data=json) if pattern.search(facts(line).text))
+        _print(lines if tail is None else _last(lines, tail, facts))
         return
     with handle:
         _check(status, role, rank)
@@ -90,8 +96,11 @@ def logs(
             tail_bytes=None if tail is None or any(wanted.lines) else max(1, tail * LINE_BYTES),
         )
         reader.update(status)
-        folds = sys.stdout.isatty() and not no_fold and is_wanted()
-        if not _print(_lines(reader, handle, follow, tail, folds), flush=follow) and not any(wanted.lines):
+        if json:
+            reader.as_data()
+        folds = sys.stdout.isatty() and not no_fold and not json and is_wanted()
+        present = None if tail is None else _last(reader.read_present(), tail, facts)
+        if not _print(_lines(reader, handle, follow, present, folds), flush=follow) and not any(wanted.lines):
             print(
                 f"no output yet; job {status.job_id} is {stage_text(status)}: {first_line(status.reason)}",
                 file=sys.stderr,
@@ -126,9 +135,10 @@ def _print(lines: Iterable[str], *, flush: bool = False) -> bool:
     return has_any
 
 
-def _lines(reader: LogReader, handle: JobHandle, follow: bool, tail: int | None, folds: bool) -> Iterator[str]:
-    if tail is not None:
-        yield from _last(reader.read_present(), tail)
+def _lines(
+    reader: LogReader, handle: JobHandle, follow: bool, present: Iterator[str] | None, folds: bool
+) -> Iterator[str]:
+    yield from present or ()
     if folds:
         reader.fold()
     if follow:
@@ -137,11 +147,29 @@ def _lines(reader: LogReader, handle: JobHandle, follow: bool, tail: int | None,
         yield from reader.rest()
 
 
-def _last(lines: Iterable[str], count: int) -> Iterator[str]:
-    """The last lines of each worker, told apart by the name in front."""
+class _Facts(NamedTuple):
+    """Facts about a line that is printed."""
+
+    worker: str
+    """Worker and incarnation."""
+    text: str
+
+
+def _facts_of_text(line: str) -> _Facts:
+    worker, _, text = line.partition("] ")
+    return _Facts(worker, text)
+
+
+def _facts_of_data(line: str) -> _Facts:
+    found = decode_json(line, type=LogLine)
+    return _Facts(f"{found.role}-{found.rank}#{found.incarnation}", found.line)
+
+
+def _last(lines: Iterable[str], count: int, facts: Callable[[str], _Facts]) -> Iterator[str]:
+    """The last lines of each worker."""
     by_worker: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=count))
     for line in lines:
-        by_worker[line.partition("] ")[0]].append(line)
+        by_worker[facts(line).worker].append(line)
     for kept in by_worker.values():
         yield from kept
 

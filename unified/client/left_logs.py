@@ -21,15 +21,17 @@ class LeftLogs(NamedTuple):
     home: Path
     job_id: str
 
-    def lines(self, wanted: LogFilter) -> Iterator[str]:
+    def lines(self, wanted: LogFilter, *, is_data: bool = False) -> Iterator[str]:
         """Lines of the workers that are wanted, as `LogReader` has them: by worker, incarnation and stream."""
         for folder in sorted(self.home.glob(f"node-*/logs/{self.job_id}/*-*/")):
             role, rank = parse_worker(folder.name)
             if wanted.role in (None, role) and wanted.rank in (None, rank):
                 for number in sorted({int(path.name.partition(".")[0]) for path in folder.glob("*.out")}):
                     for stream in wanted.streams:
-                        prefix = f"[{role}-{rank}{f'#{number}' if number else ''}] "
-                        yield from _lines(folder / f"{number}.{stream}", OutputSource(prefix, stream))
+                        name = f"{role}-{rank}"
+                        prefix = f"[{name}{f'#{number}' if number else ''}] "
+                        source = OutputSource(prefix, stream, worker=name, incarnation=number)
+                        yield from _lines(folder / f"{number}.{stream}", source, is_data)
 
 
 def find_left(job: str) -> LeftLogs | None:
@@ -43,8 +45,9 @@ def find_left(job: str) -> LeftLogs | None:
     return None
 
 
-def _lines(path: Path, source: OutputSource) -> Iterator[str]:
+def _lines(path: Path, source: OutputSource, is_data: bool) -> Iterator[str]:
     view = LineView()
+    view.is_data = is_data
     rotated = sorted(path.parent.glob(f"{path.name}.[0-9]*"), key=lambda each: -int(each.suffix[1:]))
     for segment in [*rotated, path]:
         with segment.open(errors="replace", newline="\n") as file:

@@ -17,14 +17,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from msgspec import structs
+from msgspec.json import encode as encode_json
 
 from unified.client.connection import MasterConnection, PendingReply
 from unified.client.folding import FOLD_S, LineFolder
 from unified.client.report import short_name, size_text
 from unified.errors import ClusterError, ProtocolError, RefusedError
+from unified.job.names import parse_worker
 from unified.job.spec import OutputFiles
 from unified.protocol.client_master import JobStatus, LogChunk, ReadLog, WorkerStatus
 from unified.protocol.records import Stage
+from unified.values import Value
 
 CHUNK_BYTES = 32768
 KEEP_CHUNK_BYTES = 262144
@@ -77,6 +80,24 @@ class OutputSource(NamedTuple):
     stream: Stream
     is_prefixed: bool = False
     """The prefix was asked for, whatever it is written to."""
+    worker: str = ""
+    """Short name: ``trainer-0``."""
+    incarnation: int = 0
+
+
+class LogLine(Value, frozen=True, kw_only=True):
+    """One line of a worker's output, as data."""
+
+    role: str
+    rank: int
+    incarnation: int
+    """0 for the first."""
+    stream: Stream
+    """``out`` or ``err``."""
+    line: str = ""
+    """Text of the line, without its end."""
+    note: str = ""
+    """Not a line, but a word of Unified about output that is missing here; then `line` is empty."""
 
 
 class Output(NamedTuple):
@@ -209,10 +230,12 @@ class LineView:
 
     Attributes:
         folder: makes one line of equal ones of several workers; `due` has those that have waited for others.
+        is_data: each line is a `LogLine` as JSON.
     """
 
     def __init__(self, *, has_prefix: bool = True) -> None:
         self.folder: LineFolder | None = None
+        self.is_data = False
         self._has_prefix = has_prefix
         self._partials: dict[OutputSource, str] = {}
 
@@ -220,9 +243,9 @@ class LineView:
         """Return the lines that are whole now; one that a gap or an end cut off is a line too."""
         lines = (line for output in outputs for line in self._feed(output))
         if self.folder is None:
-            return [prefix + line for prefix, line in lines]
-        for prefix, line in lines:
-            self.folder.add(prefix, line)
+            return [self._shown(*line) for line in lines]
+        for source, line, is_note in lines:
+            self.folder.add(*self._texts(source, line, is_note))
         return self.due()
 
     def due(self, *, is_end: bool = False) -> list[str]:
@@ -232,19 +255,19 @@ class LineView:
     def flush(self) -> list[str]:
         """All that wait, and the lines that were begun and not ended."""
         partials, self._partials = self._partials, {}
-        return self.due(is_end=True) + [self._line(source, text) for source, text in partials.items()]
+        return self.due(is_end=True) + [self._shown(source, seen(text)) for source, text in partials.items()]
 
     def partials(self) -> list[str]:
         """Return the same, as they stand now; they go on."""
-        return [self._line(source, text) for source, text in self._partials.items()]
+        return [self._shown(source, seen(text)) for source, text in self._partials.items()]
 
-    def _feed(self, output: Output) -> Iterator[tuple[str, str]]:
+    def _feed(self, output: Output) -> Iterator[tuple[OutputSource, str, bool]]:
         source = output.source
         begun = self._partials.pop(source, "")
         if output.note:
             if begun:
-                yield self._prefix(source), seen(begun)
-            yield source.prefix, f"… {output.note}"
+                yield source, seen(begun), False
+            yield source, output.note, True
             begun = ""
         *whole, rest = (begun + output.text).split("\n")
         if rest and (output.is_end or len(rest) > MAX_LINE_CHARS):
@@ -252,13 +275,20 @@ class LineView:
         elif rest:
             self._partials[source] = not_drawn_over(rest)
         for line in whole:
-            yield self._prefix(source), seen(line)
+            yield source, seen(line), False
 
-    def _line(self, source: OutputSource, line: str) -> str:
-        return self._prefix(source) + seen(line)
+    def _shown(self, source: OutputSource, line: str, is_note: bool = False) -> str:
+        if not self.is_data:
+            return "".join(self._texts(source, line, is_note))
+        role, rank = parse_worker(source.worker)
+        more = {"note" if is_note else "line": line}
+        return encode_json(
+            LogLine(role=role, rank=rank, incarnation=source.incarnation, stream=source.stream, **more)
+        ).decode()
 
-    def _prefix(self, source: OutputSource) -> str:
-        return source.prefix if self._has_prefix else ""
+    def _texts(self, source: OutputSource, line: str, is_note: bool) -> tuple[str, str]:
+        prefix = source.prefix if self._has_prefix or is_note else ""
+        return prefix, f"… {line}" if is_note else line
 
 
 def not_drawn_over(line: str) -> str:
@@ -363,6 +393,10 @@ class LogReader:
         """Make one line of equal ones of several workers, from now on."""
         self._view.folder = LineFolder()
 
+    def as_data(self) -> None:
+        """Make each line a `LogLine` as JSON, from now on."""
+        self._view.is_data = True
+
     def renew(self) -> None:
         """Have logs kept although nothing can be read now, because nobody takes what was read."""
         if self._mode == "keep":
@@ -430,9 +464,9 @@ class LogReader:
                 files = self._files.get(worker.role)
                 if files is not None and not files.is_shown(stream, worker.local_rank):
                     continue
-                source = OutputSource(f"[{name}] ", stream)
+                source = OutputSource(f"[{name}] ", stream, worker=short_name(worker), incarnation=incarnation)
                 if files is not None and files.is_teed(stream, worker.local_rank):  # as torchrun writes it
-                    source = OutputSource(f"[{files.label}{worker.local_rank}]:", stream, is_prefixed=True)
+                    source = source._replace(prefix=f"[{files.label}{worker.local_rank}]:", is_prefixed=True)
                 self._cursors.append(
                     StreamCursor(
                         worker.name,

@@ -118,7 +118,7 @@ class StopJob(ClientRequest, tag="stop-job", frozen=True, kw_only=True):
 
 
 class SignalWorkers(ClientRequest, tag="signal-workers", frozen=True, kw_only=True):
-    """Send a signal to the workers of a job that handle it."""
+    """Send a signal to the workers of a job that handle it. If the master restarts meanwhile, it may come twice."""
 
     job: str
     signal: int
@@ -238,35 +238,50 @@ class Refused(MasterAnswer, tag="refused", frozen=True, kw_only=True):
 
 
 class WorkerStatus(Value, frozen=True, kw_only=True):
+    """One worker: its newest incarnation, and what is counted over all of them."""
+
     name: str
+    """Full name: ``trainer_4-1_2-1``."""
     role: str
     rank: int
+    """Rank in its role."""
     local_rank: int
     node_rank: int
     incarnation: int
+    """0 for the first; -1: none has begun."""
     state: WorkerState
     node: str = ""
     address: str = ""
+    """IP address of the node."""
     pid: int = 0
     devices: list[int] = []
     num_failures: int = 0
+    """Failures that are charged to it, within the job's `restart_window_s`."""
     progress: Progress | None = None
     log_file: str = ""
+    """Path of its stderr on the node."""
     reason: str = ""
     """Reason of the last decision about it."""
     num_unread_errors: int = 0
+    """Calls of its code, in all incarnations, that failed without anybody reading the error."""
     output_lost: str = ""
     """Losses of the output of its newest incarnation, as its node's disk refused it; empty: nothing."""
-    """Calls of its code, in all incarnations, that failed without anybody reading the error."""
 
 
 class RoleStatus(Value, frozen=True, kw_only=True):
+    """One role."""
+
     name: str
     kind: str
+    """``elastic``, ``simple`` or ``custom``."""
     total: int
+    """Workers that were asked for."""
     is_driver: bool
+    """True if the job waits for its end."""
     round: int = 0
+    """Number of the rendezvous round that its ranks are in; 0: none yet."""
     num_restarts: int = 0
+    """Restarts of all its workers at once."""
 
 
 class BudgetUse(Value, frozen=True, kw_only=True):
@@ -284,6 +299,7 @@ class EndReport(Value, frozen=True, kw_only=True):
     """Reasons why a job ended badly."""
 
     worker: str
+    """Full name of the worker whose failure ended it."""
     incarnation: int
     node: str
     failure: Failure
@@ -293,17 +309,24 @@ class EndReport(Value, frozen=True, kw_only=True):
 
 
 class JobStatus(MasterAnswer, tag="job-status", frozen=True, kw_only=True):
+    """One job, with its roles and workers."""
+
     job_id: str
     name: str
+    """Name that it was submitted with."""
     stage: Stage
     exit_code: int | None = None
+    """None: it has not ended."""
     reason: str = ""
     """Reason of the last decision: why it waits, restarts, stops or ended."""
     submitted_at: float = 0.0
+    """Seconds since 1970, as all times are."""
     started_at: float | None = None
     ended_at: float | None = None
     submitted_by: str = ""
+    """user@host:pid."""
     num_restarts: int = 0
+    """Restarts of the whole job."""
     roles: list[RoleStatus] = []
     workers: list[WorkerStatus] = []
     end: EndReport | None = None
@@ -323,6 +346,8 @@ class JobStatus(MasterAnswer, tag="job-status", frozen=True, kw_only=True):
 
 
 class JobLine(Value, frozen=True, kw_only=True):
+    """One job of a list; the fields mean what they mean in `JobStatus`."""
+
     job_id: str
     name: str
     stage: Stage
@@ -346,17 +371,24 @@ class JobList(MasterAnswer, tag="job-list", frozen=True, kw_only=True):
 
 
 class NodeStatus(Value, frozen=True, kw_only=True):
+    """One node."""
+
     node: str
+    """Id of the node."""
     state: NodeState
     hostname: str
     address: str
+    """IP address at which the other nodes reach it."""
     resources: NodeResources
+    """Resources that it offers."""
     free: NodeResources
     """Resources that no job holds; of `devices`, those that are wholly free."""
     labels: dict[str, str] = {}
     num_workers: int = 0
     seen_s_ago: float = 0.0
+    """Seconds since its agent was heard."""
     reason: str = ""
+    """Reason of its state."""
     drained: str | None = None
     """Reason for which the node is out of service; None: it is not."""
     num_leaving: int = 0

@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 from queue import Empty
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -32,6 +33,7 @@ from unified.protocol.client_master import (
     JobStatus,
     MasterAnswer,
     Refused,
+    SignalWorkers,
     StopJob,
     SubmitJob,
     WatchCluster,
@@ -264,6 +266,28 @@ def test_ctrl_c_and_sigterm_stop_in_order_and_a_second_one_at_once(
         assert said.splitlines()[-1] == f"job gpt-1 was stopped: {name} in its driver"
 
 
+def test_signals_for_workers_go_to_the_master_and_the_driver_goes_on(job: Job, fake_master: FakeMaster) -> None:
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert driver.stderr is not None
+    for line in driver.stderr:
+        if "RUNNING  all workers run" in line:
+            driver.send_signal(signal.SIGUSR1)
+        if "SIGUSR1 goes to the workers that handle it" in line:
+            eventually(lambda: fake_master.requests_of(SignalWorkers), timeout=PATIENCE_S)
+            job.finish(0)
+    assert driver.wait(PATIENCE_S) == 0
+    driver.communicate()
+    assert [(each.job, each.signal) for each in fake_master.requests_of(SignalWorkers)] == [("gpt-1", signal.SIGUSR1)]
+
+
+def test_output_that_is_dropped_is_told_once(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    job.output_lost = "stdout: 12 lines (400 bytes) dropped since 10:00:00: No space left on device"
+    threading.Timer(0.2, job.finish, (0,)).start()
+    assert run_job(SPEC) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "is dropped" in line]
+    assert lines == [f"gpt-1  output of trainer-0 on n1 is dropped: {job.output_lost}"]
+
+
 def test_ctrl_c_is_heard_by_a_master_that_was_away(
     job: Job, fake_master: FakeMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,11 +395,32 @@ def test_commands_print_what_the_master_knows(job: Job, capsys: pytest.CaptureFi
     assert run("status", "gpt")[0] == "job gpt-1 was stopped: unified stop"
 
 
-@pytest.mark.parametrize("words", [["jobs"], ["nodes"], ["status", "gpt"], ["explain", "gpt-1"]])
-def test_json_is_json(job: Job, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
-    assert main([*words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found
+def test_commands_print_the_same_facts_as_data(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*words: str) -> Any:
+        assert main([*words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    status = told("status", "gpt")
+    assert (status["job_id"], status["stage"], status["exit_code"]) == ("gpt-1", "RUNNING", None)
+    (worker,) = status["workers"]
+    assert (worker["role"], worker["rank"], worker["node"], worker["progress"]["step"]) == ("trainer", 0, "n1", 3)
+    assert [(each["job_id"], each["stage"], each["num_workers"]) for each in told("jobs")] == [("gpt-1", "RUNNING", 1)]
+    assert [(each["node"], each["state"], each["free"]["cpu"]) for each in told("nodes")] == [("n1", "ALIVE", 6)]
+    assert [(each["event"], each["reason"], each["at"]) for each in told("explain", "gpt-1")] == [
+        ("job-submitted", "by me", 5.5)
+    ]
+
+
+def test_lines_of_logs_as_data(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    job.output = {"out": b'{"not": ours}\nsecond\n', "err": b"oops\n"}
+
+    def told(*words: str) -> list[Any]:
+        assert main(["logs", "gpt", "--json", *words]) == 0
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    first = {"role": "trainer", "rank": 0, "incarnation": 0, "stream": "out", "line": '{"not": ours}', "note": ""}
+    assert told() == [first, {**first, "line": "second"}, {**first, "stream": "err", "line": "oops"}]
+    assert [each["line"] for each in told("--tail", "1", "--stream=out")] == ["second"]
 
 
 def test_logs_can_be_cut(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
