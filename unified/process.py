@@ -168,6 +168,25 @@ def signal_group(leader: int, sig: int) -> None:
         os.killpg(leader, sig)
 
 
+def is_handled(pid: int, number: int) -> bool:
+    """Return True if the process handles the signal, which else would end it."""
+    return _is_in_mask(pid, "SigCgt", number)
+
+
+def is_blocked(pid: int, number: int) -> bool:
+    """Return True if the main thread of the process blocks the signal, as one does that waits for it."""
+    return _is_in_mask(pid, "SigBlk", number)
+
+
+def _is_in_mask(pid: int, mask: str, number: int) -> bool:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    masks = {name: value for name, _, value in (line.partition(":\t") for line in lines)}
+    return bool(int(masks[mask], 16) & 1 << (number - 1))
+
+
 def kill_until_none(find: Callable[[], Iterable[int]]) -> None:
     """SIGKILL every process that `find` names, until it names none: a dead parent's children come to light.
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from unified import process
 from unified.core.hangs.stacks import Thread, add_threads, read_faulthandler, read_py_spy
 from unified.protocol.stacks import StackReport, StackSource, WorkerStacks
 from unified.threads import call_guarded, start_thread
@@ -105,7 +106,8 @@ def _state(pid: int) -> str:
 
 def _by_faulthandler(pid: int, pidfd: int, until: float) -> list[Thread]:
     """Have the handler write, and read it; empty if it is not there, or did not write in time."""
-    if not is_handled(pid, SIGNAL) or (path := _memory_file(pid)) is None:
+    is_ready = process.is_handled(pid, SIGNAL) and not process.is_blocked(pid, SIGNAL)
+    if not is_ready or (path := _memory_file(pid)) is None:
         return []
     try:
         with open(path, "r+b", buffering=0) as file:
@@ -115,18 +117,6 @@ def _by_faulthandler(pid: int, pidfd: int, until: float) -> list[Thread]:
     except OSError:
         return []
     return read_faulthandler(text.decode(errors="replace"))
-
-
-def is_handled(pid: int, number: int) -> bool:
-    """Return True if the process handles the signal, which else would end it, and its main thread does not block it,
-    as one does that waits for it."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return False
-    masks = {name: value for name, _, value in (line.partition(":\t") for line in lines)}
-    bit = 1 << (number - 1)
-    return bool(int(masks["SigCgt"], 16) & bit) and not int(masks["SigBlk"], 16) & bit
 
 
 def _memory_file(pid: int) -> Path | None:

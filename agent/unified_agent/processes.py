@@ -34,7 +34,6 @@ from unified.protocol.records import Failure, JobWorkerIncarnation
 from unified.protocol.worker_agent import AgentToWorker, Hello, Launch, worker_to_agent
 from unified_agent.child_channel import ChannelOverflowError, ChildChannel
 from unified_agent.core.messages import AgentEvent, StartWorker, WorkerNotStarted, WorkerSaid, WorkerStarted
-from unified_agent.held_stacks import is_handled
 from unified_agent.measure.evidence import ProcessEnd
 from unified_agent.orphans import sweep
 from unified_agent.poll_loop import PollLoop
@@ -209,7 +208,7 @@ class Processes:
         if child is None:
             return
         if isinstance(how, int):
-            if child.pidfd >= 0 and is_handled(child.pid, how):
+            if child.pidfd >= 0 and process.is_handled(child.pid, how):
                 self._signal_pidfd(child, how)
             return
         if how != "kill":

@@ -48,6 +48,7 @@ from unified.protocol.client_master import (
     PutCode,
     ReadLog,
     Refused,
+    SignalWorkers,
     StopJob,
     SuspendJob,
     WatchCluster,
@@ -90,7 +91,7 @@ FULL_POLL_MS = 500
 MAX_DEFERRED = 10_000
 _HARMLESS = (
     *(AgentHeartbeat, AgentPulse, LogRead, OutputTails, StacksRead),
-    *(GetJob, ListJobs, ListNodes, Explain, ReadLog, GetStacks, GetDirectory, WatchCluster),
+    *(GetJob, ListJobs, ListNodes, Explain, ReadLog, GetStacks, GetDirectory, WatchCluster, SignalWorkers),
 )
 """Messages that need no record."""
 _log = logging.getLogger("unified.master")

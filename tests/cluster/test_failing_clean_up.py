@@ -128,7 +128,7 @@ def test_a_rank_that_ended_before_its_peers_is_named_in_their_failure(local_clus
     end = handle.status().end
     assert end is not None
     assert end.failure.summary.startswith(
-        "the program of rank 1 had ended after 29 collectives, and rank 0 went on: RuntimeError: "
+        "the program of rank 1 had ended after 29 collectives, and rank 0 was in collective 30: RuntimeError: "
     )
 
 

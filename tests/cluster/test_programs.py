@@ -93,3 +93,28 @@ def test_a_program_that_cannot_be_started_is_named(
     assert end is not None
     assert message in end.failure.summary
     assert end.failure.category == "setup"
+
+
+SIGNALS = """#!/bin/sh
+test "$TORCHELASTIC_RESTART_COUNT" != 0 || exit 3
+trap 'echo "came to $RANK"; exit 0' USR2
+echo "up $RANK"
+while true; do sleep 0.05; done
+"""
+
+
+def test_a_program_starts_again_and_gets_the_signals_that_it_handles(tmp_path: Path) -> None:
+    write(tmp_path, "rank.sh", SIGNALS)
+    words = [sys.executable, "-m", "unified", "run", "--no-python", "--nproc-per-node=2", "--max-restarts=1"]
+    with subprocess.Popen([*words, "./rank.sh"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as launcher:
+        try:
+            assert launcher.stdout is not None
+            up = sorted(launcher.stdout.readline().rpartition("] ")[2] for _ in range(2))
+            assert up == ["up 0\n", "up 1\n"]
+            launcher.send_signal(signal.SIGUSR1)  # which nobody handles
+            launcher.send_signal(signal.SIGUSR2)
+            out, _ = launcher.communicate(timeout=100)
+        finally:
+            launcher.kill()
+    assert launcher.returncode == 0
+    assert sorted(line.rpartition("] ")[2] for line in out.splitlines()) == ["came to 0", "came to 1"]

@@ -262,3 +262,15 @@ def test_a_signal_that_is_none_is_named(tmp_path: Path, unified_run: Run) -> Non
     _, err = ran.communicate(timeout=100)
     assert ran.returncode == 2
     assert "--signals-to-handle: 'SIGUSRR2' is no signal. Did you mean 'SIGUSR2'?" in err
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_a_temporary_folder_of_90_characters_is_no_obstacle(tmp_path: Path, unified_run: Run) -> None:
+    folder = tmp_path / ("long-" * 20)
+    folder.mkdir()
+    assert len(str(folder)) >= 90
+    (tmp_path / "says.py").write_text("print('it runs', flush=True)\n")
+    ran = unified_run("says.py", TMPDIR=str(folder), XDG_RUNTIME_DIR=str(folder))
+    out, err = ran.communicate(timeout=100)
+    assert ran.returncode == 0, err
+    assert "it runs" in out

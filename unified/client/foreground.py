@@ -23,7 +23,7 @@ from unified.client.logs import RENEW_S, LogReader, Mode, Output
 from unified.client.mirror import JobWatch
 from unified.client.output import Prefix, TracebackFilter
 from unified.client.report import STOPPED_BY_USER, end_lines, event_text, short_name
-from unified.client.terminal import exit_code, handled, lasting, printable, signal_name
+from unified.client.terminal import PASSED_ON, exit_code, handled, lasting, printable, signal_name
 from unified.errors import MasterUnreachableError, UnifiedError
 from unified.job.driver import STORY_FOLDER
 from unified.job.spec import JobSpec, OutputFiles
@@ -48,8 +48,6 @@ MAX_FOLLOWED = 16
 ALLOCATION = "SLURM_JOB_ID"
 """Variable of what runs within an allocation of SLURM. There SIGTERM says that the allocation ends, not the job."""
 EXIT_SUSPENDED = os.EX_TEMPFAIL
-PASSED_ON = frozenset({signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP})
-"""Signals to a driver that are meant for its workers: a batch system announces the end of an allocation so."""
 
 
 def run_in_foreground(handle: JobHandle, prefix: Prefix, spec: JobSpec, passed_on: Collection[int] = PASSED_ON) -> int:

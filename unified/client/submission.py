@@ -15,7 +15,7 @@ from msgspec import structs
 from unified.client.connection import MasterConnection, connect_to
 from unified.client.handle import JobHandle
 from unified.client.preload import guess
-from unified.client.terminal import ending_at_once, is_watched
+from unified.client.terminal import PASSED_ON, ending_at_once, is_watched
 from unified.config.addresses import find_master
 from unified.devices import has_accelerator
 from unified.job.driver import WORKING_DIR
@@ -88,11 +88,12 @@ def run_job(
     spec = _with_own_folders(spec)
     if not is_watched():
         spec = structs.replace(spec, is_output_followed=True)
-    with ending_at_once():  # where there is no job yet to be stopped in order, or none any more
+    passed_on = PASSED_ON.union(passed_on)
+    with ending_at_once(passed_on):  # where there is no job yet to be stopped in order, or none any more
         handle = _hand_over(spec, master, wait, joins, archive)
-        from unified.client.foreground import PASSED_ON, run_in_foreground  # the master need not wait for its import
+        from unified.client.foreground import run_in_foreground  # the master need not wait for its import
 
-        return run_in_foreground(handle, prefix, spec, PASSED_ON.union(passed_on))
+        return run_in_foreground(handle, prefix, spec, passed_on)
 
 
 def _with_own_folders(spec: JobSpec) -> JobSpec:

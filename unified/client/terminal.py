@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn, Self, TextIO, cast
+from typing import Self, TextIO, cast
 
 from unified.config import settings
 from unified.job.spec import DriverProcess
@@ -31,6 +31,9 @@ _UNWANTED = re.compile(
 )
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Signals with which terminals, SLURM, ``docker stop`` and ``timeout`` ask a program for its end."""
+
+PASSED_ON = frozenset({signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP})
+"""Signals to a driver that are meant for its workers: a batch system announces the end of an allocation so."""
 
 
 def printable(line: str) -> str:
@@ -127,18 +130,25 @@ class _LastingStream:
             os.close(nowhere)
 
 
+class _OwnHandler:
+    """A handler of this module, which another one of it may replace for a while."""
+
+    def __init__(self, handle: Callable[[int], None]) -> None:
+        self._handle = handle
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self._handle(number)
+
+
 @contextmanager
 def handled(handle: Callable[[int], None], more: Iterable[int] = ()) -> Iterator[None]:
     """Call `handle` with the number of such a signal, or of one of `more` that nobody else handles or ignores, where
     this thread is one that may say so."""
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        handle(number)
-
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    others = [number for number in more if signal.getsignal(number) == signal.SIG_DFL]
+    on_signal = _OwnHandler(handle)
+    others = [number for number in more if _is_free(signal.getsignal(number))]
     before = {number: signal.signal(number, on_signal) for number in (*SIGNALS, *others)}
     try:
         yield
@@ -147,16 +157,25 @@ def handled(handle: Callable[[int], None], more: Iterable[int] = ()) -> Iterator
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
+def _is_free(handler: object) -> bool:
+    return handler == signal.SIG_DFL or isinstance(handler, _OwnHandler)
+
+
 @contextmanager
-def ending_at_once() -> Iterator[None]:
-    """Such a signal raises `SystemExit` with `exit_code`, so that all ``finally`` is done; a line on stderr says so."""
+def ending_at_once(dropped: Iterable[int] = ()) -> Iterator[None]:
+    """Such a signal raises `SystemExit` with `exit_code`, so that all ``finally`` is done; a line on stderr says so.
+
+    Args:
+        dropped: signals that have no effect, unless this process handles or ignores them already.
+    """
     came: list[int] = []
 
-    def end(number: int) -> NoReturn:
-        came.append(number)
-        raise SystemExit(exit_code(number))
+    def end(number: int) -> None:
+        if number in SIGNALS:
+            came.append(number)
+            raise SystemExit(exit_code(number))
 
-    with handled(end):
+    with handled(end, dropped):
         try:
             yield
         except SystemExit:

@@ -57,7 +57,9 @@ def own_store(arguments: Mapping[str, Any], environ: MutableMapping[str, str]) -
     try:
         yield
     finally:
-        if before is not None:
+        if before is None:
+            del environ[AGENT_STORE]
+        else:
             environ[AGENT_STORE] = before
 
 

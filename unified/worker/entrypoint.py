@@ -17,6 +17,7 @@ import inspect
 import itertools
 import os
 import pkgutil
+import select
 import signal
 import subprocess
 import sys
@@ -29,13 +30,16 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from unified import process
 from unified.bus.calls.registry import marked_methods
 from unified.errors import EntryPointError, UsageError, nearest
 from unified.job.payload import decode
 from unified.job.spec import EntryPoint
 
 _RUNTIME = str(Path(__file__).parent)
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_STOPS = (signal.SIGTERM, signal.SIGINT)
+_NOTICES = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that end only a process that does not handle them: a program of that kind never gets them."""
 _NEVER_SHADOWED = ("__main__", "encodings", "unified")
 """Modules that the interpreter, or the runtime, is made of."""
 
@@ -322,7 +326,7 @@ def _load_script(entry: EntryPoint) -> LoadedEntry:
             f"script {entry.target} cannot be read on this node ({error.strerror}).{nearest(path.name, names)} "
             f"It was looked for at {path}; working_dir= says where relative names begin."
         ) from None
-    if not _is_python(source) and os.access(path, os.X_OK):
+    if is_executable(entry):
         return _Executable([str(path), *entry.argv])
     try:
         code = compile(source, str(path), "exec", dont_inherit=True)
@@ -334,9 +338,17 @@ def _load_script(entry: EntryPoint) -> LoadedEntry:
     return _Program(code, _new_main(str(path)), [entry.target, *entry.argv], folder)
 
 
-def _is_python(source: bytes) -> bool:
-    first, _, _ = source[:200].partition(b"\n")
-    return not first.startswith(b"\x7fELF") and (not first.startswith(b"#!") or b"python" in first)
+def is_executable(entry: EntryPoint) -> bool:
+    """Return True if the entry point is a program that is no Python: it makes its own process group, if any."""
+    if entry.kind != "script":
+        return entry.kind == "program"
+    try:
+        with open(entry.target, "rb") as file:
+            first, _, _ = file.read(200).partition(b"\n")
+    except OSError:
+        return False
+    is_python = not first.startswith(b"\x7fELF") and (not first.startswith(b"#!") or b"python" in first)
+    return not is_python and os.access(entry.target, os.X_OK)
 
 
 class _Executable(LoadedEntry):
@@ -350,20 +362,48 @@ class _Executable(LoadedEntry):
         pass
 
     def run(self, config: Callable[[], Any]) -> None:
+        children: list[subprocess.Popen[bytes]] = []
+        early: list[int] = []
+
+        def pass_on(number: int, _: object = None) -> None:
+            if not children:
+                early.append(number)
+            elif number in _STOPS or process.is_handled(children[0].pid, number):
+                children[0].send_signal(number)
+
+        for number in (*_STOPS, *_NOTICES):  # first, so that none is lost that comes as soon as the program runs
+            signal.signal(number, pass_on)
         try:
-            child = subprocess.Popen(self._command)
+            children.append(subprocess.Popen(self._command))
         except OSError as error:
             why = "it has no #! line" if error.errno == errno.ENOEXEC else error.strerror
             raise EntryPointError(f"the program {self._command[0]!r} cannot be started on this node: {why}.") from None
-        for number in _PASSED_ON:
-            signal.signal(number, lambda number, _: child.send_signal(number))
-        code = child.wait()
+        while early:
+            pass_on(early.pop(0))
+        code = _wait(children[0])
         if code < 0:  # end as it did, so that whoever looks sees the signal
             with contextlib.suppress(OSError):  # SIGKILL has no handler
                 signal.signal(-code, signal.SIG_DFL)
             os.kill(os.getpid(), -code)
         if code:
             raise SystemExit(code)
+
+
+def _wait(child: subprocess.Popen[bytes]) -> int:
+    """Return the exit code of a child once it has ended; handlers of signals run meanwhile.
+
+    The kernel may give a signal to another thread, which wakes no main thread that waits in `waitpid`.
+    """
+    read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    poll = select.poll()
+    poll.register(read, select.POLLIN)
+    poll.register(os.pidfd_open(child.pid), select.POLLIN)
+    while child.poll() is None:
+        poll.poll()
+        with contextlib.suppress(BlockingIOError):
+            os.read(read, 512)
+    return child.returncode
 
 
 def _load_container(entry: EntryPoint, path: Path) -> LoadedEntry:

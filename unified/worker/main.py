@@ -38,7 +38,7 @@ from unified.worker.cleanup_watch import CleanupWatch
 from unified.worker.context import Worker, current_worker, set_current_worker
 from unified.worker.control import ControlChannel, Handlers
 from unified.worker.debugger import DebugTerminal, await_debugpy
-from unified.worker.entrypoint import LoadedEntry, load
+from unified.worker.entrypoint import LoadedEntry, is_executable, load
 from unified.worker.exit import (
     EXIT_CUT,
     WITHIN_S,
@@ -224,7 +224,7 @@ class _WorkerProcess:
     def _load(self) -> None:
         """Import the user's code while the master gathers the other workers: it need not wait for the order to run."""
         entry = self._role.entry_point
-        if self._role.kind == "elastic" and entry.kind != "program" and not needs_no_torch():
+        if self._role.kind == "elastic" and not is_executable(entry) and not needs_no_torch():
             require_torch(self._role.name)
             process_group.wrap_group_calls()
         if entry.kind != "value" and all(role.entry_point == entry for role in self._launch.spec.roles):
@@ -279,7 +279,8 @@ class _WorkerProcess:
         self._stop.on_stop(self._hasten_end)
         self._cleanup_watch.close()
         if self._rounds.is_of_many:
-            self._reporter.end_program(self._stacks.end_program())
+            self._stacks.end_program()
+            self._reporter.end_program(self._stacks.num_collectives())
         current_worker()._finish()
         if not self._goes_on():
             self._close_trackers(TRACKERS_WITHIN_S)  # before `atexit` functions, which end their libraries
@@ -347,6 +348,8 @@ class _WorkerProcess:
                 print(f"unified: {failure.summary}", file=sys.stderr)
         self._report_unread(settle=False)
         flush_output(within_s=1.0)
+        if self._rounds.is_of_many:
+            self._reporter.end_program(self._stacks.num_collectives())
         self._reporter.flush()
         self._channel.send(worker_agent.Failed(failure=failure))
         clear_frames(error.__traceback__)  # what their variables hold ends as the globals do

@@ -26,6 +26,7 @@ from unified.rounds.node_check import NodeCheck
 from unified.rounds.rendezvous_store import open_round
 from unified.threads import call_guarded, start_thread
 from unified.worker import environment
+from unified.worker.entrypoint import is_executable
 from unified.worker.failure import is_collateral
 from unified.worker.stop import EXIT_TERMINATED
 
@@ -127,7 +128,7 @@ class Rounds:
             self._check_nodes(order, port, device)
         os.environ.update(environment.elastic(self._launch, self._role, order, port))
         own_store.learn(order.store_host, port)
-        if communication.auto_setup and self._role.entry_point.kind != "program":  # which makes its own
+        if communication.auto_setup and not is_executable(self._role.entry_point):
             process_group.set_up(order, port, communication, device)
 
     def _check_nodes(self, order: RunOrder, port: int, device: str) -> None:

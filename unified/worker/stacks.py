@@ -61,9 +61,12 @@ class StackDumper:
         self._rank = rank
         self._round_began_ns = time.time_ns()
 
-    def end_program(self) -> int | None:
-        """Take in that the program has ended; return the number of collectives of the default group that it entered."""
+    def end_program(self) -> None:
+        """Take in that the program has ended."""
         self._has_ended = True
+
+    def num_collectives(self) -> int | None:
+        """Return the number of collectives of the default group that the program has entered."""
         groups, _, _ = self._collectives()
         return next((group.entered for group in groups or () if group.group == DEFAULT_GROUP), None)
 

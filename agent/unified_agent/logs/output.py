@@ -466,8 +466,11 @@ class OutputReader:
             stream.read_to = max(stream.read_to, order.offset)
             stream.keep_until = self._clock() + KEEP_S
         path = self._path(life, order.stream)
-        found = read_slice(path, order.offset, order.max_bytes, self._max_files, self._limits(path, order))
-        return found if stream is None else stream.file.with_held(found, order.offset, order.max_bytes)
+        limits = self._limits(path, order)
+        found = read_slice(path, order.offset, order.max_bytes, self._max_files, limits)
+        if stream is None or limits[1] < sys.maxsize:  # until a time before what is held
+            return found
+        return stream.file.with_held(found, order.offset, order.max_bytes)
 
 
 def _fault(order: ReadAgentLog) -> str:

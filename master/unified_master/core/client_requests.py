@@ -422,7 +422,8 @@ def _signal(step: MasterStep, request: client_master.SignalWorkers, job: JobReco
         )
     found: dict[str, list[str]] = {}
     for worker in job.workers.values():
-        if worker.kind == "worker" and worker.is_desired and worker.state in (WorkerState.RUNNING, WorkerState.SERVING):
+        has_program = worker.state in (WorkerState.READY, WorkerState.RUNNING, WorkerState.SERVING)
+        if worker.kind == "worker" and worker.is_desired and has_program:
             found.setdefault(worker.node, []).append(worker.name)
     for node, names in found.items():
         order = PassSignal(job_id=job.job_id, workers=names, signal=number)

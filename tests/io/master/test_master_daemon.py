@@ -37,13 +37,14 @@ from unified.protocol.client_master import (
     NodeList,
     ReadLog,
     Refused,
+    SignalWorkers,
     StopJob,
     Story,
     SubmitJob,
     master_to_client,
 )
 from unified.protocol.framing import PROTOCOL_VERSION
-from unified.protocol.records import NodeState, Stage
+from unified.protocol.records import NodeState, Stage, WorkerState
 from unified.testing import eventually
 from unified_master.core.master import MasterCore
 from unified_master.daemon import MAX_DEFECTS, MasterDaemon, MasterOptions
@@ -366,7 +367,10 @@ def test_with_a_full_disk_it_stays_refuses_and_goes_on_when_there_is_room(
     agent, client = FakeAgent(connect(master.address)), connect(master.address)
     agent.until(lambda: bool(agent.heard))
     expect(agent.status_after(client, SubmitJob(spec=spec())), Accepted)
-    agent.until_stage(client, "train", Stage.RUNNING)
+    while any(
+        worker.state is not WorkerState.RUNNING for worker in agent.until_stage(client, "train", Stage.RUNNING).workers
+    ):
+        pass  # the agent has yet to take their orders
     disk.fill()
 
     refused = expect(agent.status_after(client, SubmitJob(spec=spec("second"))), Refused)
@@ -380,6 +384,7 @@ def test_with_a_full_disk_it_stays_refuses_and_goes_on_when_there_is_room(
     assert [node.state for node in nodes.nodes] == [NodeState.ALIVE]
     expect(agent.status_after(client, GetJob(job="train")), JobStatus)
     expect(agent.status_after(client, StopJob(job="train")), Refused)
+    expect(agent.status_after(client, SignalWorkers(job="train", signal=signal.SIGUSR1)), Done)  # to have them save
     assert master.process.poll() is None
 
     disk.make_room()

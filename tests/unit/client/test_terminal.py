@@ -7,7 +7,7 @@ from importlib.machinery import ModuleSpec
 import pytest
 
 from unified.cli.main import main
-from unified.client.terminal import ending_at_once
+from unified.client.terminal import ending_at_once, handled
 
 
 @pytest.mark.parametrize(("number", "code", "name"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")])
@@ -42,3 +42,14 @@ def test_ctrl_c_while_a_command_is_imported_is_one_line(
     monkeypatch.setattr(sys, "meta_path", [Interrupting, *sys.meta_path])
     assert main(["run", "train.py"]) == 130
     assert capsys.readouterr().err == "unified: ended by Ctrl-C\n"
+
+
+def test_a_signal_for_workers_that_comes_before_there_are_any_is_dropped() -> None:
+    came: list[int] = []
+    with ending_at_once([signal.SIGUSR1]):
+        signal.raise_signal(signal.SIGUSR1)
+        with handled(came.append, [signal.SIGUSR1]):  # a job is watched by now
+            signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
+    assert came == [signal.SIGUSR1]
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL

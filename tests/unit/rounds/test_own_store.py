@@ -64,3 +64,11 @@ def test_over_several_hosts_rank_0_looks_whether_the_address_is_its_own() -> Non
     with pytest.raises(UsageError, match="which is no address of the host of rank 0"):
         uses_agent_store({"rank": 0}, MASTER_ADDR="192.0.2.7", MASTER_PORT="12355")
     assert uses_agent_store({"rank": 0}, MASTER_ADDR="0.0.0.0", MASTER_PORT="12355") == "False"
+
+
+def test_a_variable_that_was_not_set_is_not_set_afterwards() -> None:
+    environ = {name: value for name, value in ROUND.items() if name != own_store.AGENT_STORE}
+    environ.update(MASTER_ADDR="192.0.2.7", MASTER_PORT="12355")
+    with own_store.own_store({}, environ):
+        assert environ[own_store.AGENT_STORE] == "False"
+    assert own_store.AGENT_STORE not in environ

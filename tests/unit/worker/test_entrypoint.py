@@ -14,7 +14,7 @@ import pytest
 
 from unified.errors import EntryPointError
 from unified.job.spec import EntryPoint
-from unified.worker.entrypoint import LoadedEntry, load
+from unified.worker.entrypoint import LoadedEntry, is_executable, load
 from unified.worker.failure import describe
 
 CODE = """
@@ -367,3 +367,23 @@ def test_a_folder_or_a_zip_file_with_a_main_runs(module: Path, kind: str) -> Non
         assert entry.module.seen == ("__main__", 7, str(path))
     finally:
         sys.modules.pop("wk_inside_app", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "expected"),
+    [
+        ("#!/bin/sh\necho\n", 0o755, True),
+        ("\x7fELF", 0o755, True),
+        ("#!/bin/sh\necho\n", 0o644, False),
+        ("#!/usr/bin/env python3\n", 0o755, False),
+        ("import torch\n", 0o755, False),
+    ],
+)
+def test_programs_that_are_no_python(tmp_path: Path, text: str, mode: int, expected: bool) -> None:
+    path = tmp_path / "entry"
+    path.write_text(text)
+    path.chmod(mode)
+    assert is_executable(EntryPoint(kind="script", target=str(path))) == expected
+    assert is_executable(EntryPoint(kind="program", target="anything"))
+    assert not is_executable(EntryPoint(kind="module", target="anything"))
+    assert not is_executable(EntryPoint(kind="script", target=str(tmp_path / "missing")))

@@ -91,18 +91,22 @@ def settle(step: MasterStep, job: JobRecord, role: str) -> None:
 
 
 def _with_ended_peers(job: JobRecord, worker: WorkerRecord, failure: Failure) -> Failure:
-    """Return a failure that a peer caused with the ranks whose programs had ended before it, if there are such."""
-    ended = [
-        peer for peer in job.ranks(worker.role) if peer.state is WorkerState.FINISHED and peer.progress is not None
-    ]
-    counts = {peer.rank_in_round: peer.progress.num_collectives for peer in ended if peer.progress is not None}
-    known = {rank: count for rank, count in counts.items() if count is not None}
+    """Return a failure that a peer caused with the ranks whose programs had ended in an earlier collective, if any."""
+    ended = [peer for peer in job.ranks(worker.role) if peer.state is WorkerState.FINISHED]
+    counts = {peer.rank_in_round: _num_collectives(peer) for peer in ended}
+    own = _num_collectives(worker)
+    known = {rank: count for rank, count in counts.items() if count is not None and (own is None or count < own)}
     if not known or not failure.is_collateral:
         return failure
     texts = [f"the program of rank {rank} had ended after {count} collectives" for rank, count in sorted(known.items())]
     more = f" (and those of {len(texts) - 3} more)" if len(texts) > 3 else ""
-    summary = f"{', '.join(texts[:3])}{more}, and rank {worker.rank_in_round} went on: {failure.summary}"
+    then = "went on" if own is None else f"was in collective {own}"
+    summary = f"{', '.join(texts[:3])}{more}, and rank {worker.rank_in_round} {then}: {failure.summary}"
     return structs.replace(failure, summary=summary)
+
+
+def _num_collectives(worker: WorkerRecord) -> int | None:
+    return None if worker.progress is None else worker.progress.num_collectives
 
 
 def judge(step: MasterStep, job: JobRecord, worker: WorkerRecord, *, is_due: bool = False) -> None:

@@ -169,6 +169,27 @@ def test_a_failure_that_a_peer_s_end_caused_names_the_peer() -> None:
     assert summary == "the program of rank 2 had ended after 29 collectives, and rank 1 went on: connection closed"
 
 
+def test_a_peer_that_ended_after_the_same_collective_is_not_named() -> None:
+    bench = Bench(elastic(total=3, max_restart=0))
+    for rank in (1, 2):
+        worker = bench.worker("e", rank)
+        report = bench.agent(worker.node).report_progress("job-1", worker.name, 1, num_collectives=28 + rank)
+        bench.world.say(worker.node, report)
+    bench.finish("e", 1)
+    bench.finish("e", 2)
+    last = bench.worker("e", 0)
+    report = bench.agent(last.node).report_progress("job-1", last.name, 1, num_collectives=30)
+    bench.world.say(last.node, report)
+    bench.end("e", 0, COLLATERAL)
+    bench.stopped()
+    assert bench.job.end is not None
+    summary = bench.job.end.failure.summary
+    assert (
+        summary
+        == "the program of rank 1 had ended after 29 collectives, and rank 0 was in collective 30: connection closed"
+    )
+
+
 def test_only_the_root_cause_is_charged_in_whatever_order_failures_come() -> None:
     bench = Bench(elastic(total=3))
     bench.end("e", 1, COLLATERAL)
