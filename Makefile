@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-INSTALL := $(PIP) install --constraint constraints.txt
+# Most modules of torch and the like are never imported: those that are, Python compiles then, once.
+INSTALL := $(PIP) install --no-compile --constraint constraints.txt
 TORCH := $(shell grep '^torch==' constraints.txt)
 N ?= actors
 SECONDS ?= 600
