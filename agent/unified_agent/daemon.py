@@ -196,6 +196,8 @@ class AgentDaemon:
                     self._processes.tick()
                 if _is_due(self._evidence.next_deadline):
                     self._evidence.sample()
+                if _is_due(self._preparation.next_deadline):
+                    self._preparation.tell()
                 if self._metrics is not None and _is_due(self._metrics.next_deadline):
                     is_registered = self._core.membership.is_registered
                     self._metrics.note(self._core.workers.values(), is_connected=is_registered)
@@ -225,7 +227,7 @@ class AgentDaemon:
         return self._exit
 
     def _timeout_s(self) -> float:
-        daemon = (self._core, self._processes, self._evidence, self._keys, self._notifier)
+        daemon = (self._core, self._processes, self._evidence, self._preparation, self._keys, self._notifier)
         due = earliest(
             *(part.next_deadline for part in daemon), self._metrics.next_deadline if self._metrics is not None else None
         )

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.launch import run
 
 
-def result(launch: float, plain: float, ddp: float) -> dict[str, Any]:
+def result(launch: float, plain: float, ddp: float, running: float = 0.5) -> dict[str, Any]:
     """Figures in which torchrun takes 6 s for everything."""
 
     def rows(**seconds: float) -> dict[str, Any]:
@@ -16,8 +16,8 @@ def result(launch: float, plain: float, ddp: float) -> dict[str, Any]:
 
     return {
         "repeats": 1,
-        "launch_s": rows(running=0.5, embedded=launch, torchrun=6.0),
-        "recovery_s": rows(running=0.5, torchrun=6.0),
+        "launch_s": rows(running=running, embedded=launch, torchrun=6.0),
+        "recovery_s": rows(running=running, torchrun=6.0),
         "plain_s": rows(embedded=plain, torchrun=6.0),
         "ddp_s": rows(embedded=ddp, torchrun=6.0),
     }
@@ -33,6 +33,12 @@ def test_a_missed_floor_is_said_and_is_the_exit_code(
     assert run.check(result(*seconds)) == (1 if missed else 0)
     failed = [line for line in capsys.readouterr().out.splitlines() if line.endswith("FAIL")]
     assert {" ".join(line.split()[:2]).removesuffix(" to") for line in failed} == missed
+
+
+def test_a_running_cluster_has_floors_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.check(result(1.0, 1.0, 1.0, running=0.76)) == 1
+    failed = [line for line in capsys.readouterr().out.splitlines() if line.endswith("FAIL")]
+    assert [", running cluster: 7.89 × torchrun (≥ 8)" in line for line in failed] == [True, True]
 
 
 def test_a_contender_without_figures_misses_its_floor() -> None:

@@ -26,7 +26,7 @@ from tests.support.hosts import Hosts
 from unified.api.builder import DLJobBuilder
 from unified.client.connection import MasterConnection
 from unified.client.handle import JobHandle
-from unified.errors import RefusedError
+from unified.errors import JobError, RefusedError
 from unified.protocol.client_master import GetDirectory, GetJob, ListJobs, ReadLog, StopJob, client_to_master
 from unified.protocol.framing import PROTOCOL_VERSION
 from unified.testing import Belongings, LocalCluster, eventually, left_behind
@@ -35,7 +35,8 @@ pytestmark = pytest.mark.cluster
 
 HOSTILE = "x\x1b]0;owned\x07\x1b[2J\u202egpj.exe\r\n2026-01-01 00:00:00,000 master INFO event=forged\x9b1m"
 WORKERS = f"""
-import struct, sys
+import os, struct, subprocess, sys, time
+from pathlib import Path
 from unified import current_worker
 from unified.protocol.records import MAX_POINTS, Failure, Progress, WorkerReport
 from unified.protocol.worker_agent import Failed, Reported
@@ -90,6 +91,24 @@ def long_failure():
 def metric_names():
     current_worker().report(step=1, **{{HOSTILE: HOSTILE}})
 
+def no_step():
+    current_worker().report(step=2**70)
+
+def leaves_processes():
+    for environment in (None, {{}}):
+        one = subprocess.Popen(["/bin/sleep", "600"], start_new_session=True, env=environment)
+        print(one.pid, file=open(Path(__file__).with_name("left"), "a"))
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            print(os.getpid(), file=open(Path(__file__).with_name("left"), "a"))
+            time.sleep(600)
+        os._exit(0)
+    os.wait()
+    while Path(__file__).with_name("left").read_text().count("\\n") < 3:
+        time.sleep(0.02)
+    os._exit(3)
+
 def friendly():
     print("hello")
 """
@@ -102,6 +121,8 @@ FAILING = (
     "many_points",
     "no_message",
     "long_failure",
+    "no_step",
+    "leaves_processes",
 )
 ENDING = ("metric_names", "flood", "friendly")
 
@@ -126,7 +147,9 @@ def daemons(cluster: LocalCluster) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_torch")
-def test_hostile_workers_hurt_nobody_but_their_own_jobs(local_cluster: Cluster, project: Project) -> None:
+def test_hostile_workers_hurt_nobody_but_their_own_jobs(
+    local_cluster: Cluster, project: Project, tmp_path: Path
+) -> None:
     project(hostile_workers=WORKERS)
     cluster = local_cluster(nodes=1, devices=1)
     before, connected = daemons(cluster), Belongings()
@@ -145,6 +168,11 @@ def test_hostile_workers_hurt_nobody_but_their_own_jobs(local_cluster: Cluster, 
     failures = {name: handle.status().end for name, handle in handles.items()}
     assert failures["exit_number"] is not None
     assert failures["exit_number"].failure.exit_code == 255
+    left = [int(pid) for pid in (tmp_path / "project/left").read_text().split()]
+    assert len(left) == 3
+    eventually(lambda: not any(psutil.pid_exists(pid) for pid in left), 100, "processes of a worker outlive it")
+    assert failures["no_step"] is not None
+    assert str(2**70) in failures["no_step"].failure.summary
     for name in ("many_metrics", "long_metrics", "many_points", "no_message"):
         end = failures[name]
         assert end is not None
@@ -215,6 +243,19 @@ def test_hostile_clients_do_not_keep_the_master_from_the_next(
     assert "JobSpec.working_dir is" in refused.stderr
     for words in (("explain", "friendly", "--limit"), ("logs", "friendly", "--tail")):
         assert told(cluster, *words, "9" * 20).returncode == 2
+    for wrong in ("--nnodes=0", "--nnodes=3:1", "--max-restarts=-2", "--env==1"):
+        refused = subprocess.run(
+            [sys.executable, "-m", "unified", "run", "--master", cluster.address, wrong, "train.py"],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr
+    for env in ({"A": "\0"}, {"": "1"}, {"A=B": "1"}, {"A": "\ud800"}):
+        described: Any = DLJobBuilder().node_num(1).device_per_node(1).device_type("CPU")
+        with pytest.raises(JobError):
+            described.workload("w", "hostile_workers.friendly").total(1).env(env).build()
     for raw in open_sockets:
         raw.close()
     dealer.close()

@@ -216,6 +216,15 @@ def same_error_twice(bench: Bench) -> JobStatus:
     return status
 
 
+def no_new_step(bench: Bench) -> JobStatus:
+    envs = {"HOW": "raise", "TIMES": "9", "STEP": "1"}
+    handle = bench.submit(envs=envs, per_node_max_failure=9, restart_backoff=0.0)
+    status = bench.fails(handle, "permanent")
+    assert "permanent: 5 failures in a row, and no step beyond 1" in status.reason
+    assert status.workers[0].incarnation == 4
+    return status
+
+
 def job_max_restart_used_up(bench: Bench) -> JobStatus:
     handle = bench.submit(envs={"HOW": "raise", "TIMES": "9", "STEP": "1"}, job_max_restart=1)
     status = bench.fails(handle, "job_max_restart")
@@ -417,6 +426,7 @@ SHARED: dict[str, Check] = {
     "setup-failure": setup_failure,
     "dies-at-once": dies_at_once,
     "same-error-twice": same_error_twice,
+    "no-new-step": no_new_step,
     "max-restart-used-up": max_restart_used_up,
     "job-max-restart-used-up": job_max_restart_used_up,
     "role-restarts": role_restarts,

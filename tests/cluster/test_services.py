@@ -2,11 +2,13 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 import unified
 from tests.cluster.conftest import Cluster, Project
+from tests.support.deadlines import missed
 from unified.api.builder import DLJobBuilder
 from unified.cli.main import main
 from unified.client.handle import JobHandle
@@ -17,7 +19,7 @@ from unified.testing import LocalCluster, eventually
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
 
 CODE = """
-import threading
+import os, threading, time
 from unified import current_worker, export_rpc_method, rpc
 
 ended = threading.Event()
@@ -30,6 +32,16 @@ class Evaluator:
     @rpc()
     def hang(self):
         threading.Event().wait()
+
+class Loads:
+    def __init__(self):
+        while not os.path.exists(os.environ["LOADED"]):
+            time.sleep(0.02)
+        self.is_loaded = True
+
+    @rpc()
+    def ask(self):
+        return self.is_loaded
 
 class Trainer:
     @rpc()
@@ -98,3 +110,20 @@ def test_a_service_alone_runs_until_it_is_stopped(cluster: LocalCluster, is_driv
         with unified.connect(cluster.address) as client:  # whoever may reach the master may stop it
             client.job("alone").stop()
         assert handle.wait(100) == 130
+
+
+def test_calls_wait_until_a_service_is_ready_also_after_a_restart(cluster: LocalCluster, tmp_path: Path) -> None:
+    loaded = tmp_path / "loaded"
+    job = builder().global_env({"LOADED": str(loaded)}).workload("model", "served.Loads").resource(cpu=0.1)
+    with cluster.submit(job.build(), "loads", stop_grace_s=5) as handle:
+        for life in range(2):
+            eventually(lambda life=life: states(handle) == {"model-0": (WorkerState.RUNNING, life)}, timeout=100)  # type: ignore[misc]
+            call = handle.call("model", "ask")
+            with pytest.raises(TimeoutError):
+                call.result(missed(0.3))
+            loaded.touch()
+            call = handle.call("model", "ask")
+            assert call.result(100) is True
+            eventually(lambda life=life: states(handle) == {"model-0": (WorkerState.SERVING, life)}, timeout=100)  # type: ignore[misc]
+            loaded.unlink()
+            os.kill(cluster.workers(handle)[handle.group("model")[0].name], signal.SIGKILL)

@@ -1,23 +1,32 @@
 """Code that travels with its job: sent once, unpacked once a node, read from there alone."""
 
+import hashlib
+import io
 import os
+import signal
 import subprocess
 import sys
+import tarfile
+import threading
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from tests.cluster.conftest import Cluster, Project, lines
+from tests.support.full_disk import MountDisk
 from unified.api.builder import DLJobBuilder
-from unified.client.code.archive import pack
+from unified.client.code.archive import CodeArchive, pack
 from unified.client.code.transfer import fetch, upload
 from unified.client.connection import connect_to
 from unified.client.handle import JobHandle
+from unified.client.submission import submit_job
 from unified.errors import RefusedError, UsageError
 from unified.job import requirements
+from unified.job.spec import EntryPoint, JobSpec, RoleSpec, ShippedCode
 from unified.testing import LocalCluster, eventually
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
@@ -177,3 +186,130 @@ def test_packages_that_a_job_requires_are_installed_once(
 def test_requirements_that_cannot_be_read(given: Any, error: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=error):
         requirements.read(given, str(tmp_path))
+
+
+@pytest.mark.slow
+def test_an_agent_that_is_killed_while_it_unpacks_leaves_nothing(
+    folder: Path, local_cluster: Cluster, tmp_path: Path
+) -> None:
+    (folder / "large.bin").write_bytes(os.urandom(96 << 20))
+    cluster = local_cluster(nodes=2, devices=1, restart_agents=1)
+    unfinished = cluster.home / "code"
+    killed: list[str] = []
+
+    def kill() -> None:
+        (path,) = eventually(lambda: list(unfinished.glob(".*.new")), timeout=100)
+        maker = int(path.stem.rpartition("-")[2])
+        os.kill(psutil.Process(maker).ppid(), signal.SIGKILL)
+        killed.append(path.name)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    ended = submit(folder, cluster, "--ship")
+    killer.join()
+    assert ended.returncode == 0, ended.stderr
+    assert len(lines(tmp_path, "out")) == 2
+    assert not (unfinished / killed[0]).exists()
+    eventually(lambda: not list(unfinished.glob(".*")), timeout=100)
+    assert len([path for path in unfinished.iterdir() if path.is_dir()]) == 1
+
+
+def hostile(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> CodeArchive:
+    """Return an archive with one member that no `pack` would write."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w:gz") as packed:
+        member = tarfile.TarInfo(name)
+        member.type, member.linkname = kind, target
+        packed.addfile(member)
+    code = ShippedCode(digest=hashlib.sha256(data.getvalue()).hexdigest(), size=data.tell(), root="/laptop")
+    return CodeArchive(code, data, 1)
+
+
+@pytest.mark.slow
+def test_hostile_archives_fail_the_job_with_a_sentence_and_leave_nothing(
+    local_cluster: Cluster, project: Project, tmp_path: Path
+) -> None:
+    project(of_nodes="def work(): pass")
+    cluster = local_cluster(nodes=1, devices=1)
+    entry = EntryPoint(kind="attribute", target="of_nodes", attribute="work")
+    spec = JobSpec(name="hostile", roles=[RoleSpec(name="w", kind="simple", entry_point=entry)])
+    for archive, why in [
+        (hostile("../escaped"), "outside"),
+        (hostile("link", tarfile.SYMTYPE, "../../escaped"), "outside"),
+        (hostile("device", tarfile.CHRTYPE), "special file"),
+    ]:
+        with archive, submit_job(spec, master=cluster.address, archive=archive) as handle:
+            assert handle.wait(100) == 1
+            end = handle.status().end
+        assert end is not None
+        assert end.failure.category == "setup"
+        assert end.failure.summary.startswith("the archive of the job's code is refused: ")
+        assert why in end.failure.summary
+    assert [path.name for path in (cluster.home / "code").iterdir() if path.suffix != ".lock"] == []
+    assert not list(tmp_path.rglob("escaped"))
+
+
+@pytest.mark.slow
+def test_a_full_disk_of_a_node_fails_the_job_with_a_sentence_and_keeps_nothing(
+    folder: Path, local_cluster: Cluster, small_disk: MountDisk
+) -> None:
+    (folder / "large.bin").write_bytes(os.urandom(12 << 20))
+    cluster = local_cluster(nodes=2, devices=1)
+    small_disk(cluster.home / "code")
+    ended = submit(folder, cluster, "--ship")
+    assert ended.returncode == 1
+    assert f"the job's code cannot be put into {cluster.home / 'code'}: No space left on device" in ended.stderr
+    assert [path.name for path in (cluster.home / "code").iterdir() if path.suffix != ".lock"] == []
+
+
+@pytest.mark.slow
+def test_too_large_a_folder_is_refused_by_the_command(
+    folder: Path, local_cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "large.bin").write_bytes(bytes(2 << 20))
+    cluster = local_cluster(nodes=2, devices=1)
+    monkeypatch.setenv("UNIFIED_SHIP_LIMIT", "1")
+    ended = submit(folder, cluster, "--ship")
+    assert ended.returncode == 2
+    assert "UNIFIED_SHIP_LIMIT allows 1.0 MiB. The largest are large.bin (2.0 MiB)" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert cluster.jobs == []
+
+
+@pytest.mark.slow
+def test_a_script_travels_with_its_folder(folder: Path, local_cluster: Cluster, tmp_path: Path) -> None:
+    cluster = local_cluster(nodes=1, devices=2)
+    (folder / "train.py").write_text(
+        "import os\nimport lib.names\nprint('in', os.getcwd(), lib.names.NAME, flush=True)\n"
+    )
+    words = ["run", "--master", cluster.address, "--ship", "--exclude", "data.txt", "--nproc-per-node=2", "train.py"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "unified", *words], cwd=folder, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    (unpacked,) = (path for path in (cluster.home / "code").iterdir() if path.is_dir())
+    assert [line.partition("in ")[2] for line in ran.stdout.splitlines()] == [f"{unpacked} first"] * 2
+    assert not (unpacked / "data.txt").exists()
+
+
+UV = """#!/bin/sh
+if [ "$*" != "export --frozen --no-emit-project --no-dev --quiet --project $LOCKED" ]; then
+  echo "not these: $*" >&2
+  exit 2
+fi
+echo "# of uv"
+echo "einops==0.8.1"
+"""
+
+
+def test_a_lock_file_is_read_by_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that stands in for uv, which is not installed here."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/uv").write_text(UV)
+    (tmp_path / "bin/uv").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("LOCKED", str(tmp_path))
+    assert requirements.read("uv.lock", str(tmp_path)) == ["einops==0.8.1"]
+    monkeypatch.setenv("LOCKED", "another")
+    with pytest.raises(UsageError, match=r"uv does not take .*uv.lock: \['not these: export"):
+        requirements.read("uv.lock", str(tmp_path))

@@ -98,6 +98,24 @@ def test_readme_says_what_it_is_before_the_first_command() -> None:
     assert [page for page in pages if f"]({page})" not in first] == []
 
 
+def test_readme_s_numbers_are_those_of_the_tables() -> None:
+    first, _, _ = (ROOT / "README.md").read_text().partition("```")
+    lines = (ROOT / "benchmarks/README.md").read_text().splitlines()
+    for beginning, figures in {
+        "| command to all_reduce | unified, running cluster |": ["0.27"],
+        "| command to all_reduce | torchrun |": ["3.84"],
+        "| command to all_reduce | unified, cluster of its own |": ["2.31"],
+        "| one rank of 4 |": ["0.16", "0.34", "8.14"],
+        "| sync call, median, µs |": ["44", "834"],
+    }.items():
+        (row,) = (line for line in lines if line.startswith(beginning))
+        measured = [float(number) for number in re.findall(r"\d+(?:\.\d+)?", row.removeprefix(beginning))]
+        for figure in figures:
+            digits = len(figure.partition(".")[2])
+            assert float(figure) in [round(each, digits) for each in measured], f"{figure} is not in: {row}"
+            assert re.search(rf"(?<![\d.]){re.escape(figure)} (s|µs)", first), f"README does not say {figure}"
+
+
 def test_launch_benchmark_fills_a_table_that_is_there() -> None:
     assert launch.README.read_text().count(launch.MARK) == 1
 

@@ -28,7 +28,7 @@ from unified.errors import MasterUnreachableError, UnifiedError
 from unified.job.driver import STORY_FOLDER
 from unified.job.spec import JobSpec, OutputFiles
 from unified.protocol.client_master import Explain, JobStatus, SignalWorkers, StopJob, Story, SuspendJob
-from unified.protocol.records import Stage
+from unified.protocol.records import Stage, WorkerState
 from unified.threads import start_thread
 
 POLL_S = 1.0
@@ -316,6 +316,8 @@ class Watch:
         self._left_out = 0
         self._losers: set[str] = set()
         """Workers of which it was said that output is dropped."""
+        self._waits: set[str] = set()
+        """Things that workers wait for before they begin, and of which it was said."""
 
     def run(self) -> JobStatus:
         """The job's last status.
@@ -390,6 +392,10 @@ class Watch:
                     f"{status.job_id}  output of {short_name(worker)} on {worker.node} is dropped: {worker.output_lost}"
                 )
                 self._display.note(text)
+            waits_for = worker.progress.waits_for if worker.progress is not None else ""
+            if waits_for and worker.state is WorkerState.STARTING and waits_for not in self._waits:
+                self._waits.add(waits_for)
+                self._display.note(f"{status.job_id}  {short_name(worker)} on {worker.node} waits for {waits_for}")
         if not has_ended:
             self._display.update(status)
         left_out = self._reader.left_out if self._reader is not None else 0

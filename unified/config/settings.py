@@ -5,6 +5,7 @@ Options of a job are elsewhere (`unified.job.config.JobConfig`); options of a da
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -211,6 +212,17 @@ def make_folder(directory: Path) -> None:
             folder.mkdir(mode=0o700, exist_ok=True)
         if is_new and folder.stat().st_mode & 0o700 != 0o700:  # the umask takes its user's own rights
             folder.chmod(0o700)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder with all that is in it, also what may not be written."""
+    import shutil  # by the few processes that remove folders
+
+    for path in [folder, *folder.rglob("*")]:
+        with contextlib.suppress(OSError):
+            if path.is_dir() and not path.is_symlink():
+                path.chmod(0o700)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_descriptors() -> None:

@@ -5,22 +5,29 @@ A process of its own fetches or installs each, once for all jobs that need the s
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import logging
 import os
+import re
+import socket
 import sys
+import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from msgspec import structs
 
+from unified import process
 from unified.config import settings
 from unified.config.clusters import lock
+from unified.config.settings import remove_folder
 from unified.job.spec import JobSpec
 from unified.protocol.records import JobWorkerIncarnation, Progress
 from unified.protocol.worker_agent import Reported
+from unified.threads import start_thread
 from unified_agent.core.messages import WorkerSaid
 from unified_agent.environment import NodeFacts
 from unified_agent.helper_process import HelperProcess
@@ -30,6 +37,14 @@ from unified_agent.spawn import spawn
 log = logging.getLogger("unified_agent")
 CODE, ENVIRONMENTS = "code", "environments"
 """Folders, in the home of this user's state, of unpacked archives and of virtual environments."""
+
+TELL_EVERY_S = 2.0
+"""Time between two words about how far something has come."""
+MAX_PROGRESS = 80
+"""Characters of such a word."""
+MARK = "complete"
+"""Name of the file that says that a virtual environment is whole."""
+_UNFINISHED = re.compile(r"\.[0-9a-f]+\.(.+)-(\d+)\.(?:part|new)")
 
 
 class Need(NamedTuple):
@@ -53,12 +68,25 @@ class Need(NamedTuple):
     def is_met(self) -> bool:
         return (self.folder / self.mark).exists()
 
+    def awaited(self) -> str:
+        """Return what is awaited, and how far it has come: the last line of pip's log, or the size of what came."""
+        with contextlib.suppress(OSError):
+            if self.requirements:
+                last = (self.into / f"{self.digest}.log").read_text(errors="replace").strip().rpartition("\n")[2]
+                return f"{self.what}: {last[:MAX_PROGRESS]}" if last else self.what
+            for part in self.into.glob(f".{self.digest}.*.part"):
+                return f"{self.what}: {part.stat().st_size / (1 << 20):.1f} MiB of it are here"
+        return self.what
+
 
 class Preparation:
     """Folders that jobs need, and the workers that wait for them.
 
     Args:
         on_event: what workers that wait seem to say: what they wait for.
+
+    Attributes:
+        next_deadline: time (`time.monotonic()`) at which `tell` is due; None: nothing is being made.
     """
 
     def __init__(
@@ -76,6 +104,9 @@ class Preparation:
         self._making: set[str] = set()
         self._locks: dict[str, int] = {}
         """Descriptors of the locks that keep others from removing what is used here, by digest."""
+        self._said: dict[JobWorkerIncarnation, str] = {}
+        self.next_deadline: float | None = None
+        start_thread("unified-unfinished", self._sweep)
 
     def described(self, job_id: str, spec: JobSpec) -> JobSpec:
         """Take in what a job needs; return its description with the interpreter of its environment."""
@@ -106,11 +137,17 @@ class Preparation:
                     self._make(need)
         except OSError as error:  # no descriptors or processes are left: the next incarnation may have more luck
             del self._waiting[life]
+            self._said.pop(life, None)
             self._processes.refuse(life, f"could not be started: {error.strerror}", "crash")
             return
-        if self._waiting[life]:
-            self._say(life, " and ".join(need.what for need in self._waiting[life]))
+        self._tell(life)
         self._settle(life)
+
+    def tell(self) -> None:
+        """Tell workers that wait how far has come what they wait for."""
+        self.next_deadline = time.monotonic() + TELL_EVERY_S if self._making else None
+        for life in self._waiting:
+            self._tell(life)
 
     def keep(self, job_ids: Collection[str]) -> None:
         """Forget the needs of other jobs than these."""
@@ -123,6 +160,10 @@ class Preparation:
         for digest in self._locks.keys() - used:
             os.close(self._locks.pop(digest))
 
+    def _sweep(self) -> None:
+        remove_unfinished(self._home / CODE)
+        remove_unfinished(self._home / ENVIRONMENTS, MARK)
+
     def _code(self, digest: str) -> Need:
         into = self._home / CODE
         arguments = ["--master", self._facts.master, "--digest", digest, "--into", str(into)]
@@ -134,7 +175,7 @@ class Preparation:
         digest, into = hashlib.sha256("\n".join(parts).encode()).hexdigest(), self._home / ENVIRONMENTS
         arguments = ["--digest", digest, "--into", str(into), "--file", str(self._file(digest))]
         what = f"the packages that its job requires ({into}/{digest[:12]}….log)"
-        return Need(digest, into, what, "complete", "unified.client.code.environment", arguments, lines)
+        return Need(digest, into, what, MARK, "unified.client.code.environment", arguments, lines)
 
     def _file(self, digest: str) -> Path:
         return Path(self._facts.run_dir) / f"requirements-{digest[:12]}.txt"
@@ -160,6 +201,7 @@ class Preparation:
         name = Path(self._facts.run_dir) / f"make-{need.digest[:12]}.log"
         helper = HelperProcess(spawn(self._facts.python, need.module, need.arguments, log=name, env=self._env))
         self._making.add(need.digest)
+        self.next_deadline = time.monotonic() + TELL_EVERY_S
         self._processes.add_helper(helper.pid, lambda code: self._made(need, helper, code))
 
     def _made(self, need: Need, helper: HelperProcess, code: int) -> None:
@@ -176,6 +218,7 @@ class Preparation:
                 self._settle(life)
             else:
                 del self._waiting[life]
+                self._said.pop(life, None)
                 self._processes.refuse(life, f"{helper.last_words()} (on node {self._facts.node})")
         helper.remove_log()
 
@@ -183,7 +226,35 @@ class Preparation:
         if not self._waiting[life]:
             del self._waiting[life]
             self._say(life, "")
+            del self._said[life]
             self._processes.release(life)
 
+    def _tell(self, life: JobWorkerIncarnation) -> None:
+        if needs := self._waiting[life]:
+            self._say(life, " and ".join(need.awaited() for need in needs))
+
     def _say(self, life: JobWorkerIncarnation, waits_for: str) -> None:
+        if waits_for == self._said.get(life):
+            return
+        self._said[life] = waits_for
         self._on_event(WorkerSaid(life=life, word=Reported(progress=Progress(waits_for=waits_for[:200]))))
+
+
+def remove_unfinished(into: Path, mark: str = "") -> None:
+    """Remove what programs of this host were making when they were killed, along with their agent.
+
+    Args:
+        mark: name in each folder that says that the folder is whole; empty: a folder that has its name is.
+    """
+    for path in into.iterdir() if into.is_dir() else ():
+        if made_by := _UNFINISHED.fullmatch(path.name):
+            if made_by[1] == socket.gethostname() and not process.is_alive(int(made_by[2])):
+                remove_folder(path) if path.is_dir() else path.unlink(missing_ok=True)
+        elif mark and path.is_dir() and not (path / mark).exists():
+            with contextlib.suppress(OSError):  # a file system without locks: whoever makes it next removes it
+                descriptor = lock(into / f"{path.name}.lock")
+                if descriptor is not None:
+                    if not (path / mark).exists():
+                        remove_folder(path)
+                        (into / f"{path.name}.lock").unlink(missing_ok=True)
+                    os.close(descriptor)

@@ -22,6 +22,8 @@ QUICK_S = 1.0
 
 EARLY_S = 300.0
 """Time of running after which a worker may have done something, although no step was reported."""
+MAX_FRUITLESS = 5
+"""Charged failures in a row without a new step between them, after which the job is not restarted."""
 _MAY_PASS = (
     *("Connect", "Timeout", "Unavailable", "Unreachable", "URLError", "gaierror"),
     *("AcceleratorError", "torch.distributed."),
@@ -53,7 +55,7 @@ def charge(
     if worker.kind == "store":
         return _charge_store(step, job, worker)
     refusal = _charge_failure(step, job, job.spec.role(worker.role), worker)
-    return refusal or _permanent_refusal(step, job, worker, failure)
+    return refusal or _permanent_refusal(step, job, worker, failure) or _fruitless_refusal(step, job, worker)
 
 
 def policy_refusal(spec: JobSpec) -> Refusal | None:
@@ -95,6 +97,26 @@ def _permanent_refusal(step: MasterStep, job: JobRecord, worker: WorkerRecord, f
     record.early_failure, record.early_failure_at = digest, step.now
     step.touch_job(job)
     return None
+
+
+def _fruitless_refusal(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> Refusal | None:
+    """Return the refusal of a restart after which no new step is to be expected, as the last ones brought none.
+
+    It needs a role that reports steps. Ranks that fail in the same incarnation are one.
+    """
+    record, peak = job.roles[worker.role], job.account.peak
+    if job.account.role != worker.role:
+        return None
+    if peak > record.fruitless_peak:
+        record.num_fruitless, record.fruitless_peak = 0, peak
+    elif worker.began_at < record.fruitless_at:
+        return None
+    record.num_fruitless += 1
+    record.fruitless_at = step.now
+    step.touch_job(job)
+    if record.num_fruitless < MAX_FRUITLESS:
+        return None
+    return Refusal("permanent", f"permanent: {record.num_fruitless} failures in a row, and no step beyond {peak}")
 
 
 def _is_early(step: MasterStep, job: JobRecord, worker: WorkerRecord, failure: Failure) -> bool:

@@ -192,6 +192,12 @@ class RoleRecord(msgspec.Struct, kw_only=True):
     """Digest of the traceback of the last charged failure, if that came before any step and may come again."""
     early_failure_at: float = 0.0
     """Time at which such a failure came first."""
+    num_fruitless: int = 0
+    """Charged failures in a row since the last new step of the job."""
+    fruitless_peak: int = -1
+    """Highest step of the job at these failures."""
+    fruitless_at: float = 0.0
+    """Time of the last of them."""
     checked_nodes: list[str] = []
     """Nodes that have passed a check before a round since a worker of the role last failed there."""
     failed_groups: dict[str, str] = {}

@@ -16,7 +16,7 @@ import pytest
 from msgspec import structs
 
 from tests.support.deadlines import met, missed
-from tests.support.fake_master import WORKER, FakeMaster, Job
+from tests.support.fake_master import WORKER, FakeMaster, Job, worker_status
 from unified import process
 from unified.cli.main import main
 from unified.client.connection import MasterConnection
@@ -37,8 +37,9 @@ from unified.protocol.client_master import (
     StopJob,
     SubmitJob,
     WatchCluster,
+    WorkerStatus,
 )
-from unified.protocol.records import Failure, Stage
+from unified.protocol.records import Failure, Progress, Stage, WorkerState
 from unified.testing import Belongings, eventually, left_behind
 
 PATIENCE_S = met(100.0)
@@ -286,6 +287,25 @@ def test_output_that_is_dropped_is_told_once(job: Job, capsys: pytest.CaptureFix
     assert run_job(SPEC) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if "is dropped" in line]
     assert lines == [f"gpt-1  output of trainer-0 on n1 is dropped: {job.output_lost}"]
+
+
+def test_what_workers_wait_for_is_told_as_it_comes(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    words = iter(["Collecting einops", "Collecting einops", "Installing einops"])
+
+    def worker(rank: int) -> WorkerStatus:
+        if job.stage is Stage.RUNNING and (word := next(words, "")):
+            job.version += 1
+            waits = Progress(waits_for=f"the packages: {word}")
+            return worker_status(rank, state=WorkerState.STARTING, node="n1", progress=waits)
+        job.finish(0)
+        return worker_status(rank, state=WorkerState.EXITED)
+
+    job.worker = worker  # type: ignore[method-assign]
+    assert run_job(SPEC) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "waits for" in line]
+    assert lines == [
+        f"gpt-1  trainer-0 on n1 waits for the packages: {word} einops" for word in ("Collecting", "Installing")
+    ]
 
 
 def test_ctrl_c_is_heard_by_a_master_that_was_away(

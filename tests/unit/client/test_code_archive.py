@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from unified.client.code.archive import CodeArchive, pack, real_path, remove, unpack
+from unified.client.code.archive import CodeArchive, pack, real_path, unpack
+from unified.config.settings import remove_folder
 from unified.errors import UsageError
 
 
@@ -33,7 +34,7 @@ def git(folder: Path, *words: str) -> None:
 def unpacked(archive: CodeArchive, tmp_path: Path) -> Path:
     file, folder = tmp_path / "archive", tmp_path / "unpacked"
     if folder.exists():
-        remove(folder)
+        remove_folder(folder)
     file.write_bytes(archive.read(0))
     unpack(file, folder)
     return folder

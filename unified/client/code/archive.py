@@ -7,18 +7,18 @@ import fnmatch
 import gzip
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from io import BufferedRandom
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
+from unified.config.settings import remove_folder
 from unified.errors import UsageError, listed
 from unified.job.spec import ShippedCode
 
@@ -229,17 +229,8 @@ def unpack(archive: Path, folder: Path) -> None:
             if not path.is_symlink():
                 path.chmod(0o555 if path.is_dir() or path.stat().st_mode & 0o100 else 0o444)
         folder.chmod(0o555)
-    except (tarfile.TarError, EOFError, gzip.BadGzipFile, OSError) as error:
-        remove(folder)
+    except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error, OSError) as error:
+        remove_folder(folder)
         if isinstance(error, OSError) and error.errno is not None and error.errno != errno.EINVAL:
             raise
         raise UsageError(f"the archive of the job's code is refused: {error}.") from None
-
-
-def remove(folder: Path) -> None:
-    """Remove an unpacked folder, which may not be written."""
-    for path in [folder, *folder.rglob("*")]:
-        with suppress(OSError):
-            if path.is_dir() and not path.is_symlink():
-                path.chmod(0o700)
-    shutil.rmtree(folder, ignore_errors=True)

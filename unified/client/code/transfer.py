@@ -19,9 +19,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from unified import process
-from unified.client.code.archive import CodeArchive, remove, unpack
+from unified.client.code.archive import CodeArchive, unpack
 from unified.client.connection import MasterConnection, connect_to
 from unified.config.clusters import lock
+from unified.config.settings import remove_folder
 from unified.errors import UnifiedError
 from unified.protocol.client_master import CodePart, CodeState, FindCode, PutCode, ReadCode
 
@@ -85,7 +86,7 @@ def _make(connection: MasterConnection, digest: str, into: Path) -> None:
     finally:
         part.unlink(missing_ok=True)
         if unpacked.exists():
-            remove(unpacked)
+            remove_folder(unpacked)
 
 
 def _download(connection: MasterConnection, digest: str, path: Path) -> None:
@@ -132,7 +133,7 @@ def make_room(into: Path, kept_bytes: int = KEPT_BYTES, idle_s: float = IDLE_S) 
             if not path.name.startswith(".") and path.is_dir():
                 found[path] = used_at
             elif path.suffix != ".lock" and not path.with_suffix("").is_dir() and time.time() - used_at > idle_s:
-                remove(path) if path.is_dir() else path.unlink()  # of what was killed, or could not be made
+                remove_folder(path) if path.is_dir() else path.unlink()  # of what was killed, or could not be made
     sizes = {path: _size(path) for path in found}
     total = sum(sizes.values())
     for path in sorted(found, key=lambda path: found[path]):
@@ -140,7 +141,7 @@ def make_room(into: Path, kept_bytes: int = KEPT_BYTES, idle_s: float = IDLE_S) 
             break
         with holding(into, path.name) as is_held:
             if is_held:
-                remove(path)
+                remove_folder(path)
                 (into / f"{path.name}.log").unlink(missing_ok=True)
                 total -= sizes[path]
 

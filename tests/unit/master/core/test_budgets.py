@@ -309,15 +309,55 @@ def test_other_failures_are_not_permanent(second: Failure) -> None:
 def test_a_failure_after_a_step_is_not_permanent() -> None:
     bench = Bench(simple(total=2, restart_alone=True, per_node_max_failure=9))
     for attempt in range(1, 4):
-        bench.world.say("n1", bench.agent().report_progress("job-1", bench.worker("s", 1).name, 7))
+        at_step(bench, attempt, rank=1)
         bench.restart("s", 0, BUG)  # a peer has reported a step
         assert bench.lives() == {"s-0": attempt, "s-1": 0}
     bench.restart("s", 1, CRASH)
-    bench.world.say("n1", bench.agent().report_progress("job-1", bench.worker("s", 0).name, 7))
+    at_step(bench, 4)
     bench.restart("s", 0, BUG)  # it had reported one itself
     bench.restart("s", 0, BUG)
     bench.end("s", 0, BUG)  # none of these incarnations had
     assert bench.limit() == "permanent"
+
+
+def at_step(bench: Bench, number: int, rank: int = 0) -> None:
+    worker = bench.worker("s", rank)
+    bench.world.say(worker.node, bench.agent(worker.node).report_progress("job-1", worker.name, number))
+
+
+def test_failures_in_a_row_without_a_new_step_are_permanent() -> None:
+    bench = Bench(simple(per_node_max_failure=99, max_restart=99), job_max_restart=99)
+    for number in (*(7,) * 4, *(8,) * 4, 9):  # a new step, and they are counted anew
+        at_step(bench, number)
+        bench.restart("s", 0, CRASH)
+    for number in (3, 9, 8):
+        at_step(bench, number)
+        bench.restart("s", 0, CRASH)
+    bench.world.restart_master()
+    bench.running()
+    bench.end("s", 0, CRASH)
+    assert bench.limit() == "permanent"
+    assert bench.job.reason.endswith("permanent: 5 failures in a row, and no step beyond 9")
+
+
+def test_ranks_that_fail_at_once_are_one_failure_without_a_new_step() -> None:
+    bench = Bench(simple(total=3, per_node_max_failure=99, max_restart=99, restart_alone=True))
+    at_step(bench, 7)
+    for _ in range(2):
+        for rank in range(3):
+            bench.world.say("n1", bench.agent().end("job-1", bench.worker("s", rank).name, CRASH))
+        bench.world.run(0.002)
+        bench.running()
+    assert bench.lives() == {"s-0": 2, "s-1": 2, "s-2": 2}
+    assert bench.job.roles["s"].num_fruitless == 2
+
+
+def test_a_job_without_steps_has_the_limits_alone() -> None:
+    bench = Bench(simple(per_node_max_failure=99, max_restart=8))
+    for _ in range(8):
+        bench.restart("s", 0, CRASH)
+    bench.end("s", 0, CRASH)
+    assert bench.limit() == "max_restart"
 
 
 def test_one_that_ran_for_long_may_have_done_something() -> None:
