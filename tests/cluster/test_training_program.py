@@ -53,7 +53,9 @@ def output(handle: JobHandle) -> str:
 
 
 def progress(handle: JobHandle) -> list[Progress]:
-    return [worker.progress for worker in handle.status().workers if worker.progress is not None]
+    """Progress of the ranks that report steps; of the others the number of their collectives alone is known."""
+    found = [worker.progress for worker in handle.status().workers]
+    return [each for each in found if each is not None and each.step is not None]
 
 
 def await_step(handle: JobHandle, step: int) -> None:
