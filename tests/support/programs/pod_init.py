@@ -40,7 +40,7 @@ def image(root: Path, folders: list[str]) -> None:
             bind(f"/{name}", root / name)
     for folder in ["/usr", *folders]:
         bind(folder, root / folder.lstrip("/"))
-    (root / "tmp").mkdir()
+    (root / "tmp").mkdir(exist_ok=True)  # a checkout may lie below it
     (root / "tmp").chmod(0o1777)
     etc = root / "etc"
     etc.mkdir()
