@@ -297,19 +297,19 @@ def test_scancel_leaves_nothing(site: Site) -> None:
 
 
 def test_roles_of_a_heterogeneous_job_are_on_the_nodes_of_their_component(site: Site) -> None:
-    (site.folder / "finish").touch()
     group = "env=--partition=dev --nodes=2 --nodelist=n1,n3"
     slurm_id = site.submit("job.py:roles", "--group", group, UNIFIED_HOME="/proc/nowhere")
+    wrong = [f"unified doctor: node {node}: folder: " for node in site.slurm.names]
+    eventually(lambda: all(each in site.output(slurm_id) for each in wrong), timeout=100)
+    (site.folder / "finish").touch()
     site.until_ended(slurm_id)
-    for node in site.slurm.names:
-        assert f"unified doctor: node {node}: folder: " in site.output(slurm_id)
     assert sorted(words[-1] for words in site.notes("env")) == ["n1", "n3"]
     assert [words[-1] for words in site.notes("from")] == ["n2"]
 
 
 def test_a_component_is_in_a_partition_of_its_own(site: Site) -> None:
     (site.folder / "finish").touch()
-    slurm_id = site.submit("job.py:roles", "-p", "dev", "--group", "env=-p cpu -N 1", NODES="2")
+    slurm_id = site.submit("job.py:roles", "-p", "dev", "--group", "env=-p cpu -N 1 -c 2", NODES="2")
     assert sorted(site.slurm.run("squeue", "-h", "-t", "all", "-j", slurm_id, "--format=%P").split()) == ["cpu", "dev"]
     site.until_ended(slurm_id)
     assert [words[-1] for words in site.notes("env")] == ["n3"] * 2  # which is the only node of this partition
