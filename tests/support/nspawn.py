@@ -38,6 +38,8 @@ def tree() -> Path:
     """Return the tree of this machine's release, made if it is not there; NoTreeError: it cannot be."""
     if os.geteuid() != 0:
         raise NoTreeError("to boot systemd in a root tree of its own needs root")
+    if ROOT.is_relative_to("/tmp"):
+        raise NoTreeError("the units have a /tmp of their own (PrivateTmp), which hides a checkout below /tmp")
     release = platform.freedesktop_os_release().get("VERSION_CODENAME", "")
     if not release or shutil.which("apt-get") is None:
         raise NoTreeError("the root tree is made of packages of Debian or Ubuntu, which this is not")
