@@ -241,8 +241,7 @@ def test_ctrl_c_and_ctrl_d_in_the_terminal_of_attach_leave_the_worker_as_it_is(p
         assert b"rude()" in seen
         os.write(master, b"p 6 * 7\n")
         seen = read_until(master, b"42\r\n")  # typed before the prompt was ready, the line is echoed twice
-        if b"(Pdb) " not in seen.partition(b"42\r\n")[2]:
-            read_until(master, b"(Pdb) ")
+        read_until(master, b"(Pdb) ", seen=seen.partition(b"42\r\n")[2])
         # Python loses a Ctrl-C between the prompt and its wait for input: one presses it again
         left = read_until(master, b"comes back", press=keys)
         assert b"unified: left role-0 as it is" in left
@@ -253,9 +252,8 @@ def test_ctrl_c_and_ctrl_d_in_the_terminal_of_attach_leave_the_worker_as_it_is(p
     assert handle.wait(100) == 0
 
 
-def read_until(terminal: int, mark: bytes, press: bytes = b"") -> bytes:
-    """Press keys, again after each second without output, until the mark has come."""
-    seen = b""
+def read_until(terminal: int, mark: bytes, press: bytes = b"", seen: bytes = b"") -> bytes:
+    """Press keys, again after each second without output, until the mark has come; `seen` was read before."""
     deadline = time.monotonic() + met(100.0)
     os.write(terminal, press)
     while mark not in seen:

@@ -172,7 +172,7 @@ async def test_a_viewer_that_reads_nothing_holds_nobody_up_and_then_gets_the_new
             if b'"version":' in part:  # and not a ping
                 names.append("whole" if b"event: whole" in part else "changes")
                 versions.append(int(part.partition(b'"version":')[2].split(b",")[0]))
-        assert names[-1] == "whole"
+        assert "whole" in names, "it was left behind, and what it missed came at once"
         assert len(versions) < 30
 
 
