@@ -364,6 +364,7 @@ def test_one_that_ran_for_long_may_have_done_something() -> None:
     bench = Bench(simple())
     for _ in range(3):
         bench.restart("s", 0, BUG, settle_s=EARLY_S)
+    assert bench.lives() == {"s-0": 3}
 
 
 def test_ranks_that_fail_alike_at_first_are_restarted_once_each() -> None:
