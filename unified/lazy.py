@@ -40,14 +40,16 @@ def needed_by(what: str) -> Iterator[None]:
         raise ModuleNotFoundError(f"{what} needs {module}, which is not installed: {advice}.", name=module) from error
 
 
-def exports(package: str, homes: Mapping[str, Iterable[str]]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def exports(
+    package: str, names_by_module: Mapping[str, Iterable[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` of a package whose names live elsewhere.
 
     Args:
         package: the package's `__name__`.
-        homes: names that are imported from each module.
+        names_by_module: names that are imported from each module.
     """
-    home_of = {name: module for module, names in homes.items() for name in names}
+    home_of = {name: module for module, names in names_by_module.items() for name in names}
 
     def find(name: str) -> Any:
         if name not in home_of:

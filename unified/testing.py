@@ -223,7 +223,7 @@ class LocalCluster:
             self._connection.close()
         self._cluster.stop()
         return [
-            left for left in self._cluster.leftovers if not (self.was_hurt and left.startswith("socket"))
+            left for left in self._cluster.left_behind if not (self.was_hurt and left.startswith("socket"))
         ] + self.processes()
 
 

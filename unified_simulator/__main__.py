@@ -42,15 +42,15 @@ def simulate(options: SimulationOptions, transcript: str) -> SimulationReport:
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[so_far]}"), TimeElapsedColumn())
     with writing(transcript) as watch, Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(f"{options.nodes} nodes", total=options.hours, so_far="")
-        begun, told = time.monotonic(), 0
+        begun, shown = time.monotonic(), 0
 
         def show(simulation: Simulation) -> None:
-            nonlocal told
+            nonlocal shown
             hours = simulation.cluster.now / 3600
             progress.update(task, completed=hours, so_far=f"{hours:.1f} h: {simulation.progress}")
-            if not console.is_terminal and int(hours) > told:
-                told = int(hours)
-                passed = f"{told} of {options.hours:g} h in {time.monotonic() - begun:.0f} s"
+            if not console.is_terminal and int(hours) > shown:
+                shown = int(hours)
+                passed = f"{shown} of {options.hours:g} h in {time.monotonic() - begun:.0f} s"
                 print(f"{passed}: {simulation.progress}", file=sys.stderr, flush=True)
 
         return Simulation(options, watch).run(show)

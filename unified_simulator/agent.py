@@ -133,9 +133,9 @@ class SimulatedAgent:
         self.node = node
         self.incarnation = incarnation
         self._clock = clock
-        self._on_process = on_process or (lambda _agent, _life, _is_running: None)
+        self._on_process = on_process or (lambda _agent, _incarnation, _is_running: None)
         self.delays = delays or Delays()
-        self.lives: dict[JobWorkerIncarnation, SimulatedProcess] = {}
+        self.incarnations: dict[JobWorkerIncarnation, SimulatedProcess] = {}
         """Processes that exist."""
         self.is_stuck = False
         """True if its processes ignore SIGTERM."""
@@ -190,8 +190,8 @@ class SimulatedAgent:
 
     def tick(self, now: float) -> list[Said]:
         said: list[Said] = []
-        for what, life in self._timers.due(now):
-            said += self._do(now, what, life)
+        for what, incarnation in self._timers.due(now):
+            said += self._do(now, what, incarnation)
         if (deadline := self._core.next_deadline) is not None and deadline <= now:
             said += self._step(now, AgentTick())
         return said
@@ -203,15 +203,15 @@ class SimulatedAgent:
         return self._step(self._clock(), LeaseLost(reason=reason))
 
     def kill_processes(self) -> None:
-        for life, process in self.lives.items():
+        for incarnation, process in self.incarnations.items():
             process.code, process.is_gone, process.is_running = -9, True, False
-            self._on_process(self, life, False)
-            self._timers.arm(("exit", life), self._clock() + SIGNAL_S)
+            self._on_process(self, incarnation, False)
+            self._timers.arm(("exit", incarnation), self._clock() + SIGNAL_S)
 
     def die(self) -> None:
-        while self.lives:
-            life, _ = self.lives.popitem()
-            self._on_process(self, life, False)
+        while self.incarnations:
+            incarnation, _ = self.incarnations.popitem()
+            self._on_process(self, incarnation, False)
 
     # -- what is done to it ------------------------------------------------------------------------------------------
 
@@ -219,11 +219,11 @@ class SimulatedAgent:
         """The worker's process ends now: by a signal, with an exception, or (None) because its work is done."""
         said: list[Said] = []
         now = self._clock()
-        for life in self._of(job_id, worker):
+        for incarnation in self._of(job_id, worker):
             word, code = _last_word(failure)
-            if word is not None and (failure is not None or self.lives[life].is_running):
-                said += self._step(now, WorkerSaid(life=life, word=word))
-            said += self._exited(now, life, code)
+            if word is not None and (failure is not None or self.incarnations[incarnation].is_running):
+                said += self._step(now, WorkerSaid(incarnation=incarnation, word=word))
+            said += self._exited(now, incarnation, code)
         return said
 
     def finish(self, job_id: str, worker: str) -> list[Said]:
@@ -234,10 +234,13 @@ class SimulatedAgent:
 
     def claim(self, job_id: str, worker: str, names: Iterable[str]) -> list[Said]:
         said: list[Said] = []
-        for life in self._of(job_id, worker):
-            if self.lives[life].is_running:
-                self.lives[life].claims = next_claims(self.lives[life].claims, names)
-                said += self._step(self._clock(), WorkerSaid(life=life, word=Claimed(claims=self.lives[life].claims)))
+        for incarnation in self._of(job_id, worker):
+            if self.incarnations[incarnation].is_running:
+                self.incarnations[incarnation].claims = next_claims(self.incarnations[incarnation].claims, names)
+                said += self._step(
+                    self._clock(),
+                    WorkerSaid(incarnation=incarnation, word=Claimed(claims=self.incarnations[incarnation].claims)),
+                )
         return said
 
     def directory(self, job_id: str) -> list[DirectoryEntry]:
@@ -245,9 +248,9 @@ class SimulatedAgent:
 
     def leave_round(self, job_id: str, worker: str) -> list[Said]:
         said: list[Said] = []
-        for life in self._of(job_id, worker):
-            self.lives[life].left_round = self.lives[life].round
-            said += self._say_rejoins(self._clock(), life, self.lives[life])
+        for incarnation in self._of(job_id, worker):
+            self.incarnations[incarnation].left_round = self.incarnations[incarnation].round
+            said += self._say_rejoins(self._clock(), incarnation, self.incarnations[incarnation])
         return said
 
     def leave(self) -> list[Said]:
@@ -256,13 +259,17 @@ class SimulatedAgent:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _of(self, job_id: str, worker: str) -> list[JobWorkerIncarnation]:
-        return [JobWorkerIncarnation(*life) for life in self.lives if life[:2] == (job_id, worker)]
+        return [
+            JobWorkerIncarnation(*incarnation)
+            for incarnation in self.incarnations
+            if incarnation[:2] == (job_id, worker)
+        ]
 
     def _say_if_running(self, job_id: str, worker: str, word: WorkerToAgent) -> list[Said]:
         said: list[Said] = []
-        for life in self._of(job_id, worker):
-            if self.lives[life].is_running:
-                said += self._step(self._clock(), WorkerSaid(life=life, word=word))
+        for incarnation in self._of(job_id, worker):
+            if self.incarnations[incarnation].is_running:
+                said += self._step(self._clock(), WorkerSaid(incarnation=incarnation, word=word))
         return said
 
     def _step(self, now: float, event: AgentEvent) -> list[Said]:
@@ -283,72 +290,80 @@ class SimulatedAgent:
                     said.append((request_id or 1, message))
                 case Reconnect():
                     self._timers.arm(("reached", None), now + self.delays.run)
-                case StartWorker(life=life, launch=launch):
-                    rivals = [other for other in self.lives if other[:2] == life[:2]]
-                    assert not rivals, f"{life} is started beside {rivals}"
-                    self.lives[life] = SimulatedProcess(launch)
-                    self._timers.arm(("started", life), now)
-                    self._timers.arm(("hello", life), now + self.delays.start)
-                case TellWorker(life=life, message=Run(order=order)) if life in self.lives:
-                    self.lives[life].round = order.round
-                    self._timers.arm(("run", life), now + self.delays.run)
-                case TellWorker(life=life, message=DumpStacks(number=number)) if life in self.lives:
-                    stacks = WorkerStacks(worker=life.worker, incarnation=life.incarnation, rank=0, node=self.node)
+                case StartWorker(incarnation=incarnation, launch=launch):
+                    rivals = [other for other in self.incarnations if other[:2] == incarnation[:2]]
+                    assert not rivals, f"{incarnation} is started beside {rivals}"
+                    self.incarnations[incarnation] = SimulatedProcess(launch)
+                    self._timers.arm(("started", incarnation), now)
+                    self._timers.arm(("hello", incarnation), now + self.delays.start)
+                case TellWorker(incarnation=incarnation, message=Run(order=order)) if incarnation in self.incarnations:
+                    self.incarnations[incarnation].round = order.round
+                    self._timers.arm(("run", incarnation), now + self.delays.run)
+                case TellWorker(incarnation=incarnation, message=DumpStacks(number=number)) if (
+                    incarnation in self.incarnations
+                ):
+                    stacks = WorkerStacks(
+                        worker=incarnation.worker, incarnation=incarnation.number, rank=0, node=self.node
+                    )
                     dumped = StacksDumped(number=number, report=StackReport(workers=[stacks]))
-                    said += self._step(now, WorkerSaid(life=life, word=dumped))
-                case TellWorker(life=life, message=Notice(notice=notice)) if life in self.lives:
-                    if self.lives[life].can_rejoin:
-                        self.lives[life].left_round = notice.round
-                        self._timers.arm(("leave", life), now + self.delays.leave)
-                case SignalWorker(life=life, how=str() as how) if life in self.lives:
-                    self._signal(now, life, how)
+                    said += self._step(now, WorkerSaid(incarnation=incarnation, word=dumped))
+                case TellWorker(incarnation=incarnation, message=Notice(notice=notice)) if (
+                    incarnation in self.incarnations
+                ):
+                    if self.incarnations[incarnation].can_rejoin:
+                        self.incarnations[incarnation].left_round = notice.round
+                        self._timers.arm(("leave", incarnation), now + self.delays.leave)
+                case SignalWorker(incarnation=incarnation, how=str() as how) if incarnation in self.incarnations:
+                    self._signal(now, incarnation, how)
                 case SendLog(order=order, request_id=request_id) | SampleWorker(order=order, request_id=request_id):
                     said.append((request_id, log_of(order, self.node, self._core.facts.incarnation)))
-                case TellWorker(life=life, message=RecordStep()) if life in self.lives:
-                    said += self._step(now, WorkerSaid(life=life, word=StepRecorded()))
+                case TellWorker(incarnation=incarnation, message=RecordStep()) if incarnation in self.incarnations:
+                    said += self._step(now, WorkerSaid(incarnation=incarnation, word=StepRecorded()))
                 case Exit():
                     self.is_over = True
         return said
 
-    def _signal(self, now: float, life: JobWorkerIncarnation, how: str) -> None:
-        process = self.lives[life]
+    def _signal(self, now: float, incarnation: JobWorkerIncarnation, how: str) -> None:
+        process = self.incarnations[incarnation]
         if how == "kill":
             process.code = -9
-            self._timers.arm(("exit", life), now + SIGNAL_S)
+            self._timers.arm(("exit", incarnation), now + SIGNAL_S)
         elif not self.is_stuck:
             process.code = 0
-            self._timers.arm(("exit", life), now + self.delays.stop)
+            self._timers.arm(("exit", incarnation), now + self.delays.stop)
 
-    def _do(self, now: float, what: str, life: JobWorkerIncarnation | None) -> list[Said]:
-        if life is None:
+    def _do(self, now: float, what: str, incarnation: JobWorkerIncarnation | None) -> list[Said]:
+        if incarnation is None:
             return self._step(now, MasterReached())
-        process = self.lives.get(life)
+        process = self.incarnations.get(incarnation)
         if process is None or (process.is_gone and what != "exit"):
             return []
         match what:
             case "started":
-                return self._step(now, WorkerStarted(life=life, pid=100))
+                return self._step(now, WorkerStarted(incarnation=incarnation, pid=100))
             case "hello":
-                return self._step(now, WorkerSaid(life=life, word=_hello(life, process.launch)))
+                return self._step(now, WorkerSaid(incarnation=incarnation, word=_hello(incarnation, process.launch)))
             case "run":
                 process.is_running = True
-                self._on_process(self, life, True)
-                said = self._step(now, WorkerSaid(life=life, word=Running(round=process.round)))
-                return [*said, *self._say_rejoins(now, life, process)]
+                self._on_process(self, incarnation, True)
+                said = self._step(now, WorkerSaid(incarnation=incarnation, word=Running(round=process.round)))
+                return [*said, *self._say_rejoins(now, incarnation, process)]
             case "leave":
-                return self._say_rejoins(now, life, process)
+                return self._say_rejoins(now, incarnation, process)
             case _:
-                return self._exited(now, life, process.code)
+                return self._exited(now, incarnation, process.code)
 
-    def _say_rejoins(self, now: float, life: JobWorkerIncarnation, process: SimulatedProcess) -> list[Said]:
+    def _say_rejoins(self, now: float, incarnation: JobWorkerIncarnation, process: SimulatedProcess) -> list[Said]:
         if not process.can_rejoin:
             return []
-        return self._step(now, WorkerSaid(life=life, word=Rejoins(is_able=True, left_round=process.left_round)))
+        return self._step(
+            now, WorkerSaid(incarnation=incarnation, word=Rejoins(is_able=True, left_round=process.left_round))
+        )
 
-    def _exited(self, now: float, life: JobWorkerIncarnation, code: int) -> list[Said]:
-        del self.lives[life]
-        self._on_process(self, life, False)
-        return self._step(now, WorkerExited(life=life, code=code))
+    def _exited(self, now: float, incarnation: JobWorkerIncarnation, code: int) -> list[Said]:
+        del self.incarnations[incarnation]
+        self._on_process(self, incarnation, False)
+        return self._step(now, WorkerExited(incarnation=incarnation, code=code))
 
 
 def _named(event: AgentEvent) -> str:
@@ -356,10 +371,10 @@ def _named(event: AgentEvent) -> str:
     return f"{type(event).__name__} {type(message).__name__}" if message is not None else type(event).__name__
 
 
-def _hello(life: JobWorkerIncarnation, launch: Launch) -> Hello:
+def _hello(incarnation: JobWorkerIncarnation, launch: Launch) -> Hello:
     if launch.kind == "store":
         return Hello(pid=100, store_port=29500)
-    return Hello(pid=100, inbox=Inbox(inbox_id=f"{life}@{launch.node}"))
+    return Hello(pid=100, inbox=Inbox(inbox_id=f"{incarnation}@{launch.node}"))
 
 
 def _last_word(failure: Failure | None) -> tuple[WorkerToAgent | None, int]:

@@ -104,11 +104,15 @@ class Faults:
 
     def _worker(self) -> None:
         agent = self._cluster.agents.get(self._rng.choice(self._nodes))
-        running = [life for life, process in agent.lives.items() if process.is_running] if agent is not None else []
+        running = (
+            [incarnation for incarnation, process in agent.incarnations.items() if process.is_running]
+            if agent is not None
+            else []
+        )
         if agent is not None and running:
-            life = self._rng.choice(running)
-            self._note("worker", f"{life.job_id}/{life.worker} on {agent.node}")
-            self._cluster.act(agent, lambda: agent.end(life.job_id, life.worker, CRASH))
+            incarnation = self._rng.choice(running)
+            self._note("worker", f"{incarnation.job_id}/{incarnation.worker} on {agent.node}")
+            self._cluster.act(agent, lambda: agent.end(incarnation.job_id, incarnation.worker, CRASH))
 
     def _cut(self) -> None:
         node = self._rng.choice(self._nodes)

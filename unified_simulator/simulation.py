@@ -105,7 +105,7 @@ class Simulation:
             checkpoint_s=options.checkpoint_minutes * 60,
             in_place=options.in_place,
         )
-        self._num_lives = 0
+        self._num_incarnations = 0
         self._agent_times = Longest()
         self._running = RunningRanks()
         self.faults = Faults(self.cluster, self._rng, options, nodes, self._start)
@@ -144,26 +144,26 @@ class Simulation:
         self._check_convergence()
 
     def _start(self, node: str) -> SimulatedAgent:
-        self._num_lives += 1
+        self._num_incarnations += 1
         offered = resources(cpu=8 * self.options.workers, devices=self.options.workers, kind="cuda")
         delays = Delays(start=self._rng.uniform(0.05, 0.5), run=0.02, stop=self._rng.uniform(0.05, 1.0))
         agent = SimulatedAgent(
             node,
             offered,
             lambda: self.cluster.now,
-            incarnation=str(self._num_lives),
+            incarnation=str(self._num_incarnations),
             delays=delays,
             on_process=self._on_process,
         )
         agent.times = self._agent_times
         return agent
 
-    def _on_process(self, agent: SimulatedAgent, life: JobWorkerIncarnation, is_running: bool) -> None:
-        self._running.note(agent.node, life, is_running)
+    def _on_process(self, agent: SimulatedAgent, incarnation: JobWorkerIncarnation, is_running: bool) -> None:
+        self._running.note(agent.node, incarnation, is_running)
         if is_running:
-            self.workload.began(agent, life)
+            self.workload.began(agent, incarnation)
         else:
-            self.workload.ended(life)
+            self.workload.ended(incarnation)
 
     def _check_convergence(self) -> None:
         """Every agent runs what the master desires, and no job waits for what will not come."""
@@ -171,8 +171,8 @@ class Simulation:
         broken = check(core)
         for name, agent in self.cluster.agents.items():
             desired = set(core.nodes[name].incarnations)
-            if desired != set(agent.lives):
-                broken.append(f"{name} runs {sorted(agent.lives)}, desired are {sorted(desired)}")
+            if desired != set(agent.incarnations):
+                broken.append(f"{name} runs {sorted(agent.incarnations)}, desired are {sorted(desired)}")
         for job in core.jobs.values():
             seen = self.workload.jobs.get(job.job_id)
             if job.stage is Stage.RUNNING and seen is not None and seen.useful_since is None:

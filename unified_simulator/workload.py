@@ -119,11 +119,11 @@ class Workload:
 
     # -- what processes do -------------------------------------------------------------------------------------------
 
-    def began(self, agent: SimulatedAgent, life: JobWorkerIncarnation) -> None:
+    def began(self, agent: SimulatedAgent, incarnation: JobWorkerIncarnation) -> None:
         """A rank runs its entry point, or a further round."""
-        if life.worker == "store" or (job := self.jobs.get(life.job_id)) is None:
+        if incarnation.worker == "store" or (job := self.jobs.get(incarnation.job_id)) is None:
             return
-        job.running[life] = agent
+        job.running[incarnation] = agent
         if len(job.running) == job.total and job.useful_since is None:
             now = self._cluster.now
             job.useful_since = now
@@ -135,10 +135,10 @@ class Workload:
             period = job.period
             self._cluster.after(job.left_s, lambda: self._done(job, period))
 
-    def ended(self, life: JobWorkerIncarnation) -> None:
+    def ended(self, incarnation: JobWorkerIncarnation) -> None:
         """A process is gone; its peers notice at times that nobody controls."""
-        job = self.jobs.get(life.job_id)
-        if job is None or job.running.pop(life, None) is None or job.useful_since is None:
+        job = self.jobs.get(incarnation.job_id)
+        if job is None or job.running.pop(incarnation, None) is None or job.useful_since is None:
             return
         now = self._cluster.now
         self._stop_clock(job)
@@ -148,18 +148,18 @@ class Workload:
         if self._in_place:  # each is counted again when it joins the next round
             job.running.clear()
 
-    def _broken(self, job: TrainingJob, life: JobWorkerIncarnation, agent: SimulatedAgent) -> Callable[[], None]:
+    def _broken(self, job: TrainingJob, incarnation: JobWorkerIncarnation, agent: SimulatedAgent) -> Callable[[], None]:
         period = job.period
 
         def fail() -> None:
             """Leave the round in place, or fail along, unless the agent has been quicker."""
-            is_there = self._cluster.agents.get(agent.node) is agent and life in agent.lives
+            is_there = self._cluster.agents.get(agent.node) is agent and incarnation in agent.incarnations
             if not is_there or job.period != period:
                 return
             if not self._in_place:
-                said = agent.end(life.job_id, life.worker, COLLATERAL)
-            elif agent.lives[life].left_round < agent.lives[life].round:
-                said = agent.leave_round(life.job_id, life.worker)
+                said = agent.end(incarnation.job_id, incarnation.worker, COLLATERAL)
+            elif agent.incarnations[incarnation].left_round < agent.incarnations[incarnation].round:
+                said = agent.leave_round(incarnation.job_id, incarnation.worker)
             else:
                 return
             self._cluster.act(agent, lambda: said)
@@ -184,8 +184,8 @@ class Workload:
         self.useful_node_s += job.left_s * job.num_nodes
         self.num_finished += 1
         del self.jobs[job.job_id]
-        for life, agent in job.running.items():
-            self._cluster.act(agent, lambda agent=agent, life=life: agent.finish(life.job_id, life.worker))  # type: ignore[misc]  # bound defaults
+        for one, agent in job.running.items():
+            self._cluster.act(agent, lambda agent=agent, one=one: agent.finish(one.job_id, one.worker))  # type: ignore[misc]  # bound defaults
         self._cluster.after(5.0, lambda: self.submit_one(job.num_nodes))
 
     def stop_clocks(self) -> None:

@@ -22,16 +22,18 @@ def start_early() -> int:
 
     parent, node, *flags = int(sys.argv[2]), *sys.argv[3:]
     process.die_with_parent(signal.SIGTERM, parent)
-    life = os.urandom(8).hex()
-    run_dir = run_folder(settings.make_run_root(settings.BELOW_AGENT), life)
+    incarnation = os.urandom(8).hex()
+    run_dir = run_folder(settings.make_run_root(settings.BELOW_AGENT), incarnation)
     entry = flags[flags.index(ENTRY_FLAG) + 1] if ENTRY_FLAG in flags else ENTRY
-    zygote = spawn_zygote(settings.python(), entry, run_dir, child_environment(os.environ, node, life), 1)
+    zygote = spawn_zygote(settings.python(), entry, run_dir, child_environment(os.environ, node, incarnation), 1)
     import json  # meanwhile
 
     from unified_agent import cli
 
     line = sys.stdin.readline()
-    return cli.main([*flags, *json.loads(line)], EarlyStart(life, zygote)) if line else 0  # none: the driver has ended
+    return (
+        cli.main([*flags, *json.loads(line)], EarlyStart(incarnation, zygote)) if line else 0
+    )  # none: the driver has ended
 
 
 if __name__ == "__main__":

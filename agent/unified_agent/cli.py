@@ -121,7 +121,7 @@ def _run(arguments: argparse.Namespace, parent: int | None, early: EarlyStart | 
     warning = check_listening(f"a worker of unified-agent {node}", [address], key, insecure=is_insecure)
     if warning is not None:
         logging.getLogger("unified_agent").warning("event=insecure reason=%r", warning)
-    with claim(settings.make_run_root(settings.BELOW_AGENT), node, master, early.life if early else "") as own:
+    with claim(settings.make_run_root(settings.BELOW_AGENT), node, master, early.incarnation if early else "") as own:
         facts = _facts(arguments, node, own, master, address)
         end = AgentDaemon(facts, settings.intervals(), options, os.environ, notifier).run(early and early.zygote)
     if end.code != 0:
@@ -143,7 +143,7 @@ def _facts(arguments: argparse.Namespace, node: str, own: NodeClaim, master: str
     devices, device_ids = host_resources.find_devices(os.environ, arguments.devices)
     return NodeFacts(
         node=node,
-        incarnation=own.life,
+        incarnation=own.incarnation,
         hostname=socket.gethostname(),
         host_id=settings.host_id(),
         address=address,

@@ -252,22 +252,22 @@ class AgentDaemon:
             if isinstance(event, messages.MasterSaid) and isinstance(event.message, DesiredWorkers):
                 event = structs.replace(event, message=self._descriptions.share(self._prepared(event.message)))
             if isinstance(event, messages.WorkerNotStarted):
-                self._output.finish(event.life, 0)  # nobody will ever write into its pipes
+                self._output.finish(event.incarnation, 0)  # nobody will ever write into its pipes
             elif isinstance(event, messages.WorkerStarted):
-                self._evidence.began(event.life, event.pid)
+                self._evidence.began(event.incarnation, event.pid)
             for action in self._core.step(time.monotonic(), event):
                 self._perform(action)
         self._descriptions.keep(self._core.specs.job_ids)
         self._preparation.keep(self._core.specs.job_ids)
         ended, self._ended = self._ended, []
-        for life, code in ended:
-            self._output.finish(life, code)
+        for incarnation, code in ended:
+            self._output.finish(incarnation, code)
 
-    def _on_end(self, life: JobWorkerIncarnation, end: ProcessEnd) -> None:
-        self._found[life] = evidence = self._evidence.ended(life, end)
-        if self._metrics is not None and (worker := self._core.workers.get(life)) is not None:
-            self._metrics.ended(life, worker.role, evidence)
-        self._ended.append((life, end.code))
+    def _on_end(self, incarnation: JobWorkerIncarnation, end: ProcessEnd) -> None:
+        self._found[incarnation] = evidence = self._evidence.ended(incarnation, end)
+        if self._metrics is not None and (worker := self._core.workers.get(incarnation)) is not None:
+            self._metrics.ended(incarnation, worker.role, evidence)
+        self._ended.append((incarnation, end.code))
 
     def _perform(self, action: messages.AgentAction) -> None:
         match action:
@@ -278,19 +278,19 @@ class AgentDaemon:
             case messages.StartWorker():
                 self._start(action)
             case messages.TellWorker():
-                self._processes.tell(action.life, action.message)
+                self._processes.tell(action.incarnation, action.message)
             case messages.SignalWorker():
-                self._processes.signal(action.life, action.how)
+                self._processes.signal(action.incarnation, action.how)
             case messages.KeepInterpreters():
                 self._processes.keep(action.pythons)
             case messages.ReadHeldStacks():
-                self._held.read(action, self._processes.pidfd(action.life))
+                self._held.read(action, self._processes.pidfd(action.incarnation))
             case messages.SendLog():
                 self._output.read(action.order, action.request_id, action.error)
             case messages.SampleWorker():
                 self._profiler.begin(action)
             case messages.KeepReports():
-                self._output.keep_reports(action.life, action.reports)
+                self._output.keep_reports(action.incarnation, action.reports)
             case messages.WriteLog():
                 self._write(action)
             case messages.PersistHeld():
@@ -305,8 +305,8 @@ class AgentDaemon:
         self._key = key
         self._keeper.replace_key(key)
         self._snapshots.replace_key(key)
-        for life in self._processes.lives():
-            self._processes.tell(life, KeyReplaced(key=key))
+        for incarnation in self._processes.incarnations():
+            self._processes.tell(incarnation, KeyReplaced(key=key))
 
     def _prepared(self, message: DesiredWorkers) -> DesiredWorkers:
         """Return the message with the interpreters that jobs have here for what they require."""
@@ -318,17 +318,17 @@ class AgentDaemon:
 
     def _start(self, order: messages.StartWorker) -> None:
         try:
-            streams = self._output.open(order.life, *destinations(order.launch))
-            token = self._snapshots.token(order.life.job_id)
-            code_dir = self._preparation.code_dir(order.life.job_id)
+            streams = self._output.open(order.incarnation, *destinations(order.launch))
+            token = self._snapshots.token(order.incarnation.job_id)
+            code_dir = self._preparation.code_dir(order.incarnation.job_id)
             launch = structs.replace(order.launch, key=self._key, snapshot_token=token, code_dir=code_dir)
-            is_held = self._preparation.has_needs(order.life.job_id)
+            is_held = self._preparation.has_needs(order.incarnation.job_id)
             self._processes.start(order, *self._descriptions.without_spec(launch), streams, is_held=is_held)
             if is_held:
-                self._preparation.release_when_met(order.life)
+                self._preparation.release_when_met(order.incarnation)
         except OSError as error:
             failure = Failure(category="crash", summary=f"could not be started: {error.strerror}")
-            self._events.append(messages.WorkerNotStarted(life=order.life, failure=failure))
+            self._events.append(messages.WorkerNotStarted(incarnation=order.incarnation, failure=failure))
 
     def _on_output(self) -> None:
         for result in self._output.take():
@@ -336,12 +336,12 @@ class AgentDaemon:
                 case OutputClosed():
                     self._events.append(
                         messages.WorkerExited(
-                            life=result.life,
+                            incarnation=result.incarnation,
                             code=result.code,
                             last_lines=result.last_lines,
                             error=result.error.message if result.error else "",
                             traceback=result.error.traceback if result.error else "",
-                            evidence=self._found.pop(result.life, None),
+                            evidence=self._found.pop(result.incarnation, None),
                         )
                     )
                 case SliceRead():
@@ -351,7 +351,7 @@ class AgentDaemon:
                     self._channel.send(OutputTails(node=node, incarnation=incarnation, tails=result.tails))
                 case OutputLost():
                     self._events.append(
-                        messages.OutputDropped(life=result.life, stream=result.stream, text=result.text)
+                        messages.OutputDropped(incarnation=result.incarnation, stream=result.stream, text=result.text)
                     )
                 case OutputFailed():
                     self._events.append(
@@ -390,8 +390,12 @@ class AgentDaemon:
         self._channel.send(answer, result.request_id)
 
     def _write(self, note: messages.WriteLog) -> None:
-        life = note.life
-        who = "" if life is None else f"job={life.job_id} worker={life.worker} incarnation={life.incarnation} "
+        incarnation = note.incarnation
+        who = (
+            ""
+            if incarnation is None
+            else f"job={incarnation.job_id} worker={incarnation.worker} incarnation={incarnation.number} "
+        )
         level = logging.getLevelNamesMapping()[note.level.upper()]
         log.log(level, "event=%s %sreason=%r", note.event, who, note.reason)
 

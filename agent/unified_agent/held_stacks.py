@@ -76,7 +76,7 @@ class HeldStacks:
     def _answer(self, order: ReadHeldStacks, pidfd: int, report: StackReport) -> None:
         if pidfd >= 0:
             os.close(pidfd)
-        self._answers.append(HeldStacksRead(life=order.life, number=order.number, report=report))
+        self._answers.append(HeldStacksRead(incarnation=order.incarnation, number=order.number, report=report))
         os.eventfd_write(self.ready, 1)
 
 

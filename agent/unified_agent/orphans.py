@@ -50,7 +50,7 @@ class AgentRecord(Value, frozen=True):
 
     node: str
     pid: int
-    life: str
+    incarnation: str
     run_dir: str
     start_ticks: int
     """Start time of the agent's own process: nothing that it started is older."""
@@ -99,7 +99,7 @@ class NodeLock:
 class NodeClaim(NamedTuple):
     """The identity and the run folder of one incarnation of an agent."""
 
-    life: str
+    incarnation: str
     run_dir: Path
     """The run folder (0700), for sockets and the like."""
 
@@ -156,11 +156,11 @@ def _taken(node: str, pid: int | None) -> AgentTakenError:
 
 
 @contextlib.contextmanager
-def claim(run_root: Path, node: str, master: str, life: str = "") -> Iterator[NodeClaim]:
+def claim(run_root: Path, node: str, master: str, incarnation: str = "") -> Iterator[NodeClaim]:
     """Clean up what killed agents left, and hold a node id, with a run folder; AgentTakenError: another has it.
 
     Args:
-        life: the incarnation of the agent, if something runs by that name already.
+        incarnation: the incarnation of the agent, if something runs by that name already.
     """
     clean_up_all(run_root)
     lock = NodeLock(run_root, node, master)
@@ -171,13 +171,15 @@ def claim(run_root: Path, node: str, master: str, life: str = "") -> Iterator[No
         raise
     sweeper = Sweeper()
     sweep(sweeper)
-    life = life or secrets.token_hex(8)
-    run_dir = run_folder(run_root, life)
+    incarnation = incarnation or secrets.token_hex(8)
+    run_dir = run_folder(run_root, incarnation)
     own = process.facts(os.getpid())
     ticks = own.start_ticks if own is not None else 0
-    lock.write(AgentRecord(node=node, pid=os.getpid(), life=life, run_dir=str(run_dir), start_ticks=ticks))
+    lock.write(
+        AgentRecord(node=node, pid=os.getpid(), incarnation=incarnation, run_dir=str(run_dir), start_ticks=ticks)
+    )
     try:
-        yield NodeClaim(life, run_dir)
+        yield NodeClaim(incarnation, run_dir)
     finally:
         sweep(sweeper, is_last=True)
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -218,14 +220,14 @@ def clean_up(record: AgentRecord, run_root: Path) -> list[int]:
     belongs to this user, and it started after that agent did.
     """
 
-    killed = kill_processes(record.node, record.life, record.start_ticks)
+    killed = kill_processes(record.node, record.incarnation, record.start_ticks)
     run_dir = Path(record.run_dir)
     if run_dir.parent == run_root and run_dir.name.startswith(RUN_DIR_PREFIX):
         shutil.rmtree(run_dir, ignore_errors=True)
     return killed
 
 
-def kill_processes(node: str, life: str, start_ticks: int, *, with_snapshots: bool = True) -> list[int]:
+def kill_processes(node: str, incarnation: str, start_ticks: int, *, with_snapshots: bool = True) -> list[int]:
     """Kill what this incarnation of an agent has started, and what that has started, its own process excluded; return
     the pids found at first.
     """
@@ -247,7 +249,7 @@ def kill_processes(node: str, life: str, start_ticks: int, *, with_snapshots: bo
             for one in there
             if seen.get(one.pid) == one.start_ticks
             or (
-                process.has_environment(one.pid, f"{MARKER_INCARNATION}={life}")
+                process.has_environment(one.pid, f"{MARKER_INCARNATION}={incarnation}")
                 and process.has_environment(one.pid, f"{MARKER_NODE}={node}")
             )
         }

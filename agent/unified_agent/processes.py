@@ -90,7 +90,7 @@ class Processes:
         """Other children of the agent, by pid, with what is called at their ends."""
         self._kept: set[str] = {python}
         self._children: dict[int, ForkedWorker] = {}
-        self._by_life: dict[JobWorkerIncarnation, ForkedWorker] = {}
+        self._by_incarnation: dict[JobWorkerIncarnation, ForkedWorker] = {}
         self._ends = select.epoll()
         """Waits for the ends of workers, which their zygotes have to tell of then."""
         self._by_pidfd: dict[int, ForkedWorker] = {}
@@ -139,7 +139,7 @@ class Processes:
         Raises:
             OSError: there are no descriptors left.
         """
-        life, python = order.life, order.python or self._python
+        incarnation, python = order.incarnation, order.python or self._python
         try:
             ours, theirs = socket.socketpair()
         except OSError:
@@ -149,9 +149,11 @@ class Processes:
         channel = ChildChannel(ours)
         self._count += 1
         fork = Fork(child=self._count, fresh=order.is_fresh, env=order.env)
-        child = ForkedWorker(life, channel, fork, [theirs.detach(), *streams], held_for=python if is_held else "")
+        child = ForkedWorker(
+            incarnation, channel, fork, [theirs.detach(), *streams], held_for=python if is_held else ""
+        )
         child.memory_mb = memory_of(order.launch)
-        self._children[fork.child] = self._by_life[life] = child
+        self._children[fork.child] = self._by_incarnation[incarnation] = child
         self._loop.watch_channel(channel, lambda: self._hear(child))
         channel.send(launch, passed)
         if not is_held:
@@ -172,39 +174,41 @@ class Processes:
         if zygote.is_up:
             self._order(child)
 
-    def release(self, life: JobWorkerIncarnation) -> None:
+    def release(self, incarnation: JobWorkerIncarnation) -> None:
         """Have the process of a held worker made, unless it was stopped meanwhile."""
-        child = self._by_life.get(life)
+        child = self._by_incarnation.get(incarnation)
         if child is not None and child.held_for:
             python, child.held_for = child.held_for, ""
             self._fork(child, python)
 
-    def refuse(self, life: JobWorkerIncarnation, reason: str, category: Literal["crash", "setup"] = "setup") -> None:
+    def refuse(
+        self, incarnation: JobWorkerIncarnation, reason: str, category: Literal["crash", "setup"] = "setup"
+    ) -> None:
         """Have a held worker fail before it is made: what it needs cannot be had."""
-        child = self._by_life.get(life)
+        child = self._by_incarnation.get(incarnation)
         if child is not None and child.held_for:
             self._fail(child, category, reason)
 
-    def lives(self) -> list[JobWorkerIncarnation]:
+    def incarnations(self) -> list[JobWorkerIncarnation]:
         """Return the incarnations whose processes are there."""
-        return list(self._by_life)
+        return list(self._by_incarnation)
 
-    def tell(self, life: JobWorkerIncarnation, message: AgentToWorker) -> None:
+    def tell(self, incarnation: JobWorkerIncarnation, message: AgentToWorker) -> None:
         """Send a worker a message. A worker that reads nothing is killed before what waits for it fills the memory."""
-        child = self._by_life.get(life)
+        child = self._by_incarnation.get(incarnation)
         if child is None:
             return
         try:
             child.channel.send(message)
         except ChannelOverflowError as error:
-            log.warning("event=worker-killed life=%s reason=%r", life, str(error))
+            log.warning("event=worker-killed incarnation=%s reason=%r", incarnation, str(error))
             child.killed_for = f"its agent did, because {error}"
             self._loop.unwatch_channel(child.channel)
-            self.signal(life, "kill")
+            self.signal(incarnation, "kill")
 
-    def signal(self, life: JobWorkerIncarnation, how: Literal["terminate", "interrupt", "kill"] | int) -> None:
+    def signal(self, incarnation: JobWorkerIncarnation, how: Literal["terminate", "interrupt", "kill"] | int) -> None:
         """Send SIGTERM or SIGINT to a worker's process, SIGKILL to its group, any other if the process handles it."""
-        child = self._by_life.get(life)
+        child = self._by_incarnation.get(incarnation)
         if child is None:
             return
         if isinstance(how, int):
@@ -219,11 +223,11 @@ class Processes:
             self._fail(child, "crash", "was stopped before it started")
         elif child.pidfd >= 0 and self._signal_pidfd(child, signal.SIGKILL):
             process.signal_group(child.pid, signal.SIGKILL)
-            self.groups.kill(life)
+            self.groups.kill(incarnation)
 
-    def pidfd(self, life: JobWorkerIncarnation) -> int:
+    def pidfd(self, incarnation: JobWorkerIncarnation) -> int:
         """Return a descriptor of a worker's process, which the caller closes; -1: there is none."""
-        child = self._by_life.get(life)
+        child = self._by_incarnation.get(incarnation)
         if child is None or child.pidfd < 0:
             return -1
         try:
@@ -305,7 +309,7 @@ class Processes:
             if deadline is None or now < deadline:
                 continue
             if now > deadline + LATE_S:  # what stopped the agent may have stopped the zygote, too
-                zygote.has_told()
+                zygote.was_heard()
             else:
                 self._give_up(zygote)
         self.groups.remove_empty()
@@ -368,7 +372,7 @@ class Processes:
         if isinstance(word, ZygoteUp):
             self._on_zygote_up(zygote, word)
             return
-        zygote.has_told(word.child)
+        zygote.was_heard(word.child)
         child = self._children.get(word.child)
         if child is None:
             return
@@ -410,14 +414,14 @@ class Processes:
                 os.close(child.pidfd)  # it has ended, and the number belongs to somebody else
                 child.pidfd = -1
             else:
-                self.groups.add(child.life, pid, child.memory_mb)
+                self.groups.add(child.incarnation, pid, child.memory_mb)
                 self._by_pidfd[child.pidfd] = child
                 self._ends.register(child.pidfd, select.EPOLLIN | select.EPOLLONESHOT)
         if child.pidfd < 0 and child.zygote is not None:
             child.zygote.expect(child.order.child)
-        self._on_event(WorkerStarted(life=child.life, pid=pid))
+        self._on_event(WorkerStarted(incarnation=child.incarnation, pid=pid))
         if child.is_kill_asked:
-            self.signal(child.life, "kill")
+            self.signal(child.incarnation, "kill")
 
     def _on_zygote_ended(self, zygote: ZygoteHandle, code: int) -> None:
         self._hear_zygote(zygote)  # its last words may say how a worker ended
@@ -446,7 +450,7 @@ class Processes:
                 self._zygote(zygote.python)
 
     def _adopt(self, child: ForkedWorker) -> None:
-        """Kill a child of a dead zygote; the agent reaps it now, unless the zygote has done so unsaid."""
+        """Kill a child of a dead zygote; the agent reaps it now, unless the zygote has done so without a word."""
         found = process.facts(child.pid)
         if found is None or found.parent != os.getpid():
             self._end(child, -signal.SIGKILL)
@@ -525,13 +529,13 @@ class Processes:
                 word = worker_to_agent.decode(body)
                 if isinstance(word, Hello) and word.inbox is not None:
                     child.routes, child.inbox_id = word.inbox.routes, word.inbox.inbox_id
-                self._on_event(WorkerSaid(life=child.life, word=word))
+                self._on_event(WorkerSaid(incarnation=child.incarnation, word=word))
         except (msgspec.DecodeError, ProtocolError) as error:
             reason = f"it said no message of ours: {error}"
             child.killed_for = f"its agent did, because {reason}"
-            log.error("event=worker-killed life=%s reason=%r", child.life, reason)
+            log.error("event=worker-killed incarnation=%s reason=%r", child.incarnation, reason)
             child.channel.close()
-            self.signal(child.life, "kill")
+            self.signal(child.incarnation, "kill")
         if not child.channel.is_open:
             self._loop.unwatch_channel(child.channel)
 
@@ -546,13 +550,15 @@ class Processes:
 
     def _fail(self, child: ForkedWorker, category: Literal["crash", "setup"], summary: str) -> None:
         self._drop(child)
-        self._on_event(WorkerNotStarted(life=child.life, failure=Failure(category=category, summary=summary)))
+        self._on_event(
+            WorkerNotStarted(incarnation=child.incarnation, failure=Failure(category=category, summary=summary))
+        )
 
     def _end(self, child: ForkedWorker, code: int, peak_kb: int = 0) -> None:
         self._hear(child)
         self._drop(child)
-        self._on_end(child.life, ProcessEnd(code, peak_kb, child.killed_for))
-        self.groups.end(child.life)  # after its evidence was read
+        self._on_end(child.incarnation, ProcessEnd(code, peak_kb, child.killed_for))
+        self.groups.end(child.incarnation)  # after its evidence was read
 
     def _drop(self, child: ForkedWorker) -> None:
         self._loop.unwatch_channel(child.channel)
@@ -566,8 +572,8 @@ class Processes:
             os.close(child.pidfd)
             child.pidfd = -1
         self._children.pop(child.order.child, None)
-        if self._by_life.get(child.life) is child:
-            del self._by_life[child.life]
+        if self._by_incarnation.get(child.incarnation) is child:
+            del self._by_incarnation[child.incarnation]
         self._remove_sockets(child)
         self.sweep()
 

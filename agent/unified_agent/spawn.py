@@ -17,7 +17,7 @@ from unified.config import settings
 from unified.config.cgroups import read_text
 
 MARKER_NODE = "UNIFIED_AGENT_NODE"
-MARKER_INCARNATION = "UNIFIED_AGENT_LIFE"
+MARKER_INCARNATION = "UNIFIED_AGENT_INCARNATION"
 """Markers in the environment of everything an agent starts, so that the next agent knows what the last one left."""
 MARKER_SNAPSHOTS = "UNIFIED_AGENT_SNAPSHOTS"
 """Further marker, of the snapshot server and what it starts: what it holds outlives workers."""
@@ -42,19 +42,19 @@ class Spawned(NamedTuple):
 class EarlyStart(NamedTuple):
     """The incarnation of an agent that has no flags yet, and its zygote."""
 
-    life: str
+    incarnation: str
     zygote: Spawned
 
 
-def run_folder(run_root: Path, life: str) -> Path:
+def run_folder(run_root: Path, incarnation: str) -> Path:
     """Make the folder of an agent's incarnation, for sockets and the like, and return it."""
-    return settings.make_private(run_root / f"{RUN_DIR_PREFIX}{life[:8]}")
+    return settings.make_private(run_root / f"{RUN_DIR_PREFIX}{incarnation[:8]}")
 
 
-def child_environment(env: Mapping[str, str], node: str, life: str) -> dict[str, str]:
+def child_environment(env: Mapping[str, str], node: str, incarnation: str) -> dict[str, str]:
     """Return the environment of all that an agent starts, from its own."""
     found = tunables(env.get(TUNABLES, ""), last_cache_bytes())
-    return {**env, TUNABLES: found, MARKER_NODE: node, MARKER_INCARNATION: life}
+    return {**env, TUNABLES: found, MARKER_NODE: node, MARKER_INCARNATION: incarnation}
 
 
 def tunables(given: str, cache_bytes: int) -> str:

@@ -56,7 +56,7 @@ class WorkerGroups:
             return
         self._group = group
 
-    def add(self, life: JobWorkerIncarnation, pid: int, memory_mb: float) -> None:
+    def add(self, incarnation: JobWorkerIncarnation, pid: int, memory_mb: float) -> None:
         """Move a worker that has just begun into a group of its own, with this limit of memory; 0: none."""
         if self._is_spared:
             with contextlib.suppress(OSError):
@@ -67,7 +67,7 @@ class WorkerGroups:
         group = self._group / f"worker-{self._count}"
         try:
             group.mkdir()
-            self._groups[life] = group
+            self._groups[incarnation] = group
             limit = group / "memory.max"
             if memory_mb and limit.exists():
                 limit.write_text(str(int(memory_mb * _MB)))
@@ -75,18 +75,18 @@ class WorkerGroups:
         except ProcessLookupError:  # it has ended already
             pass
         except OSError as error:
-            log.warning("event=no-worker-group life=%s reason=%r", life, f"{group}: {error.strerror}")
+            log.warning("event=no-worker-group incarnation=%s reason=%r", incarnation, f"{group}: {error.strerror}")
 
-    def kill(self, life: JobWorkerIncarnation) -> None:
+    def kill(self, incarnation: JobWorkerIncarnation) -> None:
         """Kill all that is in a worker's group, in whatever session it is."""
-        if (group := self._groups.get(life)) is not None:
+        if (group := self._groups.get(incarnation)) is not None:
             with contextlib.suppress(OSError):  # a kernel before 5.14 has no such file
                 (group / "cgroup.kill").write_text("1")
 
-    def end(self, life: JobWorkerIncarnation) -> None:
+    def end(self, incarnation: JobWorkerIncarnation) -> None:
         """Kill what a worker that has ended has left, and remove its group once that is empty."""
-        self.kill(life)
-        if (group := self._groups.pop(life, None)) is not None:
+        self.kill(incarnation)
+        if (group := self._groups.pop(incarnation, None)) is not None:
             self._left.add(group)
         self.remove_empty()
 

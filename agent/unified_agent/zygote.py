@@ -59,8 +59,8 @@ class ZygoteHandle(HelperProcess):
             self._silent_since = time.monotonic()
         self._owed.add(child)
 
-    def has_told(self, child: int | None = None) -> None:
-        """Note that it has told of a child, and so does not hang; None: that its time begins anew."""
+    def was_heard(self, child: int | None = None) -> None:
+        """Note that it has reported a child, and so does not hang; None: its time begins anew."""
         self._owed.discard(child)
         self._silent_since = time.monotonic()
 
@@ -87,7 +87,7 @@ class ZygoteHandle(HelperProcess):
 class ForkedWorker:
     """A worker's process, from the wish for it to its end."""
 
-    life: JobWorkerIncarnation
+    incarnation: JobWorkerIncarnation
     channel: ChildChannel
     order: Fork
     descriptors: list[int]

@@ -137,7 +137,7 @@ class Node:
         self.say(ObservedWorkers(node=self.name, incarnation="a", generation=self.generation, workers=observed))
 
     def _observed(self, worker: Wanted) -> ObservedWorker:
-        life = (worker.job_id, worker.name, worker.worker_incarnation)
+        incarnation = (worker.job_id, worker.name, worker.worker_incarnation)
         return ObservedWorker(
             job_id=worker.job_id,
             name=worker.name,
@@ -146,7 +146,7 @@ class Node:
             state=WorkerState.READY if worker.run is None else WorkerState.RUNNING,
             pid=1000,
             round=0 if worker.run is None else 1,
-            inbox=self.inboxes.setdefault(life, self._inbox()),
+            inbox=self.inboxes.setdefault(incarnation, self._inbox()),
         )
 
     def _inbox(self) -> Inbox:

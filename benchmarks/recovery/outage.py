@@ -47,7 +47,7 @@ def measure(folder: Path, num_kills: int) -> dict[str, Any]:
     with SupervisedCluster(folder, nodes=2, devices=4) as cluster:
         handle = submit(cluster.address, folder, root)
         work.wait_for_steps(folder, 50)
-        lives = incarnations(handle)
+        before = incarnations(handle)
         outages: list[tuple[float, float]] = []
         for number in range(num_kills):
             time.sleep(QUIET_S)
@@ -59,7 +59,7 @@ def measure(folder: Path, num_kills: int) -> dict[str, Any]:
             outages.append((began, time.time()))
             print(f"kill {number + 1}: away for {outages[-1][1] - began:.2f} s", file=sys.stderr, flush=True)
         time.sleep(QUIET_S)
-        lives_after = incarnations(handle)
+        after = incarnations(handle)
         (folder / "stop").touch()
         code = handle.wait(timeout=work.WITHIN_S)
         handle.close()
@@ -70,7 +70,7 @@ def measure(folder: Path, num_kills: int) -> dict[str, Any]:
         "machine": machine(),
         "kills": num_kills,
         "exit_code": code,
-        "restarted": sum(lives_after[name] - lives[name] for name in lives),
+        "restarted": sum(after[name] - before[name] for name in before),
         "calls": called["calls"],
         "failed": called["failed"],
         "errors": called["errors"],

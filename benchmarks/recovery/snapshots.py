@@ -1,6 +1,7 @@
 """What a snapshot and a restore from memory cost beside a copy of memory, ``torch.save`` and ``torch.load``.
 
-Each round is one life of a worker, which ends by SIGKILL: so a state is loaded as by any process that was just started
+Each round is one incarnation of a worker, which ends by SIGKILL: so a state is loaded as by any process that just
+started
 again, into a model that has its memory, and from a file that is in the system's cache.
 """
 
@@ -88,7 +89,7 @@ def main() -> int:
 
 
 def measure(folder: Path, mib: int, rounds: int) -> dict[str, list[float]]:
-    """Run a job of one worker, which measures all once in each of its lives; seconds by row."""
+    """Run a job of one worker, which measures all once in each of its incarnations; seconds by row."""
     root = str(Path(__file__).parents[2])
     with LocalCluster(nodes=1, devices=1, home=folder / "cluster") as cluster:
         variables = {FOLDER: str(folder), MIB: str(mib), ROUNDS: str(rounds), "PYTHONPATH": root}
@@ -99,26 +100,26 @@ def measure(folder: Path, mib: int, rounds: int) -> dict[str, list[float]]:
         code = handle.wait(timeout=WITHIN_S)
         if code:
             raise RuntimeError(f"the job ended with {code}:\n" + "\n".join(handle.logs()))
-    _, *lives = [json.loads(file.read_text()) for file in sorted(folder.glob("life-*.json"))]
-    return {row: [life[row] for life in lives] for row in ROWS}
+    _, *incarnations = [json.loads(file.read_text()) for file in sorted(folder.glob("incarnation-*.json"))]
+    return {row: [incarnation[row] for incarnation in incarnations] for row in ROWS}
 
 
 def work() -> None:
-    """Take one life's readings; the first life has nothing to load, and finds memory for those that count."""
+    """Take the readings of one incarnation; the first has nothing to load, and finds memory for those that count."""
     folder, mib, rounds = Path(os.environ[FOLDER]), int(os.environ[MIB]), int(os.environ[ROUNDS])
-    life = len(list(folder.glob("life-*.json")))
+    incarnation = len(list(folder.glob("incarnation-*.json")))
     model = Layers((mib << 20) // 4 // NUM_TENSORS)
     readings: dict[str, float] = {}
-    if life:
+    if incarnation:
         loads = [read_snapshot, read_file]
-        for read in loads if life % 2 else loads[::-1]:
+        for read in loads if incarnation % 2 else loads[::-1]:
             readings |= read(model, folder / "state.pt")
-            model.check(life)
+            model.check(incarnation)
             model.set(0.0)
-    model.set(life + 1.0)
+    model.set(incarnation + 1.0)
     readings |= copies(model, folder / "state.pt")
-    (folder / f"life-{life:03}.json").write_text(json.dumps(readings))
-    if life < rounds:
+    (folder / f"incarnation-{incarnation:03}.json").write_text(json.dumps(readings))
+    if incarnation < rounds:
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -43,7 +43,7 @@ def model() -> nn.Module:
 
 
 def batch(step: int, rank: int) -> torch.Tensor:
-    """The data of one rank in one step, the same in every life."""
+    """The data of one rank in one step, the same in every incarnation."""
     return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step * 1000 + rank))
 
 
@@ -79,6 +79,6 @@ def wait_for_steps(folder: Path, number: int) -> None:
 
 
 def read(folder: Path) -> list[Step]:
-    """All steps of all ranks and lives, oldest first."""
+    """All steps of all ranks and incarnations, oldest first."""
     lines = [line for file in folder.glob("steps-*") for line in file.read_text().split("\n")[:-1]]
     return sorted(Step(*json.loads(line)) for line in lines)

@@ -85,9 +85,11 @@ def show(records: list[dict[str, Any]], epochs: int) -> None:
         shards = "".join(f"{sum(each['worker'] == rank for each in mine):7}" for rank in range(WORKERS))
         loss = sum(each["loss"] for each in mine) / max(1, len(mine))
         print(f"{epoch:5}  {sum(len(each['samples']) for each in mine):7}{shards}  {loss:.4f}")
-    for rank, life in sorted({(each["worker"], each["life"]) for each in records if each["life"] > 0}):
-        num = sum((each["worker"], each["life"]) == (rank, life) for each in records)
-        print(f"worker {rank} was started again, and trained on {num} shards after that (life {life})")
+    for rank, incarnation in sorted(
+        {(each["worker"], each["incarnation"]) for each in records if each["incarnation"] > 0}
+    ):
+        num = sum((each["worker"], each["incarnation"]) == (rank, incarnation) for each in records)
+        print(f"worker {rank} was started again, and trained on {num} shards after that (incarnation {incarnation})")
 
 
 if __name__ == "__main__":

@@ -135,6 +135,6 @@ def is_complete(registry: Any, epoch: int) -> bool:
 def write_down(folder: Path, rank: int, **what: object) -> None:
     """Append a line for a shard that counts."""
     folder.mkdir(parents=True, exist_ok=True)
-    line = json.dumps({"worker": rank, "life": current_worker().incarnation, **what})
+    line = json.dumps({"worker": rank, "incarnation": current_worker().incarnation, **what})
     with (folder / f"worker-{rank}.jsonl").open("a") as file:
         file.write(line + "\n")

@@ -53,7 +53,7 @@ _log = logging.getLogger("unified.gateway")
 def create_app(
     options: GatewayOptions, tokens: Tokens, backend: TrainingBackend | None = None, page: PageOptions | None = None
 ) -> FastAPI:
-    """Return the application of one gateway, which opens and closes it with its own life.
+    """Return the application of one gateway, which opens and closes it when it starts and ends itself.
 
     Args:
         backend: what runs the jobs; None: what the options say.

@@ -39,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--master", metavar="tcp://HOST:PORT",
-        help="the master (default: UNIFIED_MASTER, else a cluster of this host for the gateway's life)")  # fmt: skip
+        help="the master (default: UNIFIED_MASTER, else a cluster of this host while the gateway runs)")  # fmt: skip
     add("--host", default="127.0.0.1", help="where to listen (default: 127.0.0.1)")
     add("--port", type=_port, default=DEFAULT_PORT, help=f"0 takes any free one (default: {DEFAULT_PORT})")
     add("--uds", type=Path, metavar="PATH",
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             uds=arguments.uds,
             tls_cert=arguments.tls_cert,
             tls_key=arguments.tls_key,
-            is_told=arguments.ticket_fd is not None,
+            is_printed=arguments.ticket_fd is not None,
         )
         return run_server(options, tokens, listening, notifier, _page(arguments, options))
     except ImportError as error:

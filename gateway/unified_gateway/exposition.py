@@ -180,9 +180,9 @@ def _rounds(now: Scraped) -> Values:
 
 
 def _world_sizes(now: Scraped) -> Values:
-    lives = (WorkerState.RUNNING, WorkerState.SERVING)
+    alive = (WorkerState.RUNNING, WorkerState.SERVING)
     for job, role, workers in now.roles:
-        yield (job.job_id, role), sum(worker.state in lives for worker in workers)
+        yield (job.job_id, role), sum(worker.state in alive for worker in workers)
 
 
 def _steps(now: Scraped) -> Values:

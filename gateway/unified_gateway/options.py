@@ -22,7 +22,7 @@ class GatewayOptions:
     """Options of one gateway. Each field has a variable, ``TRAINER_API_…``, and the master's is ``UNIFIED_MASTER``."""
 
     master: str | None = None
-    """Address of the master; None: a cluster of this host alone, for the life of the gateway."""
+    """Address of the master; None: a cluster of this host alone, as long as the gateway runs."""
     backend: BackendName = "master"
     token_file: Path | None = None
     namespaces: tuple[str, ...] = ("default",)

@@ -84,10 +84,10 @@ def decide(request: TrainingRequest, run: RunRecord | None, named: RunRecord | N
             return Decision("begin", follows)
         raise RunConflictError(f"the name {named.name} is that of another job, {named.job_id}, which goes on.", named)
     differences = stored.differences(request)
-    told = ", ".join(differences)
+    different = f"different: {', '.join(differences)}."
     if not run.is_ended:
         if differences:
-            reason = f"run {request.run_id} goes on as {run.name} with another payload; different: {told}."
+            reason = f"run {request.run_id} goes on as {run.name} with another payload; {different}"
             raise RunConflictError(reason, run, differences)
         return Decision("return")
     if not differences:
@@ -95,7 +95,7 @@ def decide(request: TrainingRequest, run: RunRecord | None, named: RunRecord | N
         return Decision("begin", follows) if is_again else Decision("return")
     if not request.resume_from_checkpoint:
         reason = (
-            f"run {request.run_id} has ended as {run.name} with another payload; different: {told}. Choose another "
+            f"run {request.run_id} has ended as {run.name} with another payload; {different} Choose another "
             f"run_id, or set {RESUME} to go on from its checkpoints."
         )
         raise RunConflictError(reason, run, differences)

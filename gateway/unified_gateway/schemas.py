@@ -263,7 +263,7 @@ class MetricsInfo(BaseModel):
     step: int | None = None
     total: int | None = None
     metrics: dict[str, float | int | str | None]
-    incarnation: int = Field(default=0, description="Life of rank 0, counted from 0.")
+    incarnation: int = Field(default=0, description="Incarnation of rank 0, counted from 0.")
 
 
 class RunMetrics(BaseModel):

@@ -30,7 +30,7 @@ from unified_master.core.master import MasterCore
 from unified_master.core.messages import MasterAction, ReportEvent, SaveRecord, Send
 from unified_master.core.restore import Record
 
-LIFE_ENDS = frozenset({"worker-finished", "worker-exited", "worker-failed"})
+INCARNATION_ENDS = frozenset({"worker-finished", "worker-exited", "worker-failed"})
 """Events of the master's core after which that incarnation of the worker says nothing more."""
 
 
@@ -63,11 +63,11 @@ class CoordinatorService:
         peer, request_id, request = asked.peer, asked.request_id, asked.request
         if isinstance(request, Heartbeat):  # thousands a second, and nothing of them is kept
             return [Send(peer=peer, request_id=request_id, message=self._core.heartbeat(now, request))]
-        if isinstance(request, DataRequest) and request.life >= 0 and self._is_past(request):
+        if isinstance(request, DataRequest) and request.incarnation >= 0 and self._is_past(request):
             reason = f"worker {request.worker_id} {REPLACED}"
             return [Send(peer=peer, request_id=request_id, message=Refused(code="replaced", reason=reason))]
-        lives = self._lives(request.space) if isinstance(request, RestorePosition) else None
-        return self._step(now, RequestCame(token=(peer, request_id), request=request, lives=lives))
+        incarnations = self._incarnations(request.space) if isinstance(request, RestorePosition) else None
+        return self._step(now, RequestCame(token=(peer, request_id), request=request, incarnations=incarnations))
 
     def time_passed(self, now: float) -> list[MasterAction]:
         """Return the actions that are due at `next_deadline`."""
@@ -77,7 +77,7 @@ class CoordinatorService:
         """Return what follows from the master's decisions: incarnations that ended, jobs that are forgotten."""
         found: list[MasterAction] = []
         for action in actions:
-            if isinstance(action, ReportEvent) and action.record.event in LIFE_ENDS:
+            if isinstance(action, ReportEvent) and action.record.event in INCARNATION_ENDS:
                 record, reason = action.record, f"its process ended ({action.record.reason})"
                 found += self._step(now, WorkerGone(space=record.job, worker_id=record.worker, reason=reason))
             elif isinstance(action, SaveRecord) and action.kind == "job" and action.data is None:
@@ -87,9 +87,9 @@ class CoordinatorService:
     def _is_past(self, request: DataRequest) -> bool:
         """Return True if a newer incarnation of that worker of the job has begun."""
         worker = self._master.cluster.worker(request.space, request.worker_id)
-        return worker is not None and request.life < worker.incarnation
+        return worker is not None and request.incarnation < worker.incarnation
 
-    def _lives(self, space: str) -> dict[str, int] | None:
+    def _incarnations(self, space: str) -> dict[str, int] | None:
         """Return the desired incarnation of each worker of a job that has not ended; None if the space is no job's."""
         job = self._master.cluster.jobs.get(space)
         if job is None:

@@ -133,7 +133,7 @@ class MasterDaemon:
         self.options = options
         self._clock_offset = time.time() - time.monotonic()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._gate = Gatekeeper(self._context, options.key, name="control")
+        self._gatekeeper = Gatekeeper(self._context, options.key, name="control")
         self._keys = KeyWatch(options.key, options.find_key)
         self._defects: list[float] = []
         self._refusals = LogOnce()
@@ -158,7 +158,7 @@ class MasterDaemon:
             stack.callback(self._context.destroy, linger=200)
             router = self._bind()
             stack.callback(router.close, linger=200)
-            stack.callback(self._gate.close)
+            stack.callback(self._gatekeeper.close)
             address = self._advertised(router.get_string(zmq.LAST_ENDPOINT))
             relay, relay_address = self._start_relay(address, store)
             stack.callback(relay.close)
@@ -174,11 +174,11 @@ class MasterDaemon:
         router.set(zmq.TCP_KEEPALIVE, 1)
         router.set(zmq.TCP_KEEPALIVE_IDLE, 30)
         router.set(zmq.IPV6, 1 if "[" in self.options.bind else 0)
-        self._gate.guard(router)
+        self._gatekeeper.guard(router)
         try:
             bind_address(router.bind, self.options.bind)
         except (zmq.ZMQError, UsageError) as error:
-            self._gate.close()
+            self._gatekeeper.close()
             router.close(linger=0)
             if isinstance(error, UsageError):
                 raise
@@ -226,7 +226,7 @@ class MasterDaemon:
             while not self._is_stopping:
                 if (look_at := self._keys.next_deadline) is not None and time.monotonic() >= look_at:
                     self._keys.look()
-                due = earliest(core.next_deadline, self._desk.next_deadline)
+                due = earliest(core.next_deadline, self._coordinator.next_deadline)
                 self._notifier.beat(True, functools.partial(_status, core.cluster))
                 longest_s = self._probes.longest_wait_s
                 wait_s = longest_s if due is None else min(longest_s, max(0.0, due - self._now()))
@@ -257,8 +257,8 @@ class MasterDaemon:
         records, now = store.records(), self._now()
         actions = core.restore(now, records, store.events())
         self._record(actions, store)
-        self._desk = CoordinatorService(core, self.options.worker_heartbeats)
-        self._desk.restore(now, records)
+        self._coordinator = CoordinatorService(core, self.options.worker_heartbeats)
+        self._coordinator.restore(now, records)
         return core
 
     def _announce(self, address: str, relay: str) -> None:
@@ -310,7 +310,7 @@ class MasterDaemon:
     ) -> MasterCore:
         """Step through a batch of events; commit everything, then send. Return the core to go on with."""
         actions: list[MasterAction] = []
-        meanwhile = functools.partial(self._bear_full_disk, core, router)
+        meanwhile = functools.partial(self._wait_for_disk, core, router)
         for event in events:
             if _begins_something(event) and not _ends_something(event) and (reason := store.shortage()):
                 self._refuse_for_now(router, event, reason)
@@ -322,7 +322,7 @@ class MasterDaemon:
                 self._perform(actions, router)
                 actions = []
                 core = self._after_defect(core, event, router, store)
-                meanwhile = functools.partial(self._bear_full_disk, core, router)
+                meanwhile = functools.partial(self._wait_for_disk, core, router)
         self._record(actions, store, meanwhile)
         self._perform(actions, router)
         return core
@@ -331,7 +331,7 @@ class MasterDaemon:
         """Step through one event; its consequences are added to `actions` as soon as each is known."""
         now = self._now()
         if isinstance(event, CoordinatorReceived):
-            actions += self._desk.answer(now, event)
+            actions += self._coordinator.answer(now, event)
             return
         if isinstance(event, CodeReceived):
             found = self._code.answer(event.request, core)
@@ -339,9 +339,9 @@ class MasterDaemon:
             return
         decided = core.step(now, event)
         actions += decided
-        actions += self._desk.hear(now, decided)
+        actions += self._coordinator.hear(now, decided)
         if isinstance(event, MasterTick):
-            actions += self._desk.time_passed(now)
+            actions += self._coordinator.time_passed(now)
 
     def _after_defect(
         self, core: MasterCore, event: DaemonEvent, router: zmq.Socket[bytes], store: Store
@@ -387,7 +387,7 @@ class MasterDaemon:
         for report in reports:
             _log.info("%s", describe(report.record))
 
-    def _bear_full_disk(
+    def _wait_for_disk(
         self, core: MasterCore, router: zmq.Socket[bytes], actions: list[MasterAction], reason: str
     ) -> None:
         """Serve for a moment while nothing can be recorded: nodes stay alive, and clients may look.

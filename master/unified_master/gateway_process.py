@@ -24,7 +24,7 @@ from unified.threads import start_thread
 STOP_WITHIN_S = 8.0
 """Seconds from SIGTERM to SIGKILL; requests that are under way have 5."""
 QUICK_S = 10.0
-"""Life below which the next one has to wait longer."""
+"""Run time below which the next start has to wait longer."""
 BACKOFF = Backoff()
 CANNOT_SERVE = 2
 """Exit code of a gateway whose options or packages are at fault, as `unified_gateway.cli` has it."""

@@ -75,7 +75,7 @@ class BusRelay:
         self._thread: threading.Thread | None = None
         self._stop: zmq.Socket[bytes] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._gate: Gatekeeper | None = None
+        self._gatekeeper: Gatekeeper | None = None
 
     @property
     def num_rejected(self) -> int:
@@ -86,7 +86,7 @@ class BusRelay:
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 65536)
         router = self._context.socket(zmq.ROUTER)
-        self._gate = gate = Gatekeeper(self._context, self._key, name="relay")
+        self._gatekeeper = gatekeeper = Gatekeeper(self._context, self._key, name="relay")
         router.set(zmq.LINGER, 0)
         router.set(zmq.ROUTER_MANDATORY, 1)
         router.set(zmq.SNDHWM, _MAX_QUEUED_MESSAGES)
@@ -95,11 +95,11 @@ class BusRelay:
         router.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         router.set(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS)
         router.set(zmq.IPV6, "[" in self.bind)  # with it, IPv4 addresses would be shown in a mapped form
-        gate.guard(router)
+        gatekeeper.guard(router)
         try:
             bind_address(router.bind, self.bind)
         except (zmq.ZMQError, UsageError) as error:
-            gate.close()
+            gatekeeper.close()
             router.close(0)
             self._context.term()
             reason = f"the bus relay cannot listen on {self.bind}: {error}. Choose another address."
@@ -118,8 +118,8 @@ class BusRelay:
             return
         self._stop.send(b"")
         self._thread.join()
-        if self._gate is not None:
-            self._gate.close()
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
         self._stop.close(0)
         self._context.term()
         self._thread = None
@@ -168,12 +168,12 @@ class BusRelay:
         """Send a message, unless a piece that went ahead of it was lost."""
         if envelope.series is None:
             return self._send(router, envelope.target, frames)
-        way, number = (envelope.sender, envelope.target), envelope.series.number
-        begun, code = self._series.pop(way, (0, None))
+        pair, number = (envelope.sender, envelope.target), envelope.series.number
+        begun, code = self._series.pop(pair, (0, None))
         if begun != number or code is None:
             code = self._send(router, envelope.target, frames, has_begun=begun == number)
         if envelope.kind is Kind.PIECE:
-            self._series[way] = number, code
+            self._series[pair] = number, code
             if len(self._series) > _MAX_SERIES:  # of senders that are gone
                 del self._series[next(iter(self._series))]
         return code

@@ -19,7 +19,7 @@ from unified.protocol.records import EventRecord
 from unified_master.core.messages import ReportEvent, SaveRecord
 
 logger = logging.getLogger("unified.master")
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MAX_EVENTS = 200_000
 """Number of lines of the event log that are kept."""
 TRIM_EVERY = 10_000

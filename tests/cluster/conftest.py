@@ -54,12 +54,12 @@ class LightDaemon(Daemon):
     """An agent whose zygotes preload no torch, or a master."""
 
     def __init__(
-        self, module: str, arguments: Sequence[str], log_file: Path, env: Mapping[str, str], *, is_told: bool = False
+        self, module: str, arguments: Sequence[str], log_file: Path, env: Mapping[str, str], *, has_input: bool = False
     ) -> None:
         if module == "unified_agent":
             arguments = [*arguments, "--worker-entry", "light_worker:main"]
             env = {**env, "PYTHONPATH": f"{PROGRAMS}:{env.get('PYTHONPATH', '')}".rstrip(":")}
-        super().__init__(module, arguments, log_file, env, is_told=is_told)
+        super().__init__(module, arguments, log_file, env, has_input=has_input)
 
 
 @pytest.fixture

@@ -189,7 +189,7 @@ def test_a_stop_ends_the_wait_at_once(place: Place) -> None:
         assert place.said() == said
 
 
-def test_a_worker_that_is_killed_at_a_breakpoint_waits_in_its_next_life(place: Place) -> None:
+def test_a_worker_that_is_killed_at_a_breakpoint_waits_in_its_next_incarnation(place: Place) -> None:
     handle = place.submit("rude", stop_grace_s=1)
     pipe = subprocess.PIPE
     with subprocess.Popen(place.command("rude", "role-0"), stdin=pipe, stdout=pipe, stderr=pipe) as attached:

@@ -194,7 +194,7 @@ def deaths_and_ends(handle: JobHandle) -> None:
     handle.call("service-0", "stop").result(100)
     with pytest.raises(WorkerDiedError):
         handle.call("service-1", "die").result(100)
-    assert handle.call("service-1", "rank").result(100) == 1  # its next life
+    assert handle.call("service-1", "rank").result(100) == 1  # its next incarnation
     handle.stop()
     handle.wait(100)
     with pytest.raises(RefusedError, match=r"job outside-1 has ended with exit code 130: nobody is there"):

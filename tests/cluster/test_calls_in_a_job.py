@@ -145,7 +145,7 @@ def retries():
         assert not error.is_final, error
     else:
         raise AssertionError("nobody died")
-    assert group.call("fragile").result()[1] == 1  # waits for the next life
+    assert group.call("fragile").result()[1] == 1  # waits for the next incarnation
 
 def results():
     actor = RoleGroup("service")[0]

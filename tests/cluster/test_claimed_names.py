@@ -94,7 +94,7 @@ def said(handle: JobHandle, text: str) -> float:
 
 
 @pytest.mark.slow
-def test_a_name_has_one_holder_and_its_next_life_holds_it_again(local_cluster: Cluster, tmp_path: Path) -> None:
+def test_a_name_has_one_holder_and_its_next_incarnation_holds_it_again(local_cluster: Cluster, tmp_path: Path) -> None:
     cluster = local_cluster(nodes=2, devices=2)
     handle = cluster.submit(job(tmp_path))
     said(handle, "holds as 0")

@@ -135,7 +135,7 @@ async def main():
         assert found == all_of_them, found
         exec("def other(): print('changed', flush=True)", globals())
         assert ran({"text": other}) == ["changed"]
-    assert cluster.leftovers == []
+    assert cluster.left_behind == []
 
 if __name__ == "__main__":
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""Three hosts, of which one is cut off for longer than its lease: no rank ever has two lives that train."""
+"""Three hosts, of which one is cut off for longer than its lease: no rank ever has two incarnations that train."""
 
 import itertools
 import re
@@ -57,21 +57,21 @@ def places(hosts: Hosts) -> dict[int, tuple[int, int]]:
 
 
 def spans(folder: Path) -> dict[str, list[tuple[float, float, str]]]:
-    """First and last write of each life, and its node, by rank and in their order."""
+    """First and last write of each incarnation, and its node, by rank and in their order."""
     written: dict[str, dict[tuple[str, str], list[float]]] = defaultdict(lambda: defaultdict(list))
     for line in lines(folder, "ticks"):
         rank, pid, node, at = line.split()
         written[rank][pid, node].append(float(at))
     return {
-        rank: sorted((min(times), max(times), node) for (_, node), times in lives.items())
-        for rank, lives in written.items()
+        rank: sorted((min(times), max(times), node) for (_, node), times in incarnations.items())
+        for rank, incarnations in written.items()
     }
 
 
 def no_two_at_once(folder: Path) -> None:
-    for rank, lives in spans(folder).items():
-        for old, new in itertools.pairwise(lives):
-            assert old[1] < new[0], f"rank {rank}: a life on {old[2]} wrote after the one on {new[2]} had begun"
+    for rank, incarnations in spans(folder).items():
+        for old, new in itertools.pairwise(incarnations):
+            assert old[1] < new[0], f"rank {rank}: an incarnation on {old[2]} wrote after the one on {new[2]} had begun"
 
 
 def start(hosts: Hosts, folder: Path) -> dict[int, tuple[int, int]]:
@@ -161,4 +161,4 @@ def test_a_master_whose_host_is_drained_comes_back_elsewhere_with_its_state(host
     eventually(lambda: list(hosts.nodes.values()) == ["ALIVE"] * 3, timeout=100, message="the agents are not back")
     eventually(lambda: places(hosts) == before, timeout=100, message="a worker was started again")
     assert [(event["event"], event["reason"]) for event in hosts.ask("explain", "ticking")][: len(told)] == told
-    assert all(len(lives) == 1 for lives in spans(tmp_path).values())
+    assert all(len(incarnations) == 1 for incarnations in spans(tmp_path).values())

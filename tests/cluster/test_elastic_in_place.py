@@ -33,7 +33,7 @@ TRAIN = """
     Y = X @ torch.randn(8, 1, generator=DATA)
 
     class Fuse:
-        # Ends its process at one point of the life of an elastic state.
+        # Ends its process at one point of the work of an elastic state.
         def __init__(self, points):
             self.points, self.is_giving = points, False
 
@@ -160,7 +160,7 @@ def submit(
 
 
 def losses(out: Path, rank: int) -> dict[int, float]:
-    """Loss of each step, as the last life or round that took it saw it."""
+    """Loss of each step, as the last incarnation or round that took it saw it."""
     records = [line.split() for line in lines(out, str(rank))]
     assert all(int(seen) == 8 * int(step) for _, step, _, seen in records)  # plain values go back with the step
     return {int(step): float(loss) for _, step, loss, _ in records}
@@ -195,7 +195,7 @@ def expected(local_cluster: Cluster, project: Project, tmp_path: Path) -> Callab
 
 
 def given_up(handle: JobHandle) -> Counter[int]:
-    """Lives of each rank that ended because Gloo lost an operation, as it does now and then (docs/elastic.md)."""
+    """Incarnations of each rank that ended because Gloo lost an operation, which happens (docs/elastic.md)."""
     ranks = {worker.name: worker.rank for worker in handle.status().workers}
     events = handle.connection.ask(Explain(job=handle.job_id), Story).events
     lost = [event for event in events if event.event == "worker-failed" and "Gloo lost an operation" in event.reason]
@@ -284,10 +284,10 @@ def test_a_rank_killed_at_any_point_of_a_step_costs_no_step(
     out = tmp_path / "killed"
     handle = submit(cluster, out, nodes=1, each=3, fuse=fuse, **other)
     assert handle.wait(timeout=200) == 0, "\n".join(handle.logs())
-    victims = {int(life.split(".")[0]) for life in fuse}
+    victims = {int(incarnation.split(".")[0]) for incarnation in fuse}
     lost = given_up(handle)
     check_losses(out, quiet, [*victims, *lost])
-    deaths = [sum(int(life.split(".")[0]) == rank for life in fuse) + lost[rank] for rank in range(3)]
+    deaths = [sum(int(incarnation.split(".")[0]) == rank for incarnation in fuse) + lost[rank] for rank in range(3)]
     incarnations = {worker.rank: worker.incarnation for worker in handle.status().workers}
     assert [incarnations[rank] for rank in range(3)] == deaths, "each was killed where it should be, and nobody else"
 

@@ -267,8 +267,8 @@ def test_rl_learns_though_a_rollout_is_killed(local_cluster: Cluster, tmp_path: 
     assert mean(rewards[-10:]) >= 2 * mean(rewards[:10]), rewards
     assert "mean reward by iteration" in output
     assert (tmp_path / "out/rl/curve.svg").stat().st_size > 1000
-    lives = {worker.name: worker.incarnation for worker in cluster.status("rl").workers}
-    assert {name for name, incarnation in lives.items() if incarnation} == {"ROLLOUT_2-1_2-1"}, lives
+    incarnations = {worker.name: worker.incarnation for worker in cluster.status("rl").workers}
+    assert {name for name, incarnation in incarnations.items() if incarnation} == {"ROLLOUT_2-1_2-1"}, incarnations
 
 
 @pytest.mark.slow

@@ -31,15 +31,15 @@ def test_a_killed_worker_resumes_and_every_sample_counts_once(local_cluster: Clu
     assert "every sample of every epoch was counted exactly once" in done.stdout
     assert "worker 3: killed in the middle of shard" in done.stdout + done.stderr
     assert "worker 3: resumed at step" in done.stdout + done.stderr
-    lives = {worker.name: worker.incarnation for worker in cluster.status("dtruntime").workers}
-    assert {name: life for name, life in lives.items() if life} == {"trainer_4-3_1-0": 1}
+    incarnations = {worker.name: worker.incarnation for worker in cluster.status("dtruntime").workers}
+    assert {name: incarnation for name, incarnation in incarnations.items() if incarnation} == {"trainer_4-3_1-0": 1}
 
     (run,) = (each.parent for each in (tmp_path / "out/dtruntime").glob("*/trained"))
     records = [json.loads(line) for file in (run / "trained").iterdir() for line in file.read_text().splitlines()]
     assert Counter((each["epoch"], sample) for each in records for sample in each["samples"]) == Counter(
         (epoch, sample) for epoch in range(6) for sample in range(4000)
     )
-    back = [each for each in records if each["life"] == 1]
+    back = [each for each in records if each["incarnation"] == 1]
     assert {each["worker"] for each in back} == {3}
     first, last = (
         [each["loss"] for each in records if each["epoch"] == epoch and each["worker"] == 3] for epoch in (0, 5)

@@ -80,19 +80,19 @@ class Bench:
             builder = getattr(builder, name)(*([] if value is True else [value]))
         return builder
 
-    def running(self, handle: JobHandle, lives: Sequence[int]) -> JobStatus:
-        """Wait until the workers of `r`, by rank, run in these lives."""
+    def running(self, handle: JobHandle, incarnations: Sequence[int]) -> JobStatus:
+        """Wait until the workers of `r`, by rank, run in these incarnations."""
 
         def status() -> JobStatus | None:
             found = handle.status()
             assert found.stage is not Stage.STOPPED
             run = all(worker.state is WorkerState.RUNNING for worker in found.workers)
-            return found if run and [worker.incarnation for worker in found.workers] == list(lives) else None
+            return found if run and [worker.incarnation for worker in found.workers] == list(incarnations) else None
 
         with contextlib.suppress(AssertionError):
             if (found := eventually(status, timeout=WITHIN_S)) is not None:
                 return found
-        pytest.fail(f"the workers did not run in lives {lives}:\n{self.story(handle)}")
+        pytest.fail(f"the workers did not run in incarnations {incarnations}:\n{self.story(handle)}")
 
     def ends_well(self, handle: JobHandle) -> JobStatus:
         (self.folder / "end").touch()
@@ -458,13 +458,13 @@ class RackDaemon(LightDaemon):
     """An agent without torch, whose rack is a for the first two nodes and b for the others; the fourth is a spare."""
 
     def __init__(
-        self, module: str, arguments: Sequence[str], log_file: Path, env: Any, *, is_told: bool = False
+        self, module: str, arguments: Sequence[str], log_file: Path, env: Any, *, has_input: bool = False
     ) -> None:
         if module == "unified_agent":
             rack = "a" if {"node-1", "node-2"} & set(arguments) else "b"
             spare = ",spare=yes" if "node-4" in arguments else ""
             arguments = [*arguments, "--labels", f"rack={rack}{spare}"]
-        super().__init__(module, arguments, log_file, env, is_told=is_told)
+        super().__init__(module, arguments, log_file, env, has_input=has_input)
 
 
 @pytest.fixture(scope="module")

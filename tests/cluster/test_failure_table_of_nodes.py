@@ -38,7 +38,7 @@ def index_of(node: str | None) -> int:
 
 
 def moved(bench: Bench, handle: JobHandle, index: int) -> JobStatus:
-    """Wait for the next life of both workers, elsewhere; return the status of the job, which ends well."""
+    """Wait for the next incarnation of both workers, elsewhere; return the status of the job, which ends well."""
     status = bench.running(handle, [1, 1])
     assert index not in {index_of(worker.node) for worker in status.workers}
     return bench.ends_well(handle)

@@ -91,7 +91,9 @@ def test_a_job_trains_and_replaces_a_rank_over_a_slow_network_that_loses_frames(
     for rank in range(far_job.RANKS):
         mine = [each for each in steps if each["rank"] == rank]
         assert mine[-1]["told"] == STEPS, "the service has heard of every step"
-        assert len({each["pid"] for each in mine}) == (2 if rank == 1 else 1), "only the killed rank has another life"
+        assert len({each["pid"] for each in mine}) == (2 if rank == 1 else 1), (
+            "only the killed rank has another incarnation"
+        )
     events = [event["event"] for event in hosts.ask("explain", "far")]
     assert "node-lost" not in events, events
     assert list(hosts.nodes.values()) == ["ALIVE"] * 3

@@ -1,4 +1,4 @@
-"""Real jobs that hang: a rank is named, its stack is kept, and the role goes on in a new life."""
+"""Real jobs that hang: a rank is named, its stack is kept, and the role goes on in a new incarnation."""
 
 from typing import Any
 
@@ -78,8 +78,8 @@ def test_a_worker_of_a_simple_role_is_watched_alone(local_cluster: Cluster, proj
     builder = builder.workload("steady", "simple.steady").resource(cpu=0.1).hang_timeout(4)
     handle = local_cluster(nodes=1, devices=1).submit(builder.build(), "locked", stop_grace_s=1)
     assert handle.wait(timeout=200) == 0, handle.status().end
-    lives = {worker.role: worker.incarnation for worker in handle.status().workers}
-    assert lives == {"server": 1, "steady": 0}
+    incarnations = {worker.role: worker.incarnation for worker in handle.status().workers}
+    assert incarnations == {"server": 1, "steady": 0}
     assert "simple.py:11 in run" in story(handle)["hang-diagnosed"]
 
 

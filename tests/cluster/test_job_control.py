@@ -26,7 +26,7 @@ def note(name, value):
 
 class Service:
     @rpc
-    def life(self):
+    def incarnation(self):
         return current_worker().incarnation
 
 def watcher():
@@ -35,11 +35,11 @@ def watcher():
 def driver():
     stage = PrimeMasterApi.get_status().stage
     services = RoleGroup("service")
-    lives = [[service.call("life").result() for service in services]]
+    incarnations = [[service.call("incarnation").result() for service in services]]
     for _ in range(3):
         PrimeMasterApi.restart_actors(["service-0"])
-        lives.append([service.call("life").result() for service in services])
-    note(f"driver-{current_worker().incarnation}", [stage, *lives])
+        incarnations.append([service.call("incarnation").result() for service in services])
+    note(f"driver-{current_worker().incarnation}", [stage, *incarnations])
     while not os.path.exists(os.path.join(current_worker().job_info.user_config["folder"], "end")):
         time.sleep(0.02)
     raise SystemExit(3 if current_worker().incarnation else 0)
@@ -49,7 +49,7 @@ def driver():
 def test_restarts_from_inside_and_outside_and_the_outcome(
     local_cluster: Cluster, project: Project, tmp_path: Path
 ) -> None:
-    """`restart_actors` and `JobHandle.restart` return when the new lives are there, and no call meets an old one."""
+    """`restart_actors` and `JobHandle.restart` return when the new incarnations are there; no call meets an old one."""
     project(control_job=CODE)
     builder: Any = DLJobBuilder().device_per_node(1).device_type("CPU").config({"folder": str(tmp_path)})
     builder = builder.workload("driver", "control_job.driver").resource(cpu=0.1).max_restart(0)
@@ -62,11 +62,11 @@ def test_restarts_from_inside_and_outside_and_the_outcome(
 
     assert noted("driver-0") == ["RUNNING", [0, 0], [1, 0], [2, 0], [3, 0]]
     handle.restart("service-1", timeout=100)
-    lives = {f"{worker.role}-{worker.rank}": worker.incarnation for worker in handle.status().workers}
-    assert lives == {"driver-0": 0, "service-0": 3, "service-1": 1, "watcher-0": 0}
+    incarnations = {f"{worker.role}-{worker.rank}": worker.incarnation for worker in handle.status().workers}
+    assert incarnations == {"driver-0": 0, "service-0": 3, "service-1": 1, "watcher-0": 0}
     handle.restart(timeout=100)
-    lives = {f"{worker.role}-{worker.rank}": worker.incarnation for worker in handle.status().workers}
-    assert (lives["driver-0"], lives["service-1"], lives["watcher-0"]) == (1, 2, 1)
+    incarnations = {f"{worker.role}-{worker.rank}": worker.incarnation for worker in handle.status().workers}
+    assert (incarnations["driver-0"], incarnations["service-1"], incarnations["watcher-0"]) == (1, 2, 1)
     assert noted("driver-1") == ["RUNNING", [4, 2], [5, 2], [6, 2], [7, 2]]
     (tmp_path / "end").touch()
     assert handle.wait(timeout=200) == 1

@@ -1,4 +1,4 @@
-"""Random schedules of kills, at random moments of a job's life: each job ends with the right result all the same, and
+"""Random schedules of kills, at random moments of a job: each job ends with the right result all the same, and
 nothing is left behind.
 """
 
@@ -76,7 +76,7 @@ def test_a_job_ends_with_the_right_result_whatever_is_killed(
             eventually(
                 lambda: not workers_of(cluster), timeout=100, message=f"seed {seed}: workers of the job are left"
             )
-    assert [left for left in cluster.leftovers if not left.startswith("socket")] == []
+    assert [left for left in cluster.left_behind if not left.startswith("socket")] == []
 
 
 def run(cluster: EmbeddedCluster, folder: Path, seed: int) -> None:

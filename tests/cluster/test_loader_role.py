@@ -164,8 +164,8 @@ def test_killed_loader_workers_cost_no_batch(local_cluster: Cluster, project: Pr
     project(data=DATA, killer=KILLER)
     handle = local_cluster(nodes=2, devices=2).submit(job_of("killer.run"), "killed")
     assert handle.wait(timeout=200) == 0, "\n".join(handle.logs())
-    lives = {worker.name: worker.incarnation for worker in handle.status().workers}
-    assert sum(lives.values()) >= 2, lives
+    incarnations = {worker.name: worker.incarnation for worker in handle.status().workers}
+    assert sum(incarnations.values()) >= 2, incarnations
 
 
 @pytest.mark.slow

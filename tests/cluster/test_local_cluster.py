@@ -1,4 +1,4 @@
-"""The fixture for tests, on real daemons: a job's life through it, and that it notices what is left."""
+"""The fixture for tests, on real daemons: a job from start to end, and that it notices what is left."""
 
 import subprocess
 import sys

@@ -25,7 +25,7 @@ TICKING = '''
 import os, sys, time
 
 def tick():
-    """Write a line a tick: which life of which rank wrote it, on which node, and when."""
+    """Write a line a tick: which incarnation of which rank wrote it, on which node, and when."""
     name = f"{os.environ['RANK']} {os.getpid()} {os.environ['UNIFIED_AGENT_NODE']}"
     while True:
         with open("ticks", "a", buffering=1) as file:
@@ -95,7 +95,7 @@ def test_a_killed_agent_is_lost_long_before_its_lease_ends(local_cluster: Cluste
         mine = [tick for tick in ticks if tick[0] == rank]
         assert len({tick[1] for tick in mine}) <= 2
         changes = sum(one[1] != other[1] for one, other in itertools.pairwise(mine))
-        assert changes == len({tick[1] for tick in mine}) - 1, "two lives of one rank wrote at the same time"
+        assert changes == len({tick[1] for tick in mine}) - 1, "two incarnations of one rank wrote at the same time"
 
 
 @pytest.mark.slow
@@ -103,7 +103,7 @@ def test_a_killed_agent_is_lost_long_before_its_lease_ends(local_cluster: Cluste
     ("stopped_s", "lease_s"),
     [pytest.param(5.0, 4.0, id="longer-than-its-lease"), pytest.param(10.0, Intervals().lease_s, id="ten-seconds")],
 )
-def test_an_agent_that_is_stopped_for_a_while_loses_no_life(
+def test_an_agent_that_is_stopped_for_a_while_loses_no_incarnation(
     local_cluster: Cluster, tmp_path: Path, stopped: list[int], stopped_s: float, lease_s: float
 ) -> None:
     cluster = local_cluster(nodes=2, devices=2, env={"UNIFIED_LEASE_S": str(lease_s)})
@@ -144,7 +144,9 @@ def test_a_host_that_stands_still_for_longer_than_its_lease_comes_back_without_i
     assert cluster.agent_pids[index] == agent
     frozen = [pid for pid in old.values() if pid in stopped]
     assert frozen
-    eventually(lambda: not any(process.is_alive(pid) for pid in frozen), timeout=100, message="an old life goes on")
+    eventually(
+        lambda: not any(process.is_alive(pid) for pid in frozen), timeout=100, message="an old incarnation goes on"
+    )
     after = incarnations(handle)
     time.sleep(2.0)
     assert incarnations(handle) == after, "the return disturbs nobody"

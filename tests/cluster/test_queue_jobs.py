@@ -172,7 +172,7 @@ def test_owner_of_a_durable_queue_is_killed_again_and_again(
         """
         def owner():
             queue = DataQueue("q", is_master=True, size=5, durable=True)
-            note("lives", current_worker().incarnation)
+            note("incarnations", current_worker().incarnation)
             while True:
                 stats = queue.stats()
                 if stats.is_closed and not stats.depth and not stats.leased:
@@ -206,8 +206,8 @@ def test_owner_of_a_durable_queue_is_killed_again_and_again(
     cluster = local_cluster(nodes=1, devices=1)
     roles = {"owner": 1, "producer": 2, "consumer": 2, "closer": 1}
     handle = cluster.submit(job(**roles), "owner")
-    for life in range(3):
-        eventually(lambda life=life: str(life) in lines(tmp_path, "lives"), timeout=WAIT_S)  # type: ignore[misc]
+    for incarnation in range(3):
+        eventually(lambda incarnation=incarnation: str(incarnation) in lines(tmp_path, "incarnations"), timeout=WAIT_S)  # type: ignore[misc]
         num_done = len(lines(tmp_path, "done"))
         eventually(lambda num=num_done: len(lines(tmp_path, "done")) > num + 20, timeout=WAIT_S)  # type: ignore[misc]
         kill(cluster, handle, "owner")
@@ -242,7 +242,9 @@ def test_a_durable_queue_whose_journal_stayed_on_a_lost_node_does_not_go_on_empt
     eventually(lambda: lines(tmp_path, "full"), timeout=WAIT_S)
     (worker,) = handle.status().workers
     cluster.kill_agent([node.node for node in cluster.nodes].index(worker.node or ""))
-    eventually(lambda: len(lines(tmp_path, "refused")) >= 2, timeout=WAIT_S, message="its later lives do not raise")
+    eventually(
+        lambda: len(lines(tmp_path, "refused")) >= 2, timeout=WAIT_S, message="its later incarnations do not raise"
+    )
     for line in lines(tmp_path, "refused"):
         assert line.startswith("QueueJournalError the journal of the durable queue 'q' was ")
         assert f"/q.sqlite on node {worker.node}, and this worker" in line

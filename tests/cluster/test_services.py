@@ -116,14 +116,16 @@ def test_calls_wait_until_a_service_is_ready_also_after_a_restart(cluster: Local
     loaded = tmp_path / "loaded"
     job = builder().global_env({"LOADED": str(loaded)}).workload("model", "served.Loads").resource(cpu=0.1)
     with cluster.submit(job.build(), "loads", stop_grace_s=5) as handle:
-        for life in range(2):
-            eventually(lambda life=life: states(handle) == {"model-0": (WorkerState.RUNNING, life)}, timeout=100)  # type: ignore[misc]
+        for incarnation in range(2):
+            loading = {"model-0": (WorkerState.RUNNING, incarnation)}
+            eventually(lambda expected=loading: states(handle) == expected, timeout=100)  # type: ignore[misc]
             call = handle.call("model", "ask")
             with pytest.raises(TimeoutError):
                 call.result(missed(0.3))
             loaded.touch()
             call = handle.call("model", "ask")
             assert call.result(100) is True
-            eventually(lambda life=life: states(handle) == {"model-0": (WorkerState.SERVING, life)}, timeout=100)  # type: ignore[misc]
+            serving = {"model-0": (WorkerState.SERVING, incarnation)}
+            eventually(lambda expected=serving: states(handle) == expected, timeout=100)  # type: ignore[misc]
             loaded.unlink()
             os.kill(cluster.workers(handle)[handle.group("model")[0].name], signal.SIGKILL)

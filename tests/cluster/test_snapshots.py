@@ -34,7 +34,7 @@ def run():
         worker.snapshots.configure(storage=storage, partner_every=0)
     found = worker.restore(state)
     text = "nothing" if found is None else f"{found.step} from {found.source}"
-    print(f"life {worker.incarnation} of rank {rank} restored {text}", flush=True)
+    print(f"incarnation {worker.incarnation} of rank {rank} restored {text}", flush=True)
     for step in range(state["step"] + 1, STEPS + 1):
         dist.all_reduce(torch.ones(1))
         state["weights"] += rank + 1
@@ -88,8 +88,8 @@ def test_a_killed_worker_goes_on_from_memory(local_cluster: Cluster, project: Pr
     handle = local_cluster(nodes=2, devices=1).submit(a_job(tmp_path, "worker"), "demo")
     assert handle.wait(timeout=200) == 0, "\n".join(handle.logs())
     lines = restored(handle)
-    assert "life 1 of rank 1 restored 10 from memory" in lines
-    assert "life 1 of rank 0 restored 10 from memory" in lines
+    assert "incarnation 1 of rank 1 restored 10 from memory" in lines
+    assert "incarnation 1 of rank 0 restored 10 from memory" in lines
 
 
 @pytest.mark.slow
@@ -121,7 +121,9 @@ def test_the_only_node_of_a_job_is_killed_and_another_node_has_copies(
     cluster.kill_agent(node_index(cluster, handle, 0))
     assert handle.wait(timeout=200) == 0, "\n".join(handle.logs())
     again = {line for line in restored(handle) if not line.endswith("nothing")}
-    assert any(again == {f"life 1 of rank {rank} restored {step} from partner" for rank in (0, 1)} for step in (9, 10))
+    assert any(
+        again == {f"incarnation 1 of rank {rank} restored {step} from partner" for rank in (0, 1)} for step in (9, 10)
+    )
 
 
 @pytest.mark.slow
@@ -153,4 +155,4 @@ def test_a_job_after_the_whole_cluster_goes_on_from_storage(
     handle.stop(force=True)
     again = local_cluster(nodes=2, devices=1).submit(a_job(tmp_path, "", tmp_path / "kept"), "demo")
     assert again.wait(timeout=200) == 0, "\n".join(again.logs())
-    assert restored(again) == {f"life 0 of rank {rank} restored 10 from storage" for rank in range(2)}
+    assert restored(again) == {f"incarnation 0 of rank {rank} restored 10 from storage" for rank in range(2)}

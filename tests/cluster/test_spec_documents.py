@@ -2,7 +2,7 @@
 
 Blocks are kept as text. Names that a document leaves to its reader (`train`, `done`, `step`, `actor_forward`, …) are
 defined around them, bodies that are `...` there are filled, and nothing else in them is changed. The code of documents
-1 and 3 about life inside a worker is here; the jobs of documents 1 and 2 are the blocks of `test_document_blocks`.
+1 and 3 about what a worker sees is here; the jobs of documents 1 and 2 are the blocks of `test_document_blocks`.
 
 Each runs by ``python -m unified.compat``, with upstream's names alone, and natively, with our import prefix. The
 cluster's daemons know nothing of the aliases: its workers have them because the job says so.

@@ -59,9 +59,9 @@ def train():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("killed_at", "lives"), [(0, 2), (65, 3)])
+@pytest.mark.parametrize(("killed_at", "incarnations"), [(0, 2), (65, 3)])
 def test_two_epochs_sum_up_whenever_the_ranks_fail(
-    local_cluster: Cluster, project: Project, tmp_path: Path, killed_at: int, lives: int
+    local_cluster: Cluster, project: Project, tmp_path: Path, killed_at: int, incarnations: int
 ) -> None:
     """Before there is a checkpoint; and once more, in the epoch after that of the checkpoint."""
     (tmp_path / "data.jsonl").write_text("".join(json.dumps({"x": number}) + "\n" for number in range(100)))
@@ -70,4 +70,4 @@ def test_two_epochs_sum_up_whenever_the_ranks_fail(
     built = builder.train("going_back.train").nnodes(1).nproc_per_node(2).max_restart(3).end().build()
     cluster = local_cluster(nodes=1, devices=2)
     assert cluster.submit(built, "going-back").wait(timeout=100) == 0
-    assert [(tmp_path / f"model-{rank}").read_text() for rank in (0, 1)] == [f"{lives - 1} 100 9900"] * 2
+    assert [(tmp_path / f"model-{rank}").read_text() for rank in (0, 1)] == [f"{incarnations - 1} 100 9900"] * 2

@@ -48,7 +48,7 @@ def submit(
 
 
 def output(handle: JobHandle) -> str:
-    """Lines of rank 0 of all its lives."""
+    """Lines of rank 0 of all its incarnations."""
     return "\n".join(line.partition("] ")[2] for line in handle.logs(rank=0))
 
 

@@ -124,7 +124,7 @@ def sync_on():
     while True:
         fill(sharded, last + 1)
         version = rollout.sync_weights(sharded, bucket_bytes=20_000, timeout=100)
-        assert version > last, (version, last)  # in the next life of this rank too
+        assert version > last, (version, last)  # in the next incarnation of this rank too
         last = version
         if dist.get_rank() == 0:
             begun.with_name("new").write_text(str(version))

@@ -34,8 +34,10 @@ def train():
 """
 
 
-def test_reports_of_both_lives_of_a_worker_are_read_to_the_last(local_cluster: Cluster, project: Project) -> None:
-    """A worker reports its last word just before it ends, and its second life has a file of its own."""
+def test_reports_of_both_incarnations_of_a_worker_are_read_to_the_last(
+    local_cluster: Cluster, project: Project
+) -> None:
+    """A worker reports its last word just before it ends, and its second incarnation has a file of its own."""
     project(reports_job=CODE)
     builder: Any = DLJobBuilder().device_per_node(1).node_num(1).device_type("CPU")
     builder = builder.workload("w", "reports_job.train").total(2).resource(cpu=0.1).max_restart(1)

@@ -58,16 +58,18 @@ class World:
     def step(self, event: AgentEvent) -> None:
         for action in self.core.step(self.now, event):
             match action:
-                case StartWorker(life=life):
-                    assert life not in self.born, f"{life} was started twice"
-                    assert not [other for other in self.alive if other[:2] == life[:2]], f"{life} beside its last life"
-                    self.born.add(life)
-                    self.alive[life] = WorkerState.STARTING
-                case SignalWorker(life=life, how="kill"):
-                    if life in self.alive:
-                        self.alive[life] = WorkerState.EXITED
-                case TellWorker(life=life):
-                    assert life in self.born
+                case StartWorker(incarnation=incarnation):
+                    assert incarnation not in self.born, f"{incarnation} was started twice"
+                    assert not [other for other in self.alive if other[:2] == incarnation[:2]], (
+                        f"{incarnation} beside its last incarnation"
+                    )
+                    self.born.add(incarnation)
+                    self.alive[incarnation] = WorkerState.STARTING
+                case SignalWorker(incarnation=incarnation, how="kill"):
+                    if incarnation in self.alive:
+                        self.alive[incarnation] = WorkerState.EXITED
+                case TellWorker(incarnation=incarnation):
+                    assert incarnation in self.born
                 case Exit():
                     self.is_over = True
         broken = check_agent(self.core)
@@ -80,7 +82,7 @@ class World:
             self.generation += 1
             before = {worker.rank for worker in self.desired}
             ranks = [rank for rank in range(3) if self.random.random() < 0.8]
-            for rank in ranks:  # what was left out once comes back as another life
+            for rank in ranks:  # what was left out once comes back as another incarnation
                 self.incarnations[rank] += rank not in before or self.random.random() < 0.3
             self.desired = [self.worker(rank) for rank in ranks]
         generation = self.generation if how < 0.9 else self.random.randint(0, self.generation)
@@ -93,26 +95,30 @@ class World:
 
     def worker(self, rank: int) -> DesiredWorker:
         run = RunOrder(round=self.random.randint(1, 3), rank=rank, world_size=3) if self.random.random() < 0.5 else None
-        life: dict[str, Any] = {"job_id": "job-1", "name": f"w-{rank}", "worker_incarnation": self.incarnations[rank]}
-        return DesiredWorker(**life, kind="worker", role="w", rank=rank, run=run)
+        incarnation: dict[str, Any] = {
+            "job_id": "job-1",
+            "name": f"w-{rank}",
+            "worker_incarnation": self.incarnations[rank],
+        }
+        return DesiredWorker(**incarnation, kind="worker", role="w", rank=rank, run=run)
 
     def live(self) -> None:
         """Some process does something."""
         if not self.alive:
             return
-        life = self.random.choice(sorted(self.alive))
+        incarnation = self.random.choice(sorted(self.alive))
         number = self.random.randint(0, 9)
         claimed = Claimed(claims=NameClaims(number=number, names={"x": number}))
         failed = Failed(failure=Failure(summary="no"))
         words: list[WorkerToAgent] = [Hello(pid=5), Running(round=1), Finished(), failed, claimed]
         how = self.random.random()
-        if self.alive[life] is WorkerState.EXITED or how < 0.2:
-            del self.alive[life]
-            self.step(WorkerExited(life=life, code=self.random.choice([0, 1, -9])))
+        if self.alive[incarnation] is WorkerState.EXITED or how < 0.2:
+            del self.alive[incarnation]
+            self.step(WorkerExited(incarnation=incarnation, code=self.random.choice([0, 1, -9])))
         elif how < 0.4:
-            self.step(WorkerStarted(life=life, pid=5))
+            self.step(WorkerStarted(incarnation=incarnation, pid=5))
         else:
-            self.step(WorkerSaid(life=life, word=self.random.choice(words)))
+            self.step(WorkerSaid(incarnation=incarnation, word=self.random.choice(words)))
 
     def talk(self) -> None:
         terms = AgentRegistered(lease_s=15, heartbeat_s=1)
@@ -131,9 +137,11 @@ class World:
         """Every process that was killed dies, and time passes."""
         end = self.now + within_s
         while self.now < end and not self.is_over:
-            for life in [life for life, state in self.alive.items() if state is WorkerState.EXITED]:
-                del self.alive[life]
-                self.step(WorkerExited(life=life, code=-9))
+            for incarnation in [
+                incarnation for incarnation, state in self.alive.items() if state is WorkerState.EXITED
+            ]:
+                del self.alive[incarnation]
+                self.step(WorkerExited(incarnation=incarnation, code=-9))
             self.now += 0.1
             self.step(AgentTick())
 

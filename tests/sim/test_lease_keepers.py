@@ -25,7 +25,9 @@ class Kept:
                     node,
                     resources(devices=1),
                     lambda: self.world.now,
-                    on_process=lambda agent, life, is_running: self.running.note(agent.node, life, is_running),
+                    on_process=lambda agent, incarnation, is_running: self.running.note(
+                        agent.node, incarnation, is_running
+                    ),
                 )
             )
         self.world.run(1.0)
@@ -49,18 +51,18 @@ def kept() -> Kept:
     return Kept()
 
 
-def test_a_node_that_is_cut_off_ends_its_rank_before_another_life_of_it_runs(kept: Kept) -> None:
+def test_a_node_that_is_cut_off_ends_its_rank_before_another_incarnation_of_it_runs(kept: Kept) -> None:
     kept.world.cut_off(kept.node)
     kept.world.until(kept.runs_elsewhere, "the rank on the other node")
     agent = kept.world.agents[kept.node]
     assert isinstance(agent, SimulatedAgent)
-    assert not any(process.is_running for process in agent.lives.values())
+    assert not any(process.is_running for process in agent.incarnations.values())
     kept.world.heal(kept.node)
     kept.world.until(lambda: kept.state is NodeState.ALIVE, "the node to be back")
     assert kept.runs_elsewhere()
 
 
-def test_without_its_keeper_two_lives_would_run_and_the_invariant_breaks(kept: Kept) -> None:
+def test_without_its_keeper_two_incarnations_would_run_and_the_invariant_breaks(kept: Kept) -> None:
     kept.world.keepers[kept.node].is_over = True
     kept.world.cut_off(kept.node)
     with pytest.raises(AssertionError, match=r"begins to run on n2 while .* runs on n1"):

@@ -1,4 +1,4 @@
-"""A master that is killed at each of its writes in the life of a job: nothing is lost, and no worker restarts."""
+"""A master that is killed at each of its writes in the course of a job: nothing is lost, and no worker restarts."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -33,7 +33,7 @@ class CrashingWorld(World):
 
 
 def live(crash_number: int, moment: Moment) -> tuple[CrashingWorld, dict[str, int]]:
-    """A job's whole life, with a crash of one rank; return the world, and the incarnations at the end."""
+    """A job from start to end, with a crash of one rank; return the world, and the incarnations at the end."""
     world = CrashingWorld(crash_number, moment)
     for number in (1, 2):
         world.add(SimAgent(f"n{number}", resources(devices=2)))

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.soak.health import Sample
-from tests.soak.journal import Fact, Life
+from tests.soak.journal import Fact, Incarnation
 
 NEWS_S = 5.0
 """How long after a death a call may still be made that ends in it: the news has to travel."""
@@ -34,14 +34,14 @@ OWNERS = {"durable": "vault-0"}
 
 class Kill(NamedTuple):
     at: float
-    life: Life
+    incarnation: Incarnation
 
 
 @dataclass
 class Delivery:
     """One item, once handed to one consumer."""
 
-    life: Life
+    incarnation: Incarnation
     taken_at: float
     kept_at: float = 0.0
     ack_begun_at: float = 0.0
@@ -87,10 +87,10 @@ def close(facts: Iterable[Fact], kills: Iterable[Kill], began_at: float = 0.0) -
         began_at: of the soak, so that what is wrong can say when.
     """
     accounts = Accounts()
-    killed = {kill.life: kill.at for kill in kills}
+    killed = {kill.incarnation: kill.at for kill in kills}
     deaths: dict[str, list[float]] = defaultdict(list)
-    for life, at in killed.items():
-        deaths[life.worker].append(at)
+    for incarnation, at in killed.items():
+        deaths[incarnation.worker].append(at)
     stories: dict[str, Story] = {}
     for fact in facts:
         if fact.word == "calls":
@@ -98,7 +98,7 @@ def close(facts: Iterable[Fact], kills: Iterable[Kill], began_at: float = 0.0) -
             accounts.calls_by_second[int(fact.at)] += sum(fact.rest[0].values())
             accounts.longest_lateness_s = max(accounts.longest_lateness_s, fact.rest[1])
         elif fact.word == "wrong":
-            accounts.wrong.append(f"{fact.at - began_at:.1f} s, {named(fact.life)}: {fact.rest[0]}")
+            accounts.wrong.append(f"{fact.at - began_at:.1f} s, {named(fact.incarnation)}: {fact.rest[0]}")
         elif fact.word == "died":
             _check_death(accounts, fact, deaths, began_at)
         elif fact.word != "start":
@@ -113,7 +113,7 @@ def _check_death(accounts: Accounts, fact: Fact, deaths: Mapping[str, list[float
     name, began, error = fact.rest
     targets = list(deaths) if name == "*" else [_short(name)]
     if not any(began - NEWS_S <= at <= fact.at + CLOCK_S for target in targets for at in deaths.get(target, ())):
-        who = named(fact.life)
+        who = named(fact.incarnation)
         ago = min((fact.at - at for target in targets for at in deaths.get(target, ()) if at < fact.at), default=None)
         made = f"the call was made {fact.at - began:.1f} s ago"
         when = "nobody killed it" if ago is None else f"it was killed {ago:.1f} s ago and {made}"
@@ -131,17 +131,17 @@ def _note(
 ) -> None:
     queue, ids = fact.rest[0], fact.rest[1]
     if fact.word == "doubt":
-        accounts.wrong.append(f"{fact.at - began_at:.1f} s, {named(fact.life)}: queue {queue}: {fact.rest[2]}")
+        accounts.wrong.append(f"{fact.at - began_at:.1f} s, {named(fact.incarnation)}: queue {queue}: {fact.rest[2]}")
     for item_id in ids:
         story = stories.setdefault(item_id, Story(queue))
-        own = next((each for each in reversed(story.deliveries) if each.life == fact.life), None)
+        own = next((each for each in reversed(story.deliveries) if each.incarnation == fact.incarnation), None)
         match fact.word, own:
             case "put?", _:
                 story.put_begun = True
             case "put!", _:
                 story.put_done = True
             case "take", _:
-                story.deliveries.append(Delivery(fact.life, fact.at))
+                story.deliveries.append(Delivery(fact.incarnation, fact.at))
             case "keep", Delivery():
                 own.kept_at = fact.at
             case "ack?", Delivery():
@@ -156,7 +156,7 @@ def _note(
                 own.is_doubtful = True
 
 
-def _check_item(accounts: Accounts, item_id: str, story: Story, killed: Mapping[Life, float]) -> None:
+def _check_item(accounts: Accounts, item_id: str, story: Story, killed: Mapping[Incarnation, float]) -> None:
     def wrong(what: str) -> None:
         accounts.items[what.partition(":")[0]] += 1
         accounts.wrong.append(f"item {item_id} of queue {story.queue}: {what}")
@@ -168,8 +168,8 @@ def _check_item(accounts: Accounts, item_id: str, story: Story, killed: Mapping[
     if deliveries and not story.put_begun:
         wrong("out of nowhere: it was delivered and never put")
     for earlier, later in itertools.pairwise(deliveries):
-        died_at = killed.get(earlier.life)
-        who, again = named(earlier.life), named(later.life)
+        died_at = killed.get(earlier.incarnation)
+        who, again = named(earlier.incarnation), named(later.incarnation)
         if earlier.acked_at:
             after = later.taken_at - earlier.acked_at
             wrong(f"doubled: {who} had acknowledged it, and {again} was given it {after:.3f} s later")
@@ -182,19 +182,19 @@ def _check_item(accounts: Accounts, item_id: str, story: Story, killed: Mapping[
             wrong("lost: it was put and never delivered")
         return
     last = deliveries[-1]
-    who = named(last.life)
+    who = named(last.incarnation)
     is_known = bool(last.acked_at)
-    may_be = bool(last.ack_begun_at) and (last.life in killed or last.is_doubtful)
+    may_be = bool(last.ack_begun_at) and (last.incarnation in killed or last.is_doubtful)
     if is_known or may_be:
         accounts.items["consumed" if is_known else "consumed, its acknowledgement cut off"] += 1
-    elif last.life in killed:
+    elif last.incarnation in killed:
         wrong(f"lost: {who} died with it and nobody was given it again")
     else:
         wrong(f"left over: {who} has it and never acknowledged it")
 
 
-def named(life: Life) -> str:
-    return f"{life.worker}#{life.incarnation}"
+def named(incarnation: Incarnation) -> str:
+    return f"{incarnation.worker}#{incarnation.incarnation}"
 
 
 def _short(name: str) -> str:

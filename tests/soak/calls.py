@@ -63,7 +63,7 @@ class _Open:
 
 
 class Books:
-    """Every call of this life, from its beginning to its one end."""
+    """Every call of this incarnation, from its beginning to its one end."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal

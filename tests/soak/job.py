@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.soak import payload
 from tests.soak.calls import Books, Caller
-from tests.soak.journal import Journal, Life
+from tests.soak.journal import Incarnation, Journal
 from tests.soak.queues import Consumer, Producer
 from unified import RoleGroup, current_worker, rpc
 from unified.api.runtime import DataQueue
@@ -36,20 +36,20 @@ def has(name: str) -> bool:
     return (folder() / name).exists()
 
 
-def begin() -> tuple[Life, Journal]:
-    """This life, and its journal with the first line in it."""
+def begin() -> tuple[Incarnation, Journal]:
+    """This incarnation, and its journal with the first line in it."""
     worker = current_worker()
-    life = Life(f"{worker.actor_info.role}-{worker.actor_info.rank}", worker.incarnation)
-    journal = Journal(folder(), life)
+    incarnation = Incarnation(f"{worker.actor_info.role}-{worker.actor_info.rank}", worker.incarnation)
+    journal = Journal(folder(), incarnation)
     journal.write("start", worker.bus.inbox_id)
-    return life, journal
+    return incarnation, journal
 
 
 class Peer:
     """Answers calls, makes calls, fills and empties queues."""
 
     def __init__(self) -> None:
-        self.life, self.journal = begin()
+        self.incarnation, self.journal = begin()
         self.group = RoleGroup(roles=["peer", "elder"])
         self.kept = payload.Shelf()
 
@@ -121,9 +121,9 @@ class Peer:
     def run(self) -> None:
         books = Books(self.journal)
         for name in QUEUES:
-            self.start(Producer(self.journal, self.life, name).run, lambda: has("calm"))
-            is_explicit = self.life.worker[-1] in "02468"
-            self.start(Consumer(self.journal, self.life, name, is_explicit=is_explicit).run, lambda: has("stop"))
+            self.start(Producer(self.journal, self.incarnation, name).run, lambda: has("calm"))
+            is_explicit = self.incarnation.worker[-1] in "02468"
+            self.start(Consumer(self.journal, self.incarnation, name, is_explicit=is_explicit).run, lambda: has("stop"))
         for number in range(CALLERS):
             self.start(self.caller(books, number).run, lambda: has("calm"))
         self.start(self.call_async, books)
@@ -131,11 +131,11 @@ class Peer:
             time.sleep(LOOK_S)
             books.look()
             if has("calm") and not books.num_open:
-                (folder() / f"quiet.{self.life.worker}").touch()
+                (folder() / f"quiet.{self.incarnation.worker}").touch()
         books.look()
 
     def caller(self, books: Books, number: int) -> Caller:
-        return Caller(books, self.group, f"{self.life}{number}")
+        return Caller(books, self.group, f"{self.incarnation}{number}")
 
     def call_async(self, books: Books) -> None:
         async def all_of_them() -> None:

@@ -3,7 +3,7 @@
 A line is a JSON array: a word, the wall clock, and the rest. A process that is killed leaves what it wrote; at most its
 last line is cut. The words:
 
-    start  inbox id                                  first line of a life
+    start  inbox id                                  first line of an incarnation
     calls  {"kind/outcome": n, …}, longest lateness  since the line before
     wrong  what                                      something that must not be
     died   target, began, error                      a call ended in WorkerDiedError or RouteLostError
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 
-class Life(NamedTuple):
+class Incarnation(NamedTuple):
     """One incarnation of one worker."""
 
     worker: str
@@ -33,17 +33,17 @@ class Life(NamedTuple):
 
 
 class Fact(NamedTuple):
-    life: Life
+    incarnation: Incarnation
     at: float
     word: str
     rest: list[Any]
 
 
 class Journal:
-    """Written by one life; any thread may write."""
+    """Written by one incarnation; any thread may write."""
 
-    def __init__(self, folder: Path, life: Life) -> None:
-        path = folder / f"{life.worker}.{life.incarnation}.journal"
+    def __init__(self, folder: Path, incarnation: Incarnation) -> None:
+        path = folder / f"{incarnation.worker}.{incarnation.incarnation}.journal"
         self._stacks = path.with_suffix(".stacks")
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
@@ -86,10 +86,10 @@ class Tail:
 def read(folder: Path) -> Iterator[Fact]:
     """Everything that was written, file by file; a last line that was cut is left out."""
     for path in sorted(folder.glob("*.journal")):
-        worker, _, incarnation = path.stem.rpartition(".")
-        life = Life(worker, int(incarnation))
+        worker, _, number = path.stem.rpartition(".")
+        incarnation = Incarnation(worker, int(number))
         with path.open("rb") as file:
             for line in file:
                 if line.endswith(b"\n"):
                     word, at, *rest = json.loads(line)
-                    yield Fact(life, at, word, rest)
+                    yield Fact(incarnation, at, word, rest)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.soak import payload
-from tests.soak.journal import Journal, Life
+from tests.soak.journal import Incarnation, Journal
 from unified.api.runtime import DataQueue
 
 Stop = Callable[[], bool]
@@ -23,11 +23,11 @@ WAIT_S = 0.5
 class Producer:
     """Puts items into one queue until it is told to stop."""
 
-    def __init__(self, journal: Journal, life: Life, name: str) -> None:
+    def __init__(self, journal: Journal, incarnation: Incarnation, name: str) -> None:
         self._journal = journal
-        self._life = life
+        self._incarnation = incarnation
         self._name = name
-        self._rng = random.Random(f"{life}{name}")
+        self._rng = random.Random(f"{incarnation}{name}")
         self._next = 0
 
     def run(self, should_stop: Stop) -> None:
@@ -50,7 +50,7 @@ class Producer:
         nbytes = payload.size(self._rng) if self._rng.random() < 0.02 else self._rng.randrange(2000)
         mark = self._rng.randrange(256)
         kind = self._rng.choice(["array", "tensor", "bytes"])
-        item_id = f"{self._life.worker}.{self._life.incarnation}.{self._name}.{self._next}"
+        item_id = f"{self._incarnation.worker}.{self._incarnation.incarnation}.{self._name}.{self._next}"
         return item_id, nbytes, mark, payload.make(nbytes, mark, kind)
 
 
@@ -61,11 +61,11 @@ class Consumer:
         is_explicit: acknowledge by `task_done()`, else by the next `get`.
     """
 
-    def __init__(self, journal: Journal, life: Life, name: str, *, is_explicit: bool) -> None:
+    def __init__(self, journal: Journal, incarnation: Incarnation, name: str, *, is_explicit: bool) -> None:
         self._journal = journal
         self._name = name
         self._is_explicit = is_explicit
-        self._rng = random.Random(f"{life}{name}consumer")
+        self._rng = random.Random(f"{incarnation}{name}consumer")
         self._held: list[str] = []
 
     def run(self, should_stop: Stop) -> None:

@@ -23,7 +23,7 @@ import psutil
 
 from tests.soak import health, journal
 from tests.soak.accounts import Accounts, Kill, close, named, plot, show
-from tests.soak.journal import Life
+from tests.soak.journal import Incarnation
 from unified.api.builder import DLJob, DLJobBuilder
 from unified.bus.shm.files import GRACE_S
 from unified.client.embedded import CLUSTER_VARIABLE, EmbeddedCluster
@@ -80,7 +80,7 @@ class Soak:
             self.until(lambda: num_running(handle) == PEERS + 3, START_S, "all workers run")
             self.load(cluster, handle)
             self.drain(handle)
-            self.check_lives(handle)
+            self.check_incarnations(handle)
             self.sign("stop")
             self.until(lambda: handle.status().stage is Stage.STOPPED, END_S, "the job ends")
             status = handle.status()
@@ -88,7 +88,7 @@ class Soak:
                 self.wrong.append(f"the job ended with {status.exit_code}: {status.reason}")
             self.until(lambda: not self.left_in_memory(), GRACE_S + 5, "shared memory is empty after the job")
             self.wrong += [f"in shared memory after the job: {left}" for left in self.left_in_memory()]
-        self.wrong += [f"left behind: {thing}" for thing in cluster.leftovers]
+        self.wrong += [f"left behind: {thing}" for thing in cluster.left_behind]
         self.wrong += [f"in shared memory after the cluster: {left}" for left in self.left_in_memory()]
         return self.result()
 
@@ -133,11 +133,11 @@ class Soak:
 
     def kill(self, handle: JobHandle) -> None:
         """One mortal worker that runs now, with SIGKILL."""
-        dead = {kill.life for kill in self.kills}  # of which the master may not know yet
+        dead = {kill.incarnation for kill in self.kills}  # of which the master may not know yet
         victims = [
             worker
             for worker in handle.status().workers
-            if worker.role in MORTAL and worker.state is WorkerState.RUNNING and life_of(worker) not in dead
+            if worker.role in MORTAL and worker.state is WorkerState.RUNNING and incarnation_of(worker) not in dead
         ]
         if victims:
             victim = self.rng.choice(victims)
@@ -145,9 +145,9 @@ class Soak:
             try:
                 os.kill(victim.pid, signal.SIGKILL)
             except ProcessLookupError:
-                self.wrong.append(f"{named(life_of(victim))} had died by itself")
+                self.wrong.append(f"{named(incarnation_of(victim))} had died by itself")
             else:
-                self.kills.append(Kill(at, life_of(victim)))
+                self.kills.append(Kill(at, incarnation_of(victim)))
 
     def drain(self, handle: JobHandle) -> None:
         """No more kills, puts and calls; everything that is under way comes to its end."""
@@ -157,11 +157,11 @@ class Soak:
         quiet = [f"quiet.peer-{rank}" for rank in range(PEERS)] + ["quiet.elder-0"]
         self.until(lambda: all((self.folder / name).exists() for name in quiet), DRAIN_S, "no call is open any more")
 
-    def check_lives(self, handle: JobHandle) -> None:
+    def check_incarnations(self, handle: JobHandle) -> None:
         """Nobody died but those who were killed."""
-        kills = Counter(kill.life.worker for kill in self.kills)
+        kills = Counter(kill.incarnation.worker for kill in self.kills)
         for worker in handle.status().workers:
-            name = life_of(worker).worker
+            name = incarnation_of(worker).worker
             if worker.incarnation != kills[name]:
                 self.wrong.append(
                     f"{name} was killed {kills[name]} times and is in incarnation {worker.incarnation}: {worker.reason}"
@@ -202,8 +202,8 @@ class Soak:
             "calls_by_second": by_second,
             "longest_lateness_s": accounts.longest_lateness_s,
             "items": dict(accounts.items),
-            "kills_by_role": dict(Counter(kill.life.worker.rpartition("-")[0] for kill in self.kills)),
-            "kills": [(kill.at - self.began_at, *kill.life) for kill in self.kills],
+            "kills_by_role": dict(Counter(kill.incarnation.worker.rpartition("-")[0] for kill in self.kills)),
+            "kills": [(kill.at - self.began_at, *kill.incarnation) for kill in self.kills],
             "growth": growths,
             "pss_mib": self.samples[-1].pss_mib,
             "shared_mib": self.samples[-1].shared_mib,
@@ -260,8 +260,8 @@ def num_running(handle: JobHandle) -> int:
     return sum(worker.state is WorkerState.RUNNING for worker in handle.status().workers)
 
 
-def life_of(worker: WorkerStatus) -> Life:
-    return Life(f"{worker.role}-{worker.rank}", worker.incarnation)
+def incarnation_of(worker: WorkerStatus) -> Incarnation:
+    return Incarnation(f"{worker.role}-{worker.rank}", worker.incarnation)
 
 
 def is_zygote(process: psutil.Process) -> bool:

@@ -8,20 +8,21 @@ import pytest
 
 from tests.soak.accounts import Accounts, Kill, close
 from tests.soak.health import Sample, growth, judge
-from tests.soak.journal import Fact, Journal, Life, Tail, read
+from tests.soak.journal import Fact, Incarnation, Journal, Tail, read
 
-A, B, C = Life("peer-0", 0), Life("peer-1", 0), Life("peer-2", 0)
+A, B, C = Incarnation("peer-0", 0), Incarnation("peer-1", 0), Incarnation("peer-2", 0)
 PUT = [(1.0, A, "put?"), (1.1, A, "put!")]
 DONE_BY_B = [(2.0, B, "take"), (2.1, B, "keep"), (2.2, B, "ack?"), (2.3, B, "ack!")]
 DONE_BY_C = [(5.0, C, "take"), (5.1, C, "keep"), (5.2, C, "ack?"), (5.3, C, "ack!")]
 KILL_B = [Kill(3.0, B)]
-Step = tuple[float, Life, str]
+Step = tuple[float, Incarnation, str]
 
 
 def story(steps: Sequence[Step], kills: Sequence[Kill] = ()) -> Accounts:
     """The accounts of one item."""
     return close(
-        [Fact(life, at, word, ["q", ["item"], *([""] * (word == "doubt"))]) for at, life, word in steps], kills
+        [Fact(incarnation, at, word, ["q", ["item"], *([""] * (word == "doubt"))]) for at, incarnation, word in steps],
+        kills,
     )
 
 
@@ -77,9 +78,9 @@ def test_what_may_not(steps: Sequence[Step], kills: Sequence[Kill], text: str) -
 
 def test_a_get_that_gave_nothing_acknowledges_if_the_owner_was_there() -> None:
     steps = [*PUT, *DONE_BY_B[:3], (2.3, B, "ack~"), *DONE_BY_C]
-    facts = [Fact(life, at, word, ["durable", ["item"]]) for at, life, word in steps]
-    assert close(facts, [*KILL_B, Kill(2.1, Life("vault-0", 0))]).wrong == []
-    (found,) = close(facts, [*KILL_B, Kill(2.5, Life("vault-0", 0))]).wrong
+    facts = [Fact(incarnation, at, word, ["durable", ["item"]]) for at, incarnation, word in steps]
+    assert close(facts, [*KILL_B, Kill(2.1, Incarnation("vault-0", 0))]).wrong == []
+    (found,) = close(facts, [*KILL_B, Kill(2.5, Incarnation("vault-0", 0))]).wrong
     assert "peer-1#0 had acknowledged it" in found
 
 
@@ -94,7 +95,7 @@ def test_a_death_that_nobody_caused() -> None:
 
 
 def test_journals_are_read_as_they_grow_and_without_a_line_that_was_cut(tmp_path: Path) -> None:
-    journal, tail = Journal(tmp_path, Life("peer-3", 2)), Tail(tmp_path)
+    journal, tail = Journal(tmp_path, Incarnation("peer-3", 2)), Tail(tmp_path)
     journal.write("calls", {"echo/result": 3, "fail/expected-error": 1}, 0.5)
     journal.write("put!", "q", ["a", "b"])
     assert tail.read() == {"calls": 4, "put!": 2}
@@ -105,8 +106,8 @@ def test_journals_are_read_as_they_grow_and_without_a_line_that_was_cut(tmp_path
         file.write(b't"]\n["cut')
     assert tail.read() == {"calls": 4, "put!": 2, "wrong": 1}
     facts = list(read(tmp_path))
-    assert [(fact.life, fact.word) for fact in facts] == [
-        (Life("peer-3", 2), word) for word in ("calls", "put!", "wrong")
+    assert [(fact.incarnation, fact.word) for fact in facts] == [
+        (Incarnation("peer-3", 2), word) for word in ("calls", "put!", "wrong")
     ]
     accounts = close(facts, [])
     assert (accounts.num_calls, accounts.longest_lateness_s, len(accounts.wrong)) == (4, 0.5, 3)  # two items were lost

@@ -89,13 +89,13 @@ class Driver:
         known = jobs or [DesiredJob(job_id="job-1", spec=SPEC, stop_grace_s=grace_s)]
         self.hear(DesiredWorkers(generation=self.generation, workers=list(workers), jobs=list(known)))
 
-    def say(self, life: JobWorkerIncarnation, *words: WorkerToAgent) -> None:
+    def say(self, incarnation: JobWorkerIncarnation, *words: WorkerToAgent) -> None:
         for word in words:
-            self.step(WorkerSaid(life=life, word=word))
+            self.step(WorkerSaid(incarnation=incarnation, word=word))
 
-    def start(self, life: JobWorkerIncarnation, pid: int = 7) -> None:
-        self.step(WorkerStarted(life=life, pid=pid))
-        self.say(life, Hello(pid=pid, inbox=Inbox(inbox_id=str(life))))
+    def start(self, incarnation: JobWorkerIncarnation, pid: int = 7) -> None:
+        self.step(WorkerStarted(incarnation=incarnation, pid=pid))
+        self.say(incarnation, Hello(pid=pid, inbox=Inbox(inbox_id=str(incarnation))))
 
     def take(self) -> list[AgentAction]:
         taken, self.actions = self.actions, []
@@ -114,29 +114,36 @@ class Driver:
         ]
         return {f"{worker.name}#{worker.worker_incarnation}": worker for worker in sent[-1].workers}
 
-    def state(self, life: JobWorkerIncarnation) -> WorkerState:
-        return self.core.workers[life].state
+    def state(self, incarnation: JobWorkerIncarnation) -> WorkerState:
+        return self.core.workers[incarnation].state
 
 
 ROLE = RoleSpec(name="w", kind="simple", entry_point=EntryPoint(kind="attribute", target="m"), total=2, per_group=2)
 SPEC = JobSpec(name="job", roles=[ROLE], stop_grace_s=10)
 
 
-def wanted(life: JobWorkerIncarnation, run: int | None = None) -> DesiredWorker:
-    if life.worker == "store":
-        return DesiredWorker(job_id=life.job_id, name="store", worker_incarnation=life.incarnation, kind="store")
+def wanted(incarnation: JobWorkerIncarnation, run: int | None = None) -> DesiredWorker:
+    if incarnation.worker == "store":
+        return DesiredWorker(
+            job_id=incarnation.job_id, name="store", worker_incarnation=incarnation.number, kind="store"
+        )
     order = None if run is None else RunOrder(round=run, rank=0, world_size=2)
     return DesiredWorker(
-        job_id=life.job_id, name=life.worker, worker_incarnation=life.incarnation, kind="worker", role="w", run=order
+        job_id=incarnation.job_id,
+        name=incarnation.worker,
+        worker_incarnation=incarnation.number,
+        kind="worker",
+        role="w",
+        run=order,
     )
 
 
-def next_life(life: JobWorkerIncarnation) -> JobWorkerIncarnation:
-    return life._replace(incarnation=life.incarnation + 1)
+def next_incarnation(incarnation: JobWorkerIncarnation) -> JobWorkerIncarnation:
+    return incarnation._replace(number=incarnation.number + 1)
 
 
 def started(actions: Sequence[AgentAction]) -> list[JobWorkerIncarnation]:
-    return [action.life for action in actions if isinstance(action, StartWorker)]
+    return [action.incarnation for action in actions if isinstance(action, StartWorker)]
 
 
 def sent(actions: Sequence[AgentAction]) -> list[str]:

@@ -98,7 +98,7 @@ class PlayedMaster:
             if isinstance(message, AgentHeartbeat):
                 self.say(HeartbeatSeen(), self.request_id)
             if isinstance(message, ObservedWorkers):
-                self.seen = by_life(message)
+                self.seen = by_incarnation(message)
             if isinstance(message, kind):
                 last = message
                 if is_so(message):
@@ -120,25 +120,25 @@ class PlayedMaster:
 
     def observe(self, is_so: Callable[[dict[str, ObservedWorker]], bool]) -> dict[str, ObservedWorker]:
         """The first observed set, by worker and incarnation, of which something is so."""
-        found = self.hear(ObservedWorkers, lambda message: is_so(by_life(message)))
-        return by_life(found)
+        found = self.hear(ObservedWorkers, lambda message: is_so(by_incarnation(message)))
+        return by_incarnation(found)
 
-    def reaches(self, life: str, state: WorkerState) -> ObservedWorker:
+    def reaches(self, incarnation: str, state: WorkerState) -> ObservedWorker:
         """The worker in that state, which the set heard last may already show."""
 
         def is_there(workers: dict[str, ObservedWorker]) -> bool:
-            return life in workers and workers[life].state is state
+            return incarnation in workers and workers[incarnation].state is state
 
-        return (self.seen if is_there(self.seen) else self.observe(is_there))[life]
+        return (self.seen if is_there(self.seen) else self.observe(is_there))[incarnation]
 
-    def failure(self, life: str = "w-0#0") -> Failure:
+    def failure(self, incarnation: str = "w-0#0") -> Failure:
         """How a worker ended that did not end well."""
-        failure = self.reaches(life, WorkerState.EXITED).failure
+        failure = self.reaches(incarnation, WorkerState.EXITED).failure
         assert failure is not None
         return failure
 
 
-def by_life(message: ObservedWorkers) -> dict[str, ObservedWorker]:
+def by_incarnation(message: ObservedWorkers) -> dict[str, ObservedWorker]:
     return {f"{worker.name}#{worker.worker_incarnation}": worker for worker in message.workers}
 
 

@@ -71,25 +71,27 @@ class Story:
         assert check(self.core) == []
         return given
 
-    def send(self, request: CoordinatorRequest, lives: dict[str, int] | None = None) -> Token:
+    def send(self, request: CoordinatorRequest, incarnations: dict[str, int] | None = None) -> Token:
         """Ask; the answer may come later."""
         self.num_asked += 1
         token = (b"peer", self.num_asked)
-        self.tell(RequestCame(token=token, request=request, lives=lives))
+        self.tell(RequestCame(token=token, request=request, incarnations=incarnations))
         return token
 
-    def ask(self, request: CoordinatorRequest, expected: type[A], lives: dict[str, int] | None = None) -> A:
+    def ask(self, request: CoordinatorRequest, expected: type[A], incarnations: dict[str, int] | None = None) -> A:
         """The answer, which comes at once and is of this kind."""
-        answer = self.answers[self.send(request, lives)]
+        answer = self.answers[self.send(request, incarnations)]
         assert isinstance(answer, expected), answer
         return answer
 
-    def refused(self, request: CoordinatorRequest, lives: dict[str, int] | None = None) -> Refused:
-        return self.ask(request, Refused, lives)
+    def refused(self, request: CoordinatorRequest, incarnations: dict[str, int] | None = None) -> Refused:
+        return self.ask(request, Refused, incarnations)
 
-    def refuses(self, request: CoordinatorRequest, code: str, *words: str, lives: dict[str, int] | None = None) -> None:
+    def refuses(
+        self, request: CoordinatorRequest, code: str, *words: str, incarnations: dict[str, int] | None = None
+    ) -> None:
         """It is refused with this code, and each of these words is in the reason."""
-        refusal = self.refused(request, lives)
+        refusal = self.refused(request, incarnations)
         assert refusal.code == code
         for each in words:
             assert each in refusal.reason
@@ -131,10 +133,12 @@ class Story:
         return [each.shard_id for each in self.ask(request, DataShards).shards]
 
 
-def worker(name: str, life: int = 0, **fields: Any) -> RegisterWorker:
+def worker(name: str, incarnation: int = 0, **fields: Any) -> RegisterWorker:
     """``w3`` has rank 3 of 4, unless told otherwise."""
     rank = int(name[1:]) if name[1:].isdigit() else -1
-    return RegisterWorker(**{"worker_id": name, "session": f"{name}/{life}", "rank": rank, "world_size": 4, **fields})
+    return RegisterWorker(
+        **{"worker_id": name, "session": f"{name}/{incarnation}", "rank": rank, "world_size": 4, **fields}
+    )
 
 
 def killed(name: str) -> WorkerGone:
@@ -146,7 +150,7 @@ def wait(
     arrival: int = 1,
     *,
     barrier_id: str = "b",
-    life: int = 0,
+    incarnation: int = 0,
     world_size: int = 4,
     timeout_s: float | None = None,
     on_loss: Literal["fail", "shrink"] = "fail",
@@ -156,7 +160,7 @@ def wait(
         space=space,
         barrier_id=barrier_id,
         worker_id=name,
-        session=f"{name}/{life}",
+        session=f"{name}/{incarnation}",
         arrival=arrival,
         world_size=world_size,
         timeout_s=timeout_s,
@@ -184,9 +188,11 @@ def spread(story: Story, *workers: str, **fields: Any) -> Story:
     return story
 
 
-def get(name: str, epoch: int = 0, life: int = 0) -> GetDataShard:
-    return GetDataShard(dataset_id="d", worker_id=name, session=f"{name}/{life}", epoch=epoch)
+def get(name: str, epoch: int = 0, incarnation: int = 0) -> GetDataShard:
+    return GetDataShard(dataset_id="d", worker_id=name, session=f"{name}/{incarnation}", epoch=epoch)
 
 
-def done(name: str, *shard_ids: int, epoch: int = 0, life: int = 0) -> MarkDone:
-    return MarkDone(dataset_id="d", worker_id=name, session=f"{name}/{life}", epoch=epoch, shard_ids=list(shard_ids))
+def done(name: str, *shard_ids: int, epoch: int = 0, incarnation: int = 0) -> MarkDone:
+    return MarkDone(
+        dataset_id="d", worker_id=name, session=f"{name}/{incarnation}", epoch=epoch, shard_ids=list(shard_ids)
+    )

@@ -54,7 +54,7 @@ class Bench:
         assert entry is not None
         return entry
 
-    def lives(self) -> dict[str, int]:
+    def incarnations(self) -> dict[str, int]:
         return {f"{one.role}-{one.rank}": one.incarnation for one in self.job.workers.values() if one.kind == "worker"}
 
     def end(self, role: str, rank: int, failure: Failure | None) -> None:

@@ -154,7 +154,7 @@ class Story:
         return said(self.tell(TakeDone(handle=consumer // 10, consumer=consumer, number=number, count=count)))
 
     def restart(self) -> None:
-        """The owner dies, and its next life has nothing but the journal. Nobody's question is answered any more."""
+        """The owner dies, and its next incarnation has nothing but the journal. Nobody's question is answered."""
         self.open.clear()
         self.core = QueueCore(self.now, **self.options, memory=self.journal.memory())
         assert check(self.core) == []

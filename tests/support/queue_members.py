@@ -35,7 +35,7 @@ def begun(work: Callable[..., Any], *arguments: Any, **options: Any) -> Future[A
 
 
 class Member:
-    """One life of a worker: as much of `current_worker()` as a queue uses."""
+    """One incarnation of a worker: as much of `current_worker()` as a queue uses."""
 
     def __init__(self, world: QueueWorld, name: str, incarnation: int) -> None:
         self.world = world

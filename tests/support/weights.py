@@ -35,7 +35,7 @@ class Cast:
         self.nodes: dict[str, str] = {}
 
     def worker(self, name: str, incarnation: int = 0) -> BusEndpoint:
-        """A new life of a worker, known to all and knowing all."""
+        """A new incarnation of a worker, known to all and knowing all."""
         bus, inbox = self.world.endpoint(name, {}, incarnation)
         self.buses[name] = bus
         self.tell(name, inbox, incarnation)
@@ -50,7 +50,7 @@ class Cast:
         return WeightsSender(self.worker(name, incarnation), "here", "rollout", "default")
 
     def die(self, name: str, state: Reachability = Reachability.DEAD) -> None:
-        """A worker's life is over: its sockets are gone, and then everybody hears of it."""
+        """A worker's incarnation is over: its sockets are gone, and then everybody hears of it."""
         bus = self.buses.pop(name)
         bus.close()
         if name in self.receivers:

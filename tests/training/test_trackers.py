@@ -19,7 +19,7 @@ for package in ("tensorboard", "mlflow", "wandb", "trackio"):
 
 STEPS, KILLED_AT, SAVED_EVERY = 200, 126, 10
 REDONE = KILLED_AT // SAVED_EVERY * SAVED_EVERY
-"""Step of the checkpoint that the second life begins with."""
+"""Step of the checkpoint that the second incarnation begins with."""
 SERIES = "w_2-0_1-0/0.metrics.jsonl"
 CODE = f"""
 import os, signal, time

@@ -131,12 +131,12 @@ class _Hooked:
 
 
 def test_fork_hook_is_called_in_the_child_while_its_object_lives() -> None:
-    lives, dead = _Hooked(3), _Hooked(4)
+    incarnations, dead = _Hooked(3), _Hooked(4)
     del dead
     child = os.fork()
     if not child:
         os._exit(5)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == lives.code
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == incarnations.code
 
 
 def test_fork_has_timers_of_its_own() -> None:

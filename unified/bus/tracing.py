@@ -51,7 +51,7 @@ class CallTracer:
         self._exporters = exporters
         self._path = path
         self._older, self._base = (path.with_name(f"{path.name}.{suffix}") for suffix in ("1", "base"))
-        for old in (path, self._older, self._base):  # of a job with this id in an earlier life of the cluster
+        for old in (path, self._older, self._base):  # of a job with this id in an earlier start of the cluster
             old.unlink(missing_ok=True)
         self._limit = round(rate * 2**32)
         self._waiting: deque[CallSpan] = deque(maxlen=MAX_WAITING)

@@ -416,7 +416,7 @@ class CheckpointManager(ClosedOnExit):
         """
         return self._run.sync(directory, name)
 
-    # --- life
+    # --- opening and closing
 
     async def __aenter__(self) -> Self:
         return self

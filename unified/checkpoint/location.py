@@ -126,7 +126,7 @@ def resolve(existing: Manifest | None, writer: WriterIdentity, *, is_older: bool
     """Return what a writer does with a step that may be there already. Pure.
 
     A run that went back to an older checkpoint saves the steps since then again: they replace those that an earlier
-    life left, and its own. Data-parallel ranks that all save the same step have the same state: the first one's stays.
+    incarnation left, and its own. Data-parallel ranks that all save the same step have the same state: the first stays.
     Anybody else is another run that was pointed at the same place.
 
     Args:

@@ -18,7 +18,7 @@ from unified.doctor import Finding, Severity, examine_cluster, examine_host
 from unified.doctor.judgement import untested
 from unified.errors import UsageError
 
-MARKS = dict(zip(Severity, (("✓", "green"), ("!", "yellow"), ("✗", "red"), ("–", "dim")), strict=True))
+SIGNS = dict(zip(Severity, (("✓", "green"), ("!", "yellow"), ("✗", "red"), ("–", "dim")), strict=True))
 
 
 def doctor_arguments(parser: ArgumentParser) -> None:
@@ -61,7 +61,7 @@ def _print(findings: Sequence[Finding]) -> None:
 
     console, width = Console(), max(len(each.check) for each in findings)
     for each in findings:
-        mark, colour = MARKS[each.severity] if console.is_terminal else (f"{each.severity:8}", "")
+        mark, colour = SIGNS[each.severity] if console.is_terminal else (f"{each.severity:8}", "")
         line = Text.assemble((mark, colour), f"  {each.check:{width}}  {each.what}")
         if each.advice:
             line.append(f"\n{'':{len(mark) + width + 4}}{each.advice}", "dim")

@@ -29,7 +29,7 @@ SKEW_S = 5.0
 CURVE_CHARS = 24
 _BARS = "▁▂▃▄▅▆▇█"
 _HEADER = ["WORKER", "NAME", "STEP", "LAST", "LOWEST", "HIGHEST", "POINTS", "REPORTED", "CURVE"]
-_CSV_HEADER = ["worker", "life", "time", "step", "name", "value"]
+_CSV_HEADER = ["worker", "incarnation", "time", "step", "name", "value"]
 Write = Callable[[str, WorkerReport], object]
 
 

@@ -51,7 +51,7 @@ NODE_HEADER = [
     "CHECK",
     "REASON",
 ]
-WORKER_HEADER = ["WORKER", "LIFE", "STATE", "NODE", "PID", "DEVICES", "FAILED", "PROGRESS", "REASON"]
+WORKER_HEADER = ["WORKER", "INCARNATION", "STATE", "NODE", "PID", "DEVICES", "FAILED", "PROGRESS", "REASON"]
 SEARCHED_JOBS = 20
 T = TypeVar("T")
 
@@ -66,11 +66,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], width: int | 
     texts = [[escaped(str(cell)) for cell in row] for row in rows]
     if width is None:
         texts = [[*row[:-1], cut(row[-1], REASON_WIDTH)] for row in texts]
-    told = [
+    filled_columns = [
         column for column in range(len(header)) if width is None or any(row[column] not in ("", "-") for row in texts)
     ]
-    cells = [[row[column] for column in told] for row in (list(header), *texts)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(told))]
+    cells = [[row[column] for column in filled_columns] for row in (list(header), *texts)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(filled_columns))]
     lines = ["  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip() for row in cells]
     return lines if width is None else [cut(line, width) for line in lines]
 

@@ -65,8 +65,8 @@ def head_lines(role: str, report: StackReport) -> list[str]:
     verdict = judge(report.workers)
     said = set(verdict.findings)
     notes = [f"rank {worker.rank}: {worker.note}" for worker in report.workers if worker.note]
-    told = [note for note in notes if not any(note.partition(": ")[2] in finding for finding in said)]
-    return [f"{role}: {len(report.workers)} workers", *(f"  {line}" for line in (*verdict.findings, *told))]
+    shown = [note for note in notes if not any(note.partition(": ")[2] in finding for finding in said)]
+    return [f"{role}: {len(report.workers)} workers", *(f"  {line}" for line in (*verdict.findings, *shown))]
 
 
 def cards(report: StackReport, *, with_runtime: bool = False) -> list[Card]:

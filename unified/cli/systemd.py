@@ -22,7 +22,7 @@ PROGRAMS = Path("/opt/unified/bin")
 _CODE = Path(__file__).parents[1]
 _FILES = _CODE / "units" if (_CODE / "units").is_dir() else _CODE.parent / "deploy/systemd"
 _ROOT = Path("/")
-_HOMES = tuple(map(Path, ("/home", "/root", "/run/user")))
+_HOME_FOLDERS = tuple(map(Path, ("/home", "/root", "/run/user")))
 _MASTER = re.compile(r"^UNIFIED_MASTER=.*$", re.MULTILINE)
 
 
@@ -56,8 +56,8 @@ def install(role: str, master: str | None, user: bool, only_prints: bool) -> Non
     programs = Path(sysconfig.get_path("scripts"))
     if not os.access(programs / f"unified-{role}", os.X_OK):
         raise UsageError(f"no program {programs}/unified-{role}: {sys.executable} -m pip install unified-runtime.")
-    places = _places(programs)
-    is_below_home = any(place.is_relative_to(home) for place in places for home in _HOMES)
+    paths = _program_paths(programs)
+    is_below_home = any(place.is_relative_to(home) for place in paths for home in _HOME_FOLDERS)
     files = render(role, programs, address, is_user=user, is_below_home=is_below_home)
     if only_prints:
         sys.stdout.write("\n".join(f"# {file.path}\n{file.text}" for file in files))
@@ -70,7 +70,7 @@ def install(role: str, master: str | None, user: bool, only_prints: bool) -> Non
     if role == "agent" and address is None and not files[-1].path.exists():
         raise UsageError(f"no master: give --master tcp://HOST:PORT, which goes into {files[-1].path}.")
     if not user:
-        _check_reach(places)
+        _check_reach(paths)
     was_there = files[0].path.exists()
     for file in files:
         sys.stdout.write(f"{_write(file, address)} {file.path}\n")
@@ -94,16 +94,16 @@ def render(
     unit, settings = f"unified-{role}.service", f"{role}.env"
     if is_user:
         config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-        places = {f"user/{unit}": config / "systemd/user" / unit, f"user/{settings}": config / "unified" / settings}
+        paths = {f"user/{unit}": config / "systemd/user" / unit, f"user/{settings}": config / "unified" / settings}
     else:
-        places = {
+        paths = {
             unit: _ROOT / "etc/systemd/system" / unit,
             "unified.sysusers": _ROOT / "etc/sysusers.d/unified.conf",
             "unified.tmpfiles": _ROOT / "etc/tmpfiles.d/unified.conf",
             settings: _ROOT / "etc/unified" / settings,
         }
     files = []
-    for name, path in places.items():
+    for name, path in paths.items():
         text = (_FILES / name).read_text().replace(str(PROGRAMS), str(programs))
         if is_below_home:
             text = text.replace("ProtectHome=yes", "ProtectHome=read-only")
@@ -115,14 +115,14 @@ def _with_master(text: str, master: str | None) -> str:
     return text if master is None else _MASTER.sub(f"UNIFIED_MASTER={master}", text)
 
 
-def _places(programs: Path) -> list[Path]:
+def _program_paths(programs: Path) -> list[Path]:
     """Return the folders without which a daemon cannot start: its program, its interpreter, its code."""
     return [programs, Path(sys.executable).resolve().parent, Path(sys.base_prefix), _CODE]
 
 
-def _check_reach(places: list[Path]) -> None:
+def _check_reach(paths: list[Path]) -> None:
     """Raise UsageError if another user than root cannot enter one of the folders."""
-    for folder in (above for place in places for above in (*reversed(place.parents), place)):
+    for folder in (above for place in paths for above in (*reversed(place.parents), place)):
         if not folder.stat().st_mode & 0o001:
             raise UsageError(
                 f"{folder} has a part of this installation, and the user of the daemons, unified, cannot enter it: "

@@ -188,7 +188,7 @@ def _table(mirror: ClusterMirror, view: TableView, shown: Sequence[str], chosen:
     headers = {
         "jobs": ["JOB", "STAGE", "AGE", "WORKERS", "PROGRESS", "REASON"],
         "nodes": ["NODE", "STATE", "WORKERS", "FREE CPU", "DEVICES", "REASON"],
-        "job": ["WORKER", "LIFE", "STATE", "NODE", "PROGRESS", "REASON"],
+        "job": ["WORKER", "INCARNATION", "STATE", "NODE", "PROGRESS", "REASON"],
     }
     table = Table(box=None, expand=True, padding=(0, 2, 0, 0), header_style="dim")
     for title in headers[view.what]:
@@ -231,10 +231,17 @@ def _node_cells(node: NodeStatus) -> list[str]:
 
 
 def _worker_cells(status: JobStatus, worker: WorkerStatus) -> list[str]:
-    progress, life = worker.progress, str(worker.incarnation)
+    progress, incarnation = worker.progress, str(worker.incarnation)
     step = "" if progress is None or progress.step is None else str(progress.step)
     of_total = f"{step}/{progress.total}" if progress is not None and progress.total else step
-    return [short_name(worker), life, state_text(status, worker), worker.node, of_total, first_line(worker.reason)]
+    return [
+        short_name(worker),
+        incarnation,
+        state_text(status, worker),
+        worker.node,
+        of_total,
+        first_line(worker.reason),
+    ]
 
 
 @contextmanager

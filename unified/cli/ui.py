@@ -87,9 +87,9 @@ def lines(url: str, ticket: str, env: Mapping[str, str]) -> list[str]:
     there = path or f"127.0.0.1:{port}"
     open_at = f"http://127.0.0.1:{port}/#ticket={ticket}"
     connection = env.get("SSH_CONNECTION", "").split()
-    told = [f"the page: {open_at}  (once, within 5 minutes; Ctrl-C ends it)"]
+    advice = [f"the page: {open_at}  (once, within 5 minutes; Ctrl-C ends it)"]
     if path or len(connection) == 4:
         user = submitter().partition("@")[0]
         host = connection[2] if len(connection) == 4 else socket.gethostname()
-        told.insert(0, f"on your own computer, first: ssh -N -L {port}:{there} {user}@{host}")
-    return told
+        advice.insert(0, f"on your own computer, first: ssh -N -L {port}:{there} {user}@{host}")
+    return advice

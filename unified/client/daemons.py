@@ -27,14 +27,14 @@ class Daemon:
     """
 
     def __init__(
-        self, module: str, arguments: Sequence[str], log_file: Path, env: Mapping[str, str], *, is_told: bool = False
+        self, module: str, arguments: Sequence[str], log_file: Path, env: Mapping[str, str], *, has_input: bool = False
     ) -> None:
         self.log_file = log_file
         with log_file.open("ab") as log:
             # -P: a user's own select.py in the working directory is not for us
             self._process = subprocess.Popen(
                 [settings.python(), "-P", "-m", module, *arguments],
-                stdin=subprocess.PIPE if is_told else subprocess.DEVNULL,
+                stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=dict(env),

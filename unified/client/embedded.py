@@ -33,12 +33,12 @@ from unified.threads import start_thread
 
 CLUSTER_VARIABLE = "UNIFIED_CLUSTER_ID"
 """In the environment of every process of an embedded cluster, workers included."""
-KEPT_HOMES = 10
+MAX_KEPT = 10
 READY_S = 30.0
 POLL_S = 0.01
 MASTER_STOP_S = 3.0
 MASTER_BACKOFF = Backoff()
-"""Between the lives of a master: what ended one, a full disk say, may end the next."""
+"""Between two starts of a master: what ended it, a full disk say, may end it again."""
 LEFTOVER_S = 1.0
 
 
@@ -63,7 +63,7 @@ class EmbeddedCluster:
         problem: why the cluster is of no use any more, or None.
         preload: what the zygotes import before they fork; it counts at `begin`.
         environ: what the daemons and workers inherit.
-        leftovers: after `stop`: processes that had to be killed and sockets that nobody removed.
+        left_behind: after `stop`: processes that had to be killed and sockets that nobody removed.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class EmbeddedCluster:
         self.preload: Preload = ""
         self.environ = dict(os.environ)
         self.problem: str | None = None
-        self.leftovers: list[str] = []
+        self.left_behind: list[str] = []
         self._is_own_home = home is None
         self._owner = os.getpid()
         self._env = dict(env or {})
@@ -186,7 +186,7 @@ class EmbeddedCluster:
 
     def _prepare(self) -> None:
         if self._is_own_home:
-            _prune(self.home.parent, KEPT_HOMES - 1)
+            _prune(self.home.parent, MAX_KEPT - 1)
         settings.make_folder(self.home)
         settings.make_run_root()
         clusters.sweep(self._run_dir.parent)
@@ -282,7 +282,7 @@ class EmbeddedCluster:
 
     def _start_early(self, name: str) -> Daemon:
         arguments = ["--early", str(self._owner), name]
-        return Daemon("unified_agent", arguments, self.home / f"{name}.log", self._environment(), is_told=True)
+        return Daemon("unified_agent", arguments, self.home / f"{name}.log", self._environment(), has_input=True)
 
     def _start_agent(self, name: str) -> Daemon:
         return Daemon("unified_agent", self._agent_flags(name), self.home / f"{name}.log", self._environment())
@@ -338,10 +338,10 @@ class EmbeddedCluster:
         Daemon.end_all(self._agents, self._stop_timeout_s)
         if self._master is not None:
             Daemon.end_all([self._master], min(MASTER_STOP_S, max(self._stop_timeout_s, 0.5)))
-        self.leftovers = [
+        self.left_behind = [
             f"process {process}" for process in kill_marked(f"{CLUSTER_VARIABLE}={self.cluster_id}", LEFTOVER_S)
         ]
-        self.leftovers += [f"socket {path}" for path in _sockets(self._run_dir)]
+        self.left_behind += [f"socket {path}" for path in _sockets(self._run_dir)]
         shutil.rmtree(self._run_dir, ignore_errors=True)
         if self._lock_file is not None:
             os.close(self._lock_file)
@@ -357,10 +357,10 @@ def _sockets(folder: Path) -> list[Path]:
 
 
 def _prune(folder: Path, keep: int) -> None:
-    """Remove the oldest homes of clusters that have ended."""
+    """Remove the oldest folders of clusters that have ended."""
     if not folder.is_dir():
         return
-    homes = sorted(path for path in folder.iterdir() if path.is_dir())
-    for home in homes[: max(0, len(homes) - keep)]:
+    folders = sorted(path for path in folder.iterdir() if path.is_dir())
+    for home in folders[: max(0, len(folders) - keep)]:
         if not marked_processes(f"{CLUSTER_VARIABLE}={home.name}"):
             shutil.rmtree(home, ignore_errors=True)

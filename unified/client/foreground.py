@@ -371,7 +371,7 @@ class Watch:
                 self._follower.shown()
             case MasterSilent(since, error):
                 self._check()
-                self._bear_silence(since, error)
+                self._wait_for_master(since, error)
             case MasterAnswers():
                 if self._is_master_silent:
                     self._is_master_silent = False
@@ -408,7 +408,7 @@ class Watch:
         if has_ended:
             self._ended, self._ended_at = status, time.monotonic()
 
-    def _bear_silence(self, since: float, error: MasterUnreachableError | None) -> None:
+    def _wait_for_master(self, since: float, error: MasterUnreachableError | None) -> None:
         if error is not None and time.monotonic() - since > MASTER_GRACE_S:
             raise MasterUnreachableError(
                 f"the master at {self._connection.address} was away for {MASTER_GRACE_S:g} s. Job {self._job_id} goes "

@@ -43,7 +43,7 @@ def restart_workers(
     workers: Iterable[str] = (),
     *,
     timeout: float | None = None,
-    asked: Callable[[dict[str, int]], None] = lambda lives: None,
+    asked: Callable[[dict[str, int]], None] = lambda incarnations: None,
 ) -> None:
     """Restart workers, or the whole job if none is named, as `JobHandle.restart` does.
 
@@ -51,7 +51,7 @@ def restart_workers(
         asked: called with the incarnation to come of each worker concerned, before it is waited for.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
-    left = connection.ask(RestartWorkers(job=job_id, workers=list(workers)), Done).lives
+    left = connection.ask(RestartWorkers(job=job_id, workers=list(workers)), Done).incarnations
     asked(left)
     watch = JobWatch(connection, job_id)
     while left:

@@ -202,15 +202,15 @@ class StreamCursor:
             self._decoder.reset()
         self._present = chunk.size if self._present is None else self._present
         self.is_caught_up = self._offset >= self._present or not (self.has_moved or chunk.is_busy)
-        self._pace(self.has_moved, now)
+        self._set_pause(self.has_moved, now)
         return found
 
     def nothing(self, now: float) -> None:
         """The log cannot be read now (no such file yet, or its node is away)."""
         self.is_caught_up, self.has_moved = True, False
-        self._pace(False, now)
+        self._set_pause(False, now)
 
-    def _pace(self, has_data: bool, now: float) -> None:
+    def _set_pause(self, has_data: bool, now: float) -> None:
         self._pause_s = LIVE_PAUSE_S if has_data else min(self.idle_s, self._pause_s * 1.5)
         self.due_at = now + (self._pause_s if self._is_live or not has_data else 0.0)
 
@@ -348,7 +348,7 @@ class LogReader:
         self._max_workers = max_workers
         self._offset = 0 if tail_bytes is None else -tail_bytes
         self._files = files or {}
-        self._lives: dict[str, int] = {}
+        self._incarnations: dict[str, int] = {}
         self._cursors: list[StreamCursor] = []
         self._view = LineView()
         self._is_over = False
@@ -360,8 +360,8 @@ class LogReader:
         for worker in sorted(status.workers, key=lambda worker: worker.rank):  # the first ranks of each role win
             if not self._wanted.takes(worker):
                 continue
-            is_full = self._max_workers is not None and len(self._lives) >= self._max_workers
-            if is_full and worker.name not in self._lives:
+            is_full = self._max_workers is not None and len(self._incarnations) >= self._max_workers
+            if is_full and worker.name not in self._incarnations:
                 left_out += 1
             else:
                 self._meet(worker)
@@ -452,7 +452,7 @@ class LogReader:
         yield from self._view.flush()
 
     def _meet(self, worker: WorkerStatus) -> None:
-        first = self._lives.get(worker.name, worker.incarnation - 1 if self._offset else -1) + 1
+        first = self._incarnations.get(worker.name, worker.incarnation - 1 if self._offset else -1) + 1
         if first > worker.incarnation:
             return
         for cursor in self._cursors:
@@ -479,7 +479,7 @@ class LogReader:
                 )
         for cursor in self._cursors:
             cursor.idle_s = max(IDLE_PAUSE_S, len(self._cursors) / MAX_IDLE_READS_S)
-        self._lives[worker.name] = worker.incarnation
+        self._incarnations[worker.name] = worker.incarnation
 
     def _finish(self, cursor: StreamCursor, reply: PendingReply) -> list[Output]:
         try:

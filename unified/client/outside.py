@@ -251,16 +251,16 @@ class OutsideCaller:
         bus, found = self._bus, self._directory
         if bus is None or found is None or getattr(error, "code", "") != "ended":
             return
-        lives = [(name, bus.directory.get(name)) for names in found.roles.values() for name in names]
+        incarnations = [(name, bus.directory.get(name)) for names in found.roles.values() for name in names]
         bus.update_directory(
             [
                 DirectoryEntry(
                     worker=name,
-                    incarnation=0 if life is None else life.incarnation,
+                    incarnation=0 if incarnation is None else incarnation.incarnation,
                     state=Reachability.ENDED,
                     reason=str(error),
                 )
-                for name, life in lives
+                for name, incarnation in incarnations
             ]
         )
 

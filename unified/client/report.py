@@ -40,7 +40,7 @@ class RoleSummary(NamedTuple):
 
     name: str
     counts: dict[str, int]
-    """Number of workers in each state, in the order of a worker's life."""
+    """Number of workers in each state, in the order in which a worker has them."""
     round: int
     """0 for a role that is not elastic, or before its first round."""
     num_restarts: int
@@ -220,9 +220,9 @@ def time_text(status: JobStatus, now: float) -> str:
     shares = {phase: seconds / total for phase, seconds in spent.items()}
     useful = shares.pop(Phase.PRODUCTIVE.value, 0.0)
     others = sorted(shares.items(), key=lambda each: -each[1])
-    told = [f"{useful:.0%} productive", *(f"{share:.0%} {phase}" for phase, share in others if share >= 0.005)]
+    parts = [f"{useful:.0%} productive", *(f"{share:.0%} {phase}" for phase, share in others if share >= 0.005)]
     length = round(useful * TIME_BAR)
-    return f"[{'#' * length}{'.' * (TIME_BAR - length)}] {', '.join(told).replace('%', ' %')}"
+    return f"[{'#' * length}{'.' * (TIME_BAR - length)}] {', '.join(parts).replace('%', ' %')}"
 
 
 def state_lines(status: JobStatus, now: float) -> list[str]:
@@ -272,12 +272,12 @@ def unread_lines(status: JobStatus) -> list[str]:
 
 def _failure_lines(status: JobStatus, end: EndReport, is_traceback_shown: bool) -> list[str]:
     failure = end.failure
-    life = f" (life {end.incarnation}; the first is 0)" if end.incarnation else ""
+    incarnation = f" (incarnation {end.incarnation}; the first is 0)" if end.incarnation else ""
     lines = [
-        _row("worker", f"{end.worker}{life} on node {end.node or '-'}"),
+        _row("worker", f"{end.worker}{incarnation} on node {end.node or '-'}"),
         _row("failure", failure.summary),
     ]
-    limit, reason = _told_apart(end, status.reason)
+    limit, reason = _split(end, status.reason)
     if limit:
         lines.append(_row("limit", limit))
     if reason:
@@ -304,7 +304,7 @@ def _memory_text(evidence: Evidence) -> str:
     return f"{peak}sampled: {samples} MB, {when} before its end"
 
 
-def _told_apart(end: EndReport, reason: str) -> tuple[str, str]:
+def _split(end: EndReport, reason: str) -> tuple[str, str]:
     """The limit in as many words as there are, and what the reason says beyond it and the failure's summary."""
     _, summary, rest = reason.partition(end.failure.summary.rstrip("."))
     if not summary:

@@ -7,7 +7,7 @@ from typing import Any
 
 from unified import lazy
 
-_HOMES = {
+_MODULES = {
     "unified.data": ["DatasetRegistry", "TrainingOrchestrator"],
     "unified.checkpoint": ["CheckpointManager"],
 }
@@ -18,8 +18,8 @@ _RECORDS = {
 }
 """Records: results of `get_assignment` and `latest_checkpoint()`, and the coordinator's answer to a registration."""
 __path__: list[str] = []  # a package: modules of a real one, where the aliases are forced, are found by their own path
-__all__ = [*(name for names in _HOMES.values() for name in names), *_RECORDS]
-_find, __dir__ = lazy.exports(__name__, {**_HOMES, __name__: _RECORDS})
+__all__ = [*(name for names in _MODULES.values() for name in names), *_RECORDS]
+_find, __dir__ = lazy.exports(__name__, {**_MODULES, __name__: _RECORDS})
 
 
 def __getattr__(name: str) -> Any:

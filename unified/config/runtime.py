@@ -254,7 +254,7 @@ def _checked(kind: type[msgspec.Struct], given: Mapping[str, _Given]) -> dict[st
         try:
             values[key] = msgspec.convert(value, types[key], strict=not is_text)
         except msgspec.ValidationError as error:
-            raise OptionError(f"{what}: {_told(error, types[key], value)}") from None
+            raise OptionError(f"{what}: {_sentence(error, types[key], value)}") from None
         if key == "address":
             _check_address(values[key], what)
         elif key == "coordinator_url":
@@ -278,7 +278,7 @@ def _check_url(url: str, what: str) -> None:
         raise OptionError(f"{what}: {error}") from None
 
 
-def _told(error: msgspec.ValidationError, kind: Any, value: object) -> str:
+def _sentence(error: msgspec.ValidationError, kind: Any, value: object) -> str:
     """Return the error of a value in words."""
     text = str(error)
     if "enum value" in text or "`str | null`" in text:

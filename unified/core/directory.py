@@ -102,8 +102,9 @@ class WorkerDirectory:
         if entry is None:
             return "it has not started yet"
         if entry.state is Reachability.ALIVE:
-            return f"its life {entry.incarnation} has no inbox yet"
-        return f"its life {entry.incarnation} ended ({entry.reason or 'no reason given'}) and the next has not begun"
+            return f"its incarnation {entry.incarnation} has no inbox yet"
+        reason = entry.reason or "no reason given"
+        return f"its incarnation {entry.incarnation} ended ({reason}) and the next has not begun"
 
     def merge(self, entries: Iterable[DirectoryEntry]) -> list[Change]:
         """Take entries in; return what they change, names last and each name once."""
@@ -174,7 +175,7 @@ def _died(old: DirectoryEntry | None, new: DirectoryEntry) -> IncarnationDied | 
         return None
     reason = new.reason
     if not reason:
-        reason = "no reason given" if over == new.incarnation else f"life {new.incarnation} took its place"
+        reason = "no reason given" if over == new.incarnation else f"incarnation {new.incarnation} took its place"
     inbox, node = (new.inbox, new.node) if over == new.incarnation else (None, "")
     if old is not None and old.state is Reachability.ALIVE:
         inbox, node = old.inbox, old.node

@@ -63,9 +63,9 @@ class ConsistentHash:
         if self._ring is None:
             points = sorted((point, node) for node in self._nodes for point in points_of(node, self._num_points))
             self._ring = [point for point, _ in points], [node for _, node in points]
-        places, nodes = self._ring
+        positions, nodes = self._ring
         place = int.from_bytes(blake2b(f"{shard_id}/{dataset_id}".encode(), digest_size=4).digest(), "little")
-        return nodes[bisect_left(places, place) % len(nodes)]
+        return nodes[bisect_left(positions, place) % len(nodes)]
 
 
 class ShardManager:

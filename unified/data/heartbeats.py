@@ -57,17 +57,17 @@ class Heartbeats:
 
     def _beat(self) -> None:
         heard_at = time.monotonic()
-        is_told = False
+        is_notified = False
         while not self._stopping.wait(self._interval_s):
             error = self._say()
             now = time.monotonic()
             if error is None:
-                heard_at, is_told = now, False
+                heard_at, is_notified = now, False
             elif isinstance(error, WorkerUnknownError):
                 self._tell(error)
                 return
-            elif not is_told and now - heard_at >= self._timeout_s:
-                is_told = True
+            elif not is_notified and now - heard_at >= self._timeout_s:
+                is_notified = True
                 self._tell(
                     MasterUnreachableError(
                         f"worker {self._message.worker_id} has heard nothing of its coordinator for "
@@ -124,6 +124,6 @@ def heartbeat_error(message: Heartbeat, answer: HeartbeatResponse) -> WorkerUnkn
         return None
     return WorkerUnknownError(
         f"worker {message.worker_id} is not known to its coordinator any more: it was silent for too long, or a new "
-        "life of it has registered. Register it again, or end this process.",
+        "incarnation of it has registered. Register it again, or end this process.",
         code="unknown-worker",
     )

@@ -213,7 +213,7 @@ class TrainingOrchestrator:
             if self._heartbeats is None and session == self._session:
                 self._heartbeats = Heartbeats(
                     self._coordinator,
-                    self._life(session),
+                    self._incarnation(session),
                     interval_s=interval_within(
                         self.worker_id, self.heartbeat_interval_s or answer.heartbeat_interval_s, answer.timeout_s
                     ),
@@ -231,7 +231,7 @@ class TrainingOrchestrator:
             MasterUnreachableError: no coordinator answered.
         """
         await self._be_registered()
-        message = self._life(self._session)
+        message = self._incarnation(self._session)
         answer = await asyncio.wrap_future(self._coordinator.submit(message, HeartbeatResponse))
         error = heartbeat_error(message, answer)
         if error is not None:
@@ -368,7 +368,7 @@ class TrainingOrchestrator:
             member=self._member,
         )
 
-    def _life(self, session: str) -> Heartbeat:
+    def _incarnation(self, session: str) -> Heartbeat:
         return Heartbeat(space=self._space, worker_id=self.worker_id, session=session)
 
     def _lost(self, session: str, error: UnifiedError) -> None:

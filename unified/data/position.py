@@ -133,7 +133,7 @@ def restore_request(
 
     Args:
         position: what `ShardedDataset.state_dict` or `merge_positions` gave.
-        reader: the worker that asks: `space`, `worker_id`, `session`, `life`.
+        reader: the worker that asks: `space`, `worker_id`, `session`, `incarnation`.
         world: ids of all who read from now on; empty if they are not known.
         is_first: it counts only if this process has restored none of this dataset for that worker yet.
     """

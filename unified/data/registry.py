@@ -359,7 +359,7 @@ class DatasetRegistry(ClosedOnExit):
             dataset_id,
             worker_rank,
             self.status(dataset_id).format,
-            life=self._identity.life if is_mine else -1,
+            incarnation=self._identity.incarnation if is_mine else -1,
             is_elastic=is_mine and self._identity.is_elastic,
         )
 
@@ -411,7 +411,7 @@ class DatasetRegistry(ClosedOnExit):
             "worker_id": worker.name,
             "is_id": worker.is_id,
             "session": session_of(identity.space, worker.name),
-            "life": identity.life if worker.name == identity.worker_id else -1,
+            "incarnation": identity.incarnation if worker.name == identity.worker_id else -1,
         }
 
     def _join_world(self, dataset_id: str, members: Sequence[str]) -> None:

@@ -85,7 +85,7 @@ class DatasetShards:
     dataset_id: str
     worker_rank: int | str | None
     format: str
-    life: int = -1
+    incarnation: int = -1
     """In a job, the incarnation of the worker that this process is, from 0; else -1."""
     is_elastic: bool = False
     """The workers of its role are started again together."""

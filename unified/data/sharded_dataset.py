@@ -71,7 +71,7 @@ class RestorableSource(ShardSource, Protocol):
     """A shard source that can go back to a position and knows how far others are, as a coordinator does."""
 
     @property
-    def life(self) -> int:
+    def incarnation(self) -> int:
         """In a job, the incarnation of the worker that reads, from 0; else -1."""
 
     @property
@@ -283,12 +283,12 @@ class ShardedDataset(IterableDataset[Any]):
         source, epoch = self._source, self._position.epoch
         if not isinstance(source, RestorableSource):
             return
-        is_again = source.is_elastic and source.life > 0
+        is_again = source.is_elastic and source.incarnation > 0
         if self._restart == "anew" or (self._restart is None and is_again):
             source.restore(self._position.state(), is_first=True)
             return
         is_empty = not source.shards(epoch)
-        if not is_empty and source.life <= 0:
+        if not is_empty and source.incarnation <= 0:
             return
         status = source.status()
         num_done = status.num_done if status.epoch == epoch else status.num_shards * is_empty

@@ -25,7 +25,7 @@ class WorkerIdentity:
     """The job's id; outside a job ``UNIFIED_SPACE``, or empty."""
     worker_id: str = ""
     """The worker's id; empty: not known."""
-    life: int = -1
+    incarnation: int = -1
     """In a job: the incarnation of that worker, from 0."""
     is_elastic: bool = False
     """True if all workers of its role are started again together."""
@@ -47,7 +47,7 @@ def discover(env: Mapping[str, str] | None = None) -> WorkerIdentity:
         return WorkerIdentity(
             space=worker.job_info.job_id,
             worker_id=me.name,
-            life=worker.incarnation,
+            incarnation=worker.incarnation,
             is_elastic=me.sub_master == "elastic",
             rank=me.rank,
             world_size=me.world_size,

@@ -39,9 +39,9 @@ from unified.threads import start_thread
 RDMA = Path("/sys/class/infiniband")
 SYSTEMD = Path("/etc/systemd")
 OTHER_SETTINGS = """
-    AGENT_LIFE AGENT_NODE AGENT_SNAPSHOTS ALLOCATION_ENDS_AT BUS_ROUTE CLUSTER_ID COMPAT CONFIG CONTROL_FD DEBUGPY
-    FOLD HOME INCARNATION INSECURE JOB_ID KEEP_FREED_MB KEY_FILE LOG_LEVEL MASTER NODE PORT_RANGE PRELOAD PROGRESS
-    REPORT_RUN RUN_DIR SHIP_LIMIT SHM_LIMIT SLURM_GROUPS STORY_FOLDER TRACE WORKER WORKER_NICE
+    AGENT_INCARNATION AGENT_NODE AGENT_SNAPSHOTS ALLOCATION_ENDS_AT BUS_ROUTE CLUSTER_ID COMPAT CONFIG CONTROL_FD
+    DEBUGPY FOLD HOME INCARNATION INSECURE JOB_ID KEEP_FREED_MB KEY_FILE LOG_LEVEL MASTER NODE PORT_RANGE PRELOAD
+    PROGRESS REPORT_RUN RUN_DIR SHIP_LIMIT SHM_LIMIT SLURM_GROUPS STORY_FOLDER TRACE WORKER WORKER_NICE
 """
 """Variables, less ``UNIFIED_``, of no table: those of users, and those that our processes give each other."""
 USUAL_DESCRIPTORS, CAP_IPC_LOCK, FIRST_ORDINARY_UID = 1024, 14, 1000
@@ -208,7 +208,7 @@ def _killed_agents() -> Finding:
             os.close(descriptor)
             record = json.loads(path.read_bytes() or "{}")
             agents.append(f"node {record.get('node')}, pid {record.get('pid')}")
-            mark = f"UNIFIED_AGENT_LIFE={record.get('life')}"
+            mark = f"UNIFIED_AGENT_INCARNATION={record.get('incarnation')}"
             pids += [one.pid for one in process.every_process() if process.has_environment(one.pid, mark)]
     if not agents:
         return fine("none left anything")

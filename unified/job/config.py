@@ -159,10 +159,10 @@ class DLConfig(Description):
         for group in self.workload_group:
             counts = {role: self.workloads[role].total // self.workloads[role].per_group for role in group.workloads}
             if len(set(counts.values())) > 1:
-                told = listed(f"{role} makes {count}" for role, count in counts.items())
+                totals = listed(f"{role} makes {count}" for role, count in counts.items())
                 yield (
                     f"roles {listed(counts)} are collocated, so each must make the same number of groups, "
-                    f"total // per_group; {told}."
+                    f"total // per_group; {totals}."
                 )
             if group.resource.accelerator > self.device_per_node + _SLACK:
                 yield (

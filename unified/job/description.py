@@ -98,12 +98,12 @@ PlainConfig = Annotated[dict[str, Any], BeforeValidator(plain_config)]
 
 def job_error(error: ValidationError) -> JobError:
     """Return what is wrong as sentences, a line each, with the role and the field; of many the first."""
-    told = [line for item in error.errors() for line in _told(item)]
-    rest = [f"and {len(told) - MAX_ERRORS} more errors."] if len(told) > MAX_ERRORS else []
-    return JobError("\n".join([*told[:MAX_ERRORS], *rest]))
+    lines = [line for item in error.errors() for line in _lines(item)]
+    rest = [f"and {len(lines) - MAX_ERRORS} more errors."] if len(lines) > MAX_ERRORS else []
+    return JobError("\n".join([*lines[:MAX_ERRORS], *rest]))
 
 
-def _told(item: Any) -> list[str]:
+def _lines(item: Any) -> list[str]:
     names = [str(part) for part in item["loc"]]
     where = ""
     if len(names) > 1 and names[0] == "workloads":  # the third is the kind of role

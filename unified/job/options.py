@@ -81,7 +81,7 @@ def submit_options(job: DLConfig, keywords: Mapping[str, Any], env: Mapping[str,
     try:
         return TypeAdapter(JobConfig).validate_python({"dl_config": job, **values})
     except ValidationError as error:
-        raise OptionError("\n".join(_told(item, sources) for item in error.errors())) from None
+        raise OptionError("\n".join(_sentence(item, sources) for item in error.errors())) from None
 
 
 def _from_env(prefix: str, env: Mapping[str, str], names: Mapping[str, str]) -> dict[str, tuple[str, Any]]:
@@ -124,6 +124,6 @@ def _json(variable: str, text: str) -> Any:
         raise OptionError(f"{variable}={text!r} is not JSON: {error}.") from None
 
 
-def _told(item: Any, sources: Mapping[str, str]) -> str:
+def _sentence(item: Any, sources: Mapping[str, str]) -> str:
     field = str(item["loc"][0]) if item["loc"] else ""
     return f"option {sources.get(field, field)}: {item['msg']}."

@@ -303,14 +303,14 @@ def _by_name(roles: list[RoleSpec]) -> dict[str, RoleSpec]:
     return known[1]
 
 
-def places_store(spec: JobSpec) -> bool:
+def has_placed_store(spec: JobSpec) -> bool:
     """Return True if the job says where its store host goes, or what it needs; else it goes with the first rank."""
     return bool(spec.master_isolation_resource) or spec.master_cpu > 0 or spec.master_memory_mb > 0
 
 
 def is_on_one_host(spec: JobSpec) -> bool:
     """Return True if the workers of the job and its store host are all on one host, at all times."""
-    return spec.node_num == 1 and not places_store(spec)
+    return spec.node_num == 1 and not has_placed_store(spec)
 
 
 def has_range(role: RoleSpec) -> bool:

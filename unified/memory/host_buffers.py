@@ -35,11 +35,11 @@ class BufferPool:
         self._one_size = one_size
         self._max_idle = max_idle
         self._idle: list[torch.Tensor] = []
-        self._taking = threading.Lock()
+        self._lock = threading.Lock()
 
     def take(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
         """Return a buffer of at least `nbytes` bytes, the smallest idle one that will do; OSError: there is none."""
-        with self._taking:
+        with self._lock:
             fitting = [each for each in self._idle if each.numel() >= nbytes and each.is_pinned() >= pinned]
             if fitting:
                 found = min(fitting, key=torch.Tensor.numel)
@@ -68,7 +68,7 @@ class BufferPool:
 
     def trim(self, num_kept: int = 0) -> None:
         """Give idle buffers back to the system, but for so many, the largest."""
-        with self._taking:
+        with self._lock:
             self._drop(sorted(self._idle, key=torch.Tensor.numel, reverse=True)[num_kept:])
 
     def close(self) -> None:

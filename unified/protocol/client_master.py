@@ -224,7 +224,7 @@ class Done(MasterAnswer, tag="done", frozen=True, kw_only=True):
     """Success: the request was carried out, or will be."""
 
     note: str = ""
-    lives: dict[str, int] = {}
+    incarnations: dict[str, int] = {}
     """Incarnation that begins, or will, of each worker that a restart concerns, by full name."""
 
 

@@ -128,7 +128,7 @@ class DataRequest(CoordinatorRequest, frozen=True, kw_only=True):
     session: str = ""
     """New: session of the incarnation that asks, which is refused when another one took its place. Empty: somebody else
     asks, or the worker registered nowhere."""
-    life: int = -1
+    incarnation: int = -1
     """New: in a job, number of the incarnation that asks, from 0: the master knows the newest whether it registered or
     not. -1: somebody else asks."""
 

@@ -19,7 +19,7 @@ import msgspec
 from unified.errors import ProtocolError, UsageError, VersionMismatchError
 from unified.security.frames import Buffer, cut, join
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors of msgspec for bytes that cannot be read: text that is not UTF-8, and nesting without end, have their own."""
 UNWRITABLE = (UnicodeEncodeError, OverflowError, TypeError, RecursionError)

@@ -96,7 +96,7 @@ class WorkerIncarnation(NamedTuple):
 
     worker: str
     """Full name."""
-    incarnation: int
+    number: int
 
 
 class JobWorkerIncarnation(NamedTuple):
@@ -105,10 +105,10 @@ class JobWorkerIncarnation(NamedTuple):
     job_id: str
     worker: str
     """Full name."""
-    incarnation: int
+    number: int
 
     def __str__(self) -> str:
-        return f"{self.job_id}/{self.worker}#{self.incarnation}"
+        return f"{self.job_id}/{self.worker}#{self.number}"
 
 
 class NodeState(StrEnum):

@@ -57,9 +57,9 @@ class _ConsumerThread:
         lookup, self.number = self.lookup, 0
         if lookup.endpoint is not None:
             with suppress(UnifiedError):  # its owner is gone, and with it whatever there is to tell
-                told = lookup.endpoint.tell("end", lookup.handle, self.consumer, self.received)
-                if isinstance(told, Future):
-                    told.result(FINISH_WITHIN_S)
+                ended = lookup.endpoint.tell("end", lookup.handle, self.consumer, self.received)
+                if isinstance(ended, Future):
+                    ended.result(FINISH_WITHIN_S)
 
     def __del__(self) -> None:
         if self.number:

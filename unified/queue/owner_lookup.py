@@ -293,12 +293,12 @@ class OwnerLookup:
                 question,
                 {},
                 timeout=timeout,
-                incarnation=holder.incarnation,
+                incarnation=holder.number,
             ).result()
             endpoint = RemoteOwner(worker.bus, self.queue, holder, identity, is_durable)
         if not is_known:
             self._loss = (
-                f"this worker's life {incarnation} was declared dead, and what it had taken was given to others"
+                f"this worker's incarnation {incarnation} was declared dead, and what it had taken was given to others"
             )
         elif self._last is not None and self._last.identity != identity:
             self._was_finished = endpoint.holder == self._last.holder
@@ -329,12 +329,10 @@ class OwnerLookup:
         self.detach(endpoint)
         if not endpoint.is_durable and not self._loss:
             holder, entry = endpoint.holder, self.worker.bus.directory.get(endpoint.holder.worker)
-            is_it = entry is not None and entry.incarnation == holder.incarnation and bool(entry.reason)
+            is_it = entry is not None and entry.incarnation == holder.number and bool(entry.reason)
             reason = f" ({entry.reason})" if is_it and entry is not None else ""
-            self._loss = (
-                f"life {holder.incarnation} of its owner, worker {holder.worker}, ended{reason}, and what was in it is "
-                "gone"
-            )
+            owner = f"incarnation {holder.number} of its owner, worker {holder.worker}"
+            self._loss = f"{owner}, ended{reason}, and what was in it is gone"
 
     def _lost(self) -> QueueError:
         if self._was_finished:
@@ -361,10 +359,10 @@ class OwnerLookup:
             node = self.worker.bus.directory.node(holder.worker)
             where = f"worker {holder.worker}{f' on node {node}' if node else ''}"
             return (
-                f"it went on in life {holder.incarnation} of {where} without its journal; a journal on one node's disk "
-                "cannot be found from another: give the queue a path= on a disk that both see"
+                f"it went on in incarnation {holder.number} of {where} without its journal; a journal on one node's "
+                "disk cannot be found from another: give the queue a path= on a disk that both see"
             )
-        return f"life {last.holder.incarnation} of its owner, worker {last.holder.worker}, ended, and it is made anew"
+        return f"incarnation {last.holder.number} of its owner, worker {last.holder.worker}, ended, and it is made anew"
 
     def _left_s(self, begun: float, until: float | None) -> float:
         """Return how long to go on waiting: for a durable queue's next owner, as long as it may still come."""
@@ -390,7 +388,7 @@ class OwnerLookup:
             )
         owner = last.holder.worker
         return QueueNotFoundError(
-            f"{waited} to come back: life {last.holder.incarnation} of its owner, worker {owner}, ended, and no next "
+            f"{waited} to come back: incarnation {last.holder.number} of its owner, worker {owner}, ended, and no next "
             f"one has made it again. `unified explain {owner}` says more."
         )
 

@@ -34,7 +34,7 @@ Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
 _DOMAIN = b"unified"
 _ZAP = "inproc://zeromq.zap.01"
-_BELL = "inproc://unified.gate.bell"
+_WAKE_UP = "inproc://unified.gatekeeper.wake-up"
 _LOOK, _END = b"look", b"end"
 _EVENT = struct.Struct("=Hi")
 _LAST_EVENTS_S = 1.0
@@ -107,7 +107,7 @@ class Gatekeeper:
         self._refusals, self._refused_peers = LogOnce(), LogOnce()
         self._refusing = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._bell: Socket | None = None
+        self._wake_up: Socket | None = None
         self._guarded: list[Socket] = []
         self._arrivals: deque[Socket] = deque()
         """Sources of events, on their way to the thread."""
@@ -137,17 +137,17 @@ class Gatekeeper:
     def close(self) -> None:
         """End the thread, before or after the sockets are closed, and before the context is terminated."""
         thread, self._thread = self._thread, None
-        if thread is None or self._bell is None:
+        if thread is None or self._wake_up is None:
             return
         for socket in self._guarded:
             with contextlib.suppress(zmq.ZMQError):  # closed already
                 socket.disable_monitor()
-        self._bell.send(_END)
+        self._wake_up.send(_END)
         thread.join()
-        self._bell.close(0)
+        self._wake_up.close(0)
 
     def _watch(self, socket: Socket) -> None:
-        address = f"inproc://unified.gate.{len(self._guarded)}"
+        address = f"inproc://unified.gatekeeper.{len(self._guarded)}"
         socket.monitor(address, _EVENTS)
         monitor = self.context.socket(zmq.PAIR)
         monitor.linger = 0
@@ -155,21 +155,21 @@ class Gatekeeper:
         monitor.connect(address)
         self._guarded.append(socket)
         self._arrivals.append(monitor)
-        bell = self._bell
-        if bell is None or self._thread is None:
-            bell = self._start()
-        bell.send(_LOOK)
+        wake_up = self._wake_up
+        if wake_up is None or self._thread is None:
+            wake_up = self._start()
+        wake_up.send(_LOOK)
 
     def _start(self) -> Socket:
         zap = self.context.socket(zmq.REP)
         zap.linger = 0
         zap.bind(_ZAP)
         ear = self.context.socket(zmq.PAIR)
-        ear.bind(_BELL)
-        self._bell = self.context.socket(zmq.PAIR)
-        self._bell.connect(_BELL)
-        self._thread = start_thread("bus-gate", self._serve, zap, ear)
-        return self._bell
+        ear.bind(_WAKE_UP)
+        self._wake_up = self.context.socket(zmq.PAIR)
+        self._wake_up.connect(_WAKE_UP)
+        self._thread = start_thread("bus-gatekeeper", self._serve, zap, ear)
+        return self._wake_up
 
     def _serve(self, zap: Socket, ear: Socket) -> None:
         """Run the thread. At the end it stays until the last event: libzmq waits for the reader of events."""

@@ -76,17 +76,17 @@ class StateImage:
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise UsageError(f"the state cannot be pickled: {error}. Leave out of it what cannot be.") from error
         self._arrays = [each.raw() for each in arrays]
-        places = [(self._take(each.nbytes), each.nbytes) for each in self._arrays]
+        extents = [(self._take(each.nbytes), each.nbytes) for each in self._arrays]
         self._index_start = self._end
         self._index = msgspec.msgpack.encode(
             _ImageIndex(
                 tensors=self._entries,
-                buffers=places,
+                buffers=extents,
                 skeleton=skeleton.getvalue(),
                 has_objects=pickler.has_objects,
             )
         )
-        self._places = places
+        self._extents = extents
         self.length = self._index_start + len(self._index)
         """Bytes of the image."""
 
@@ -99,7 +99,7 @@ class StateImage:
         sources = [source.detach() for source in self._sources if source.numel()]
         for event in stage(targets, sources):
             event.synchronize()
-        for (offset, nbytes), array in zip(self._places, self._arrays, strict=True):
+        for (offset, nbytes), array in zip(self._extents, self._arrays, strict=True):
             view[offset : offset + nbytes] = array.cast("B") if array.nbytes else b""
         view[self._index_start : self.length] = self._index
         _HEADER.pack_into(view, 0, MAGIC, self.length, self._index_start)

@@ -103,7 +103,7 @@ class SnapshotTransfers:
         on_ask: Callable[[snapshots.AskHeld], list[snapshots.HeldSnapshot]],
     ) -> None:
         self._context: zmq.Context[Socket] = zmq.Context()
-        self._gate = Gatekeeper(self._context, key, name="snapshots")
+        self._gatekeeper = Gatekeeper(self._context, key, name="snapshots")
         self._on_read = on_read
         self._on_offer = on_offer
         self._on_ask = on_ask
@@ -115,7 +115,7 @@ class SnapshotTransfers:
         self._offers: dict[int, _Offer] = {}
         self._questions: dict[int, _Question] = {}
         self._server = self._context.socket(zmq.ROUTER)
-        self._gate.guard(self._server, pair)
+        self._gatekeeper.guard(self._server, pair)
         _prepare(self._server)
         if listener is not None:
             self._server.set(zmq.USE_FD, listener.detach())
@@ -204,7 +204,7 @@ class SnapshotTransfers:
         for peer in list(self._peers.values()):
             self._hang_up(peer)
         self._server.close(0)
-        self._gate.close()
+        self._gatekeeper.close()
         self._context.destroy(0)
 
     # The side that has snapshots
@@ -316,7 +316,7 @@ class SnapshotTransfers:
             return known
         if self._avoided.get(url, 0.0) > time.monotonic():
             return None
-        socket = self._gate.socket(zmq.DEALER, server.listener_key)
+        socket = self._gatekeeper.socket(zmq.DEALER, server.listener_key)
         _prepare(socket)
         socket.set(zmq.IPV6, 1 if "[" in url else 0)
         monitor = socket.get_monitor_socket(_BROKEN)

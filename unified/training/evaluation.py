@@ -45,9 +45,9 @@ class HeldOutRows:
         at_once = self.batch_size * world_size
         model.eval()
         for begin in range(0, len(self), at_once):
-            places = range(begin + rank, min(begin + at_once, len(self)), world_size)
-            batch = self.collate([self.rows[place] for place in places or [0]])
-            if not places:
+            indices = range(begin + rank, min(begin + at_once, len(self)), world_size)
+            batch = self.collate([self.rows[place] for place in indices or [0]])
+            if not indices:
                 batch["labels"].fill_(IGNORED)
             batch = {name: values.to(device, non_blocking=True) for name, values in batch.items()}
             totals += torch.stack((loss_sum(batch).double(), count_targets(batch).double()))

@@ -60,8 +60,8 @@ class LogUploader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         sys.stdout, sys.stderr = self._streams
         if error is not None:
-            is_told = isinstance(error, TrainingStopped | UnifiedError)
-            self.write(f"unified-train: {error}\n" if is_told else "".join(traceback.format_exception(error)))
+            is_expected = isinstance(error, TrainingStopped | UnifiedError)
+            self.write(f"unified-train: {error}\n" if is_expected else "".join(traceback.format_exception(error)))
         self._is_closed.set()
         assert self._thread is not None
         self._thread.join(CLOSE_WITHIN_S)

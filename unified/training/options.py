@@ -100,8 +100,8 @@ class TrainingOptions:
         if not values["checkpoint-base-uri"] and not values["checkpoint-prefix"]:
             missing.append("checkpoint-base-uri")
         if missing:
-            told = ", ".join(f"--{name} ({OPTIONS[name].variable})" for name in missing)
-            raise OptionError(f"missing: {told}; give the option, or the variable in brackets.")
+            names = ", ".join(f"--{name} ({OPTIONS[name].variable})" for name in missing)
+            raise OptionError(f"missing: {names}; give the option, or the variable in brackets.")
         resume = env.get(RESUME, "") if given["resume"] is None else given["resume"]
         layout = RunLayout(
             values["checkpoint-base-uri"],

@@ -140,8 +140,8 @@ class TrainingRun:
     def log(self, message: str, **values: Any) -> None:
         """Print one line, from rank 0."""
         if self.rank == 0:
-            told = " ".join(f"{name}={_short(value)}" for name, value in values.items())
-            print(f"{message} {told}".strip(), flush=True)
+            text = " ".join(f"{name}={_short(value)}" for name, value in values.items())
+            print(f"{message} {text}".strip(), flush=True)
 
 
 def _short(value: Any) -> str:

@@ -39,7 +39,7 @@ def call_incarnations(
     Raises:
         RpcTimeoutError: too many bytes were in flight until the deadline.
     """
-    names, incarnations = [each.worker for each in targets], [each.incarnation for each in targets]
+    names, incarnations = [each.worker for each in targets], [each.number for each in targets]
     return bus.call_many(names, method, args, {}, timeout=timeout, incarnations=incarnations)
 
 

@@ -279,7 +279,7 @@ class ReceiveService:
         if ended.how in (SessionOutcome.PUBLISHED, SessionOutcome.SUPERSEDED):
             return None
         if ended.how is SessionOutcome.UNKNOWN:
-            return TransferFailure(GONE, "this life of it never heard of the attempt")
+            return TransferFailure(GONE, "this incarnation of it never heard of the attempt")
         return TransferFailure(GONE if self._is_closed else FAILED, ended.reason)
 
 

@@ -197,8 +197,8 @@ class WeightsSender:
         """Copy this rank's buckets now, and send them in a thread."""
         try:
             kept = list(self._stage(task, keep=True))
-            for _, staged in kept:
-                staged.wait()
+            for _, copy in kept:
+                copy.wait()
         except BaseException as error:
             self._give_up(attempt, error)
             raise
@@ -261,21 +261,21 @@ class BucketPipeline:
     _superseded: set[str] = field(default_factory=set)
     _under_way: deque[tuple[HostCopy, dict[WorkerIncarnation, RpcFuture[Any]]]] = field(default_factory=deque)
 
-    def put(self, index: int, staged: HostCopy) -> None:
+    def put(self, index: int, copy: HostCopy) -> None:
         """Send a bucket as soon as there is room."""
         while len(self._under_way) >= IN_FLIGHT:
             self._take_oldest()
-        staged.wait()
+        copy.wait()
         done = self.failures.keys() | self._superseded
         roots = [root for root in self.attempt.roots if root.worker not in done]
-        args, timeout_s = [self.attempt.plan.session, index, staged.value], left_s(self.deadline)
+        args, timeout_s = [self.attempt.plan.session, index, copy.value], left_s(self.deadline)
         futures: list[RpcFuture[Any]] = []
         try:
             futures = call_incarnations(self.bus, roots, method(self.name, "bucket"), args, timeout=timeout_s)
         except RpcTimeoutError as error:
             for root in roots:
                 self._fail(root, TransferFailure(LATE, str(error)))
-        self._under_way.append((staged, dict(zip(roots, futures, strict=False))))
+        self._under_way.append((copy, dict(zip(roots, futures, strict=False))))
 
     def drain(self) -> None:
         """Wait until every bucket was answered, or cannot be."""
@@ -283,7 +283,7 @@ class BucketPipeline:
             self._take_oldest()
 
     def _take_oldest(self) -> None:
-        staged, futures = self._under_way.popleft()
+        copy, futures = self._under_way.popleft()
         is_over = True
         for root, future in futures.items():
             if root.worker in self.failures:
@@ -297,7 +297,7 @@ class BucketPipeline:
                 is_over = False
                 self._fail(root, failure_of(error))
         if is_over:
-            staged.release()  # else a message that reads it may still be waiting: the memory goes with it
+            copy.release()  # else a message that reads it may still be waiting: the memory goes with it
 
     def _learn(self, root: WorkerIncarnation, failures: dict[str, TransferFailure]) -> None:
         """Note a root's answer, which is about itself and its children."""

@@ -185,9 +185,9 @@ class VersionTable:
 
     def incarnation_died(self, dead: WorkerIncarnation, reason: str) -> list[SessionEnd]:
         """Note that a worker's incarnation, and all before it, is over, and so the sessions to which it was to send."""
-        if dead.incarnation <= self._over.get(dead.worker, -1):
+        if dead.number <= self._over.get(dead.worker, -1):
             return []
-        self._over[dead.worker] = dead.incarnation
+        self._over[dead.worker] = dead.number
         return [
             self._end(incoming, SessionOutcome.DROPPED, f"{dead.worker}, which was sending it, died: {reason}")
             for incoming in list(self._open.values())
@@ -241,7 +241,7 @@ class VersionTable:
     def _refusal(self, offer: TransferOffer) -> str:
         dead = self._first_dead(offer.senders)
         if dead is not None:
-            return f"{dead.worker} was to send it, and its life {dead.incarnation} is over"
+            return f"{dead.worker} was to send it, and its incarnation {dead.number} is over"
         if offer.session in self._past:
             return f"this attempt is over: {self._past[offer.session].reason or 'it was complete'}"
         if offer.version < 1:
@@ -258,7 +258,7 @@ class VersionTable:
         return ""
 
     def _first_dead(self, senders: Iterable[WorkerIncarnation]) -> WorkerIncarnation | None:
-        return next((sender for sender in senders if sender.incarnation <= self._over.get(sender.worker, -1)), None)
+        return next((sender for sender in senders if sender.number <= self._over.get(sender.worker, -1)), None)
 
     def _publish(self, incoming: _Session) -> list[SessionEnd]:
         version = self.version = incoming.offer.version

@@ -32,9 +32,9 @@ class CleanupWatch:
         self._open_collective = open_collective
         self._tell = tell
         self._seen: tuple[int, str] | None = None
-        self._told: int | None = None
+        self._reported: int | None = None
         """The exception that was told."""
-        self._is_told = False
+        self._is_reported = False
         self._timer = TimerThread("unified-cleanup-watch", self._look, stays=True)
 
     def start(self) -> None:
@@ -48,17 +48,17 @@ class CleanupWatch:
     def _look(self) -> None:
         self._timer.set(time.monotonic() + EVERY_S)
         error = handled()
-        if error is None or id(error) != self._told:
-            self._told = None
+        if error is None or id(error) != self._reported:
+            self._reported = None
         inside = "" if error is None else self._open_collective()
         seen = (id(error), inside) if inside else None
         is_new, self._seen = seen != self._seen, seen
-        if self._is_told and is_new:
-            self._is_told = False
+        if self._is_reported and is_new:
+            self._is_reported = False
             self._tell("")
         # Once: a program that runs within an ``except`` block goes on, and handles its exception all the time.
-        if error is not None and seen is not None and not is_new and self._told is None:
-            self._told, self._is_told = id(error), True
+        if error is not None and seen is not None and not is_new and self._reported is None:
+            self._reported, self._is_reported = id(error), True
             print(
                 f"unified: this rank has been in {inside} for {EVERY_S:g} s or more while it handles an exception. "
                 f"Peers may never enter it.\n{render(error)}",

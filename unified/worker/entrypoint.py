@@ -243,10 +243,10 @@ def _missing(name: str, missing: str) -> str:
     hint = nearest(last, (module.name for module in pkgutil.iter_modules(path)))
     if not hint and not name.isascii():
         hint = " Module names are best written in ASCII."
-    places = ", ".join(entry or "." for entry in path)
+    searched = ", ".join(entry or "." for entry in path)
     return (
         f"there is no module {missing!r} for the entry point {name!r}.{hint} Submit from the folder that holds it, or "
-        f"name that folder with working_dir=. Looked first in: {places}."
+        f"name that folder with working_dir=. Looked first in: {searched}."
     )
 
 

@@ -245,6 +245,6 @@ def take_stdin(launch: Launch) -> None:
         return
     os.dup2(descriptor, 0)
     os.close(descriptor)
-    stream = open(0, closefd=False)  # noqa: SIM115  # open for life
+    stream = open(0, closefd=False)  # noqa: SIM115  # open for good
     for name in ("stdin", "__stdin__"):
         setattr(sys, name, stream)

@@ -114,8 +114,8 @@ class ClaimTable:
             return
         is_next = entry.incarnation > self._incarnation
         if not self._end and (is_next or entry.state is not Reachability.ALIVE):
-            why = f"life {entry.incarnation} took its place" if is_next else entry.reason or "no reason given"
-            self._end = f"the master has ended life {self._incarnation} of this worker ({why})"
+            why = f"incarnation {entry.incarnation} took its place" if is_next else entry.reason or "no reason given"
+            self._end = f"the master has ended incarnation {self._incarnation} of this worker ({why})"
         for name, claim in list(self._claims.items()):
             refusal = entry.refused.get(name)
             if self._end:

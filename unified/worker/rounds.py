@@ -1,6 +1,6 @@
 """Rounds of this worker: the control thread hears of them, the main thread joins and leaves them.
 
-A worker takes part in one round for its whole life, unless its code says that it can do with others (`begin_loop`, an
+A worker takes part in one round as long as it runs, unless its code says that it can do with others (`begin_loop`, an
 elastic loop). Then a round that breaks ends for the process alone: it leaves the process group, keeps all else, and
 waits for its order into the next round.
 """
@@ -163,8 +163,8 @@ class Rounds:
     def is_broken_by(self, error: BaseException) -> bool:
         """Return True if this error, which came out of the round, was raised because the round is broken."""
         notice = self.notice
-        is_told = notice is not None and notice.kind == "broken"
-        return is_collateral(error, self.is_of_many) or (is_told and isinstance(error, RuntimeError))
+        is_notified = notice is not None and notice.kind == "broken"
+        return is_collateral(error, self.is_of_many) or (is_notified and isinstance(error, RuntimeError))
 
     def rejoin(self, device: str) -> RunOrder:
         """Leave the round and join the next one that does not break before it has begun.

@@ -141,8 +141,8 @@ class StopState:
         """Take SIGTERM and SIGINT, and start the thread that carries a stop out. Main thread only."""
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_interrupt)
-        # A process that user code forks (a data loader) is not this worker: SIGTERM shall just end it. The signal is
-        # held back while it is born, because Python forgets one that a handler took before the hook below ran.
+        # A process that user code forks (a data loader) is not this worker: SIGTERM just ends it. The signal is
+        # held back while it is forked, because Python forgets one that a handler took before the hook below ran.
         os.register_at_fork(
             before=self._hold_signal, after_in_parent=self._release_signal, after_in_child=self._forget_signal
         )

@@ -202,7 +202,7 @@ class Zygote:
     def _run_child(
         self, env: Mapping[str, str] | None, descriptors: list[int], zygote: int, mask: set[int]
     ) -> NoReturn:
-        """The forked child's life, in a new interpreter with more environment if `env` is given. Nothing of the
+        """Go on as the forked child, in a new interpreter with more environment if `env` is given. Nothing of the
         zygote's may run after it, so it ends here in every case."""
         code = 1
         try:

@@ -18,23 +18,23 @@ _DEADLINES = {WorkerState.STARTING: "start", WorkerState.STOPPING: "kill"}
 def check_agent(core: AgentCore) -> list[str]:
     """Return the invariants of an agent that are broken."""
     broken: list[str] = []
-    timers = {kind: {timer.life for timer in core.timers if timer.kind == kind} for kind in _DEADLINES.values()}
+    timers = {kind: {timer.incarnation for timer in core.timers if timer.kind == kind} for kind in _DEADLINES.values()}
     living: set[tuple[str, str]] = set()
-    for life, worker in core.workers.items():
-        if worker.life != life:
-            broken.append(f"{worker.life} is kept under {life}.")
+    for incarnation, worker in core.workers.items():
+        if worker.incarnation != incarnation:
+            broken.append(f"{worker.incarnation} is kept under {incarnation}.")
         state = worker.state
         if state is WorkerState.EXITED:
-            if any(life in armed for armed in timers.values()):
-                broken.append(f"{life} has EXITED and a deadline is armed for it.")
+            if any(incarnation in armed for armed in timers.values()):
+                broken.append(f"{incarnation} has EXITED and a deadline is armed for it.")
             continue
-        if life[:2] in living:
-            broken.append(f"{life.job_id}/{life.worker} lives more than once.")
-        living.add(life[:2])
-        if state in _DEADLINES and life not in timers[_DEADLINES[state]] and not worker.is_killed:
-            broken.append(f"{life} is {state} without a deadline.")
+        if incarnation[:2] in living:
+            broken.append(f"{incarnation.job_id}/{incarnation.worker} lives more than once.")
+        living.add(incarnation[:2])
+        if state in _DEADLINES and incarnation not in timers[_DEADLINES[state]] and not worker.is_killed:
+            broken.append(f"{incarnation} is {state} without a deadline.")
         if state is WorkerState.STARTING and worker.kind == "worker" and core.shutdown.has_begun:
-            broken.append(f"{life} is STARTING while the agent stops.")
+            broken.append(f"{incarnation} is STARTING while the agent stops.")
     broken += [f"{why}, and nothing is armed for it." for why in _unarmed(core)]
     return broken
 
@@ -63,15 +63,15 @@ class RunningRanks:
     """The workers that run their entry point, on whatever nodes, also on those that the master takes for lost."""
 
     def __init__(self) -> None:
-        self._places: dict[tuple[str, str], tuple[str, JobWorkerIncarnation]] = {}
+        self._locations: dict[tuple[str, str], tuple[str, JobWorkerIncarnation]] = {}
 
-    def note(self, node: str, life: JobWorkerIncarnation, is_running: bool) -> None:
+    def note(self, node: str, incarnation: JobWorkerIncarnation, is_running: bool) -> None:
         """Take in that a process begins to run, or is gone: AssertionError, if another incarnation runs."""
-        key, place = (life.job_id, life.worker), (node, life)
-        known = self._places.get(key)
+        key, place = (incarnation.job_id, incarnation.worker), (node, incarnation)
+        known = self._locations.get(key)
         if not is_running:
             if known == place:
-                del self._places[key]
+                del self._locations[key]
             return
-        assert known in (None, place), f"{life} begins to run on {node} while {known[1]} runs on {known[0]}"
-        self._places[key] = place
+        assert known in (None, place), f"{incarnation} begins to run on {node} while {known[1]} runs on {known[0]}"
+        self._locations[key] = place

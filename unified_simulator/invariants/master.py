@@ -46,7 +46,7 @@ def check(
     for node in cluster.nodes.values() if nodes is None else nodes:
         broken += _node(cluster, node)
     for job in cluster.jobs.values() if jobs is None else jobs:
-        broken += _places(cluster, job)
+        broken += _locations(cluster, job)
         broken += _stage(cluster, job)
         broken += _rounds(job)
         broken += _gathering(cluster, job)
@@ -62,7 +62,7 @@ def check(
     if nodes is None:
         for node in cluster.nodes.values():
             broken += _capacities(node)
-        leaving = {(node.name, life) for node in cluster.nodes.values() for life in node.leaving}
+        leaving = {(node.name, incarnation) for node in cluster.nodes.values() for incarnation in node.leaving}
         known = {key for of_job in cluster.leaving.values() for key in of_job}
         broken += [f"{key} leaves, and is missing where its node or its job has it" for key in leaving ^ known]
     return broken
@@ -91,16 +91,16 @@ def _node(cluster: Cluster, node: NodeRecord) -> Iterator[str]:
     if node.state is NodeState.LOST and (node.incarnations or node.allocations or node.leaving):
         yield f"node {node.name} is lost and still has workers"
     if not node.is_in_service:
-        for life in node.incarnations:
-            if all(role.change_due_at is None for role in cluster.jobs[life.job_id].roles.values()):
-                yield f"node {node.name} is out of service, and {life} is desired there, with no change announced"
+        for incarnation in node.incarnations:
+            if all(role.change_due_at is None for role in cluster.jobs[incarnation.job_id].roles.values()):
+                yield f"node {node.name} is out of service, and {incarnation} is desired there, no change announced"
     if node.state is NodeState.ALIVE and cluster.leases.deadline(node.name) is None:
         yield f"node {node.name} is alive without a lease"
-    for life, worker in node.incarnations.items():
-        if worker.life != life or worker.node != node.name or not worker.is_desired:
-            yield f"node {node.name}: {life} is listed, but its worker is {worker.life} on {worker.node}"
-        if life in node.leaving:
-            yield f"node {node.name}: {life} is both desired and leaving"
+    for incarnation, worker in node.incarnations.items():
+        if worker.incarnation_id != incarnation or worker.node != node.name or not worker.is_desired:
+            yield f"node {node.name}: {incarnation} is listed, but {worker.incarnation_id} is on {worker.node}"
+        if incarnation in node.leaving:
+            yield f"node {node.name}: {incarnation} is both desired and leaving"
     for job_id, name in node.allocations:
         holder = cluster.worker(job_id, name)
         if holder is None or holder.node != node.name or holder.allocation is None:
@@ -117,7 +117,7 @@ def _capacities(node: NodeRecord) -> Iterator[str]:
             yield f"node {node.name}: {known.state()} is taken for free of {kind}, and {found.state()} is"
 
 
-def _places(cluster: Cluster, job: JobRecord) -> Iterator[str]:
+def _locations(cluster: Cluster, job: JobRecord) -> Iterator[str]:
     """One desired incarnation of each worker, where the worker has its place; `_node` finds those that others list."""
     devices: dict[str, set[DeviceKey]] = {}
     used: set[str] = set()
@@ -139,12 +139,12 @@ def _place(cluster: Cluster, worker: WorkerRecord) -> list[str]:
     """A worker's node lists it, and knows what it holds."""
     broken: list[str] = []
     node = cluster.nodes.get(worker.node)
-    if worker.is_desired and (node is None or node.incarnations.get(worker.life) is not worker):
-        broken.append(f"{worker.life} is desired on {worker.node!r}, which does not list it")
+    if worker.is_desired and (node is None or node.incarnations.get(worker.incarnation_id) is not worker):
+        broken.append(f"{worker.incarnation_id} is desired on {worker.node!r}, which does not list it")
     if worker.allocation is not None and (node is None or worker.place_key not in node.allocations):
-        broken.append(f"{worker.life} has its place on {worker.node!r}, which does not know of it")
+        broken.append(f"{worker.incarnation_id} has its place on {worker.node!r}, which does not know of it")
     if worker.is_desired and worker.allocation is None:
-        broken.append(f"{worker.life} is desired without a place")
+        broken.append(f"{worker.incarnation_id} is desired without a place")
     return broken
 
 
@@ -160,7 +160,7 @@ def _stage(cluster: Cluster, job: JobRecord) -> Iterator[str]:
     for worker in [one for role in job.driver_roles() for one in job.ranks(role.name)] if job.outcome == 0 else []:
         is_left_out = worker.node_rank < 0 and has_range(job.spec.role(worker.role))
         if not is_left_out and (worker.incarnation < 0 or worker.is_held or worker.failure is not None):
-            yield f"job {job.job_id} ended well, and {worker.life}, for which it waits, did not finish"
+            yield f"job {job.job_id} ended well, and {worker.incarnation_id}, for which it waits, did not finish"
     if job.restart_at is not None and ("restart", job.job_id) not in cluster.timers:
         yield f"job {job.job_id} waits to restart, and nothing will wake it"
     if job.restart_at is None and any(worker.is_held for worker in job.workers.values()):
@@ -183,7 +183,8 @@ def _rounds(job: JobRecord) -> Iterator[str]:
             order = worker.run
             is_right = order is None or (order.rank, order.world_size) == (worker.rank, role.total)
             if not is_right and not has_range(role):
-                yield f"{worker.life} has rank {order.rank if order else None} of {order.world_size if order else 0}"
+                rank, size = (order.rank, order.world_size) if order else (None, 0)
+                yield f"{worker.incarnation_id} has rank {rank} of {size}"
         if has_range(role) and newest:
             yield from _ranks_of_range(job, role, newest)
 
@@ -202,7 +203,7 @@ def _gathering(cluster: Cluster, job: JobRecord) -> Iterator[str]:
     for worker in job.workers.values():
         is_timed = ("join", job.job_id, worker.name, str(worker.incarnation)) in cluster.timers
         if worker.is_joining and not is_timed and worker.notice is None:
-            yield f"{worker.life} may take for ever to join round {worker.run.round if worker.run else 0}"
+            yield f"{worker.incarnation_id} may take for ever to join round {worker.run.round if worker.run else 0}"
     for role in job.elastic_roles():
         workers = job.members(role)
         if any(
@@ -239,7 +240,7 @@ def _orders(cluster: Cluster, job: JobRecord) -> Iterator[str]:
         elif role.kind == "elastic":
             free = []
         if free:
-            yield f"{free[0].life} is READY, and so are those it waits for, and it has no order to run"
+            yield f"{free[0].incarnation_id} is READY, and so are those it waits for, and it has no order to run"
 
 
 def _budgets(job: JobRecord) -> Iterator[str]:
@@ -264,8 +265,8 @@ def _charges(cluster: Cluster, job: JobRecord) -> Iterator[str]:
     if job.spec.restart_window_s:
         spent = sum(record.num_failures for record in job.roles.values()) + sum(job.node_losses.values())
         store = job.store.num_failures if job.store else 0
-        if (told := spent + store + job.num_charged_restarts) != len(job.charges):
-            yield f"job {job.job_id} has {len(job.charges)} charges, and counts {told}"
+        if (counted := spent + store + job.num_charged_restarts) != len(job.charges):
+            yield f"job {job.job_id} has {len(job.charges)} charges, and counts {counted}"
         if job.charges and not job.is_ending and ("refill", job.job_id) not in cluster.timers:
             yield f"the charges of job {job.job_id} will never be taken back"
     for record in job.roles.values():
@@ -285,15 +286,15 @@ def _names(job: JobRecord) -> Iterator[str]:
                 yield f"name {name!r} of {job.job_id} is held by {holders[name]} and {worker.name}"
             holders[name] = worker.name
         if worker.names and not job.can_call(worker):
-            yield f"{worker.life} holds names, and its life is over"
+            yield f"{worker.incarnation_id} holds names, and its incarnation is over"
         entry = worker.entry
-        told = (entry.incarnation, entry.state, entry.names, entry.refused, entry.revision) if entry else None
+        counted = (entry.incarnation, entry.state, entry.names, entry.refused, entry.revision) if entry else None
         true = (worker.incarnation, Reachability.ALIVE, worker.names, worker.refused, worker.revision)
-        if (worker.names or worker.refused) and told != true:
-            yield f"{worker.life} has the names {true}, published as {told}"
+        if (worker.names or worker.refused) and counted != true:
+            yield f"{worker.incarnation_id} has the names {true}, published as {counted}"
         answered = {**worker.names, **{name: one.number for name, one in worker.refused.items()}}
         if answered != worker.claims.names:
-            yield f"{worker.life} claims {worker.claims.names}, the answers are {answered}"
+            yield f"{worker.incarnation_id} claims {worker.claims.names}, the answers are {answered}"
     if holders != job.holders:
         yield f"names of {job.job_id} are held as {holders}, yet known as {job.holders}"
 
@@ -334,15 +335,15 @@ def _leaving(cluster: Cluster, job: JobRecord) -> Iterator[str]:
     """Incarnations that leave are known by job and by node alike."""
     for leaving in cluster.leaving_of(job.job_id):
         node = cluster.nodes.get(leaving.node)
-        if node is None or node.leaving.get(leaving.life) is not leaving:
-            yield f"{leaving.life} is waited for, and node {leaving.node} does not expect its end"
+        if node is None or node.leaving.get(leaving.incarnation) is not leaving:
+            yield f"{leaving.incarnation} is waited for, and node {leaving.node} does not expect its end"
 
 
 def _start(cluster: Cluster, worker: WorkerRecord) -> list[str]:
     """A worker has so much time to start."""
     is_due = worker.is_desired and worker.state is WorkerState.STARTING
     is_armed = not is_due or incarnations.start_timer(worker) in cluster.timers
-    return [] if is_armed else [f"{worker.life} may start for ever"]
+    return [] if is_armed else [f"{worker.incarnation_id} may start for ever"]
 
 
 class InvariantChecks:
@@ -388,7 +389,7 @@ class InvariantChecks:
             old = self._memberships.get(worker.place_key, new)
             self._memberships[worker.place_key] = new
             if new is not old and new not in _WITHIN_A_STEP[old]:
-                yield f"{worker.life} went from {old} to {new}, which no {MOST_MOVES} moves do"
+                yield f"{worker.incarnation_id} went from {old} to {new}, which no {MOST_MOVES} moves do"
 
     def _is_due(self, job: JobRecord) -> bool:
         steps = self.count["steps"]

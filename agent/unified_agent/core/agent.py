@@ -99,15 +99,15 @@ class AgentCore:
             case messages.LeaseLost():
                 self._on_lease_lost(event.reason)
             case messages.WorkerStarted():
-                self._on_started(event.life, event.pid)
+                self._on_started(event.incarnation, event.pid)
             case messages.WorkerNotStarted():
-                self._on_not_started(event.life, event.failure)
+                self._on_not_started(event.incarnation, event.failure)
             case messages.WorkerSaid():
-                self._on_word(event.life, event.word)
+                self._on_word(event.incarnation, event.word)
             case messages.WorkerExited():
                 self._on_exited(event)
             case messages.OutputDropped():
-                if (worker := self._live(event.life)) is not None:
+                if (worker := self._live(event.incarnation)) is not None:
                     worker.output_lost[event.stream] = event.text
                     self._observe_soon()
             case messages.StopAsked():
@@ -117,7 +117,7 @@ class AgentCore:
                 if self.shutdown.has_begun:
                     self._reconcile()
             case messages.HeldStacksRead():
-                self.stack_reads.take(event.life, event.number, event.report)
+                self.stack_reads.take(event.incarnation, event.number, event.report)
             case messages.AgentTick():
                 for timer in self.timers.due(now):
                     self._on_timer(timer)
@@ -158,7 +158,7 @@ class AgentCore:
             case agent_master.PassSignal():
                 for worker in self.workers.values():
                     if worker.job_id == message.job_id and worker.name in message.workers:
-                        self._step.act(messages.SignalWorker(life=worker.life, how=message.signal))
+                        self._step.act(messages.SignalWorker(incarnation=worker.incarnation, how=message.signal))
             case agent_master.ReadAgentLog():
                 answer = messages.SendLog(order=message, request_id=request_id)
                 self._step.act(answer) if message.take is None else self._profile(answer)
@@ -168,21 +168,21 @@ class AgentCore:
     def _profile(self, answer: messages.SendLog) -> None:
         """Have a worker profiled: from outside, or, a step of it, by itself."""
         order = answer.order
-        life = JobWorkerIncarnation(order.job_id, order.worker, order.worker_incarnation)
-        worker = self._live(life)
+        incarnation = JobWorkerIncarnation(order.job_id, order.worker, order.worker_incarnation)
+        worker = self._live(incarnation)
         if worker is None or worker.state is WorkerState.STARTING:
             why = "it has ended" if worker is None else "its process has not said hello yet"
             self._step.act(structs.replace(answer, error=why))
         elif order.take != "torch":
-            self._step.act(messages.SampleWorker(life, worker.pid, order, answer.request_id))
-        elif life in self._recording:
+            self._step.act(messages.SampleWorker(incarnation, worker.pid, order, answer.request_id))
+        elif incarnation in self._recording:
             self._step.act(structs.replace(answer, error="it is recording a step already"))
         else:
-            self._recording[life] = answer
-            self._step.act(messages.TellWorker(life=life, message=RecordStep(within_s=order.wait_s)))
+            self._recording[incarnation] = answer
+            self._step.act(messages.TellWorker(incarnation=incarnation, message=RecordStep(within_s=order.wait_s)))
 
-    def _on_recorded(self, life: JobWorkerIncarnation, error: str) -> None:
-        if (answer := self._recording.pop(life, None)) is not None:
+    def _on_recorded(self, incarnation: JobWorkerIncarnation, error: str) -> None:
+        if (answer := self._recording.pop(incarnation, None)) is not None:
             self._step.act(structs.replace(answer, error=error))
 
     def _on_lease_lost(self, reason: str) -> None:
@@ -210,8 +210,12 @@ class AgentCore:
         for job in message.jobs:
             self._on_directory(job.job_id, job.directory)
         if not self.shutdown.holds_ends:
-            for life in [life for life, worker in self.workers.items() if life not in self.desired and worker.is_past]:
-                del self.workers[life]
+            for incarnation in [
+                incarnation
+                for incarnation, worker in self.workers.items()
+                if incarnation not in self.desired and worker.is_past
+            ]:
+                del self.workers[incarnation]
         self._reconcile()
         used = set(self.jobs) | {worker.job_id for worker in self.workers.values()}
         self.directories = {job_id: directory for job_id, directory in self.directories.items() if job_id in used}
@@ -228,10 +232,10 @@ class AgentCore:
             if are_gone and not self.shutdown.persists_first(self.specs):
                 self._leave(0, self.shutdown.reason)
             return
-        for life in self.desired:
-            known = self.workers.get(life)
+        for incarnation in self.desired:
+            known = self.workers.get(incarnation)
             if known is None:
-                self._starts.add(life)
+                self._starts.add(incarnation)
                 self._start_next()
             else:
                 self._order_to_run(known)
@@ -240,16 +244,19 @@ class AgentCore:
             self._begin_shutdown(self.shutdown.reason)
 
     def _start_next(self, settled: JobWorkerIncarnation | None = None) -> None:
-        for life in self._starts.take(settled):
-            self._start_if_free(life, self.desired[life])
+        for incarnation in self._starts.take(settled):
+            self._start_if_free(incarnation, self.desired[incarnation])
 
-    def _start_if_free(self, life: JobWorkerIncarnation, wanted: agent_master.DesiredWorker) -> None:
+    def _start_if_free(self, incarnation: JobWorkerIncarnation, wanted: agent_master.DesiredWorker) -> None:
         """Start an incarnation, unless an earlier one of the worker still runs, the exit of which leads here again."""
         spec = self.specs.of(wanted)
         if spec is None:
-            self._step.report("worker-unknown-job", "the desired set lacks its job or role", life, level="error")
+            self._step.report("worker-unknown-job", "the desired set lacks its job or role", incarnation, level="error")
             return
-        if any(w.job_id == life.job_id and w.name == life.worker and not w.is_ended for w in self.workers.values()):
+        if any(
+            w.job_id == incarnation.job_id and w.name == incarnation.worker and not w.is_ended
+            for w in self.workers.values()
+        ):
             return
         start = start_of(
             wanted,
@@ -258,20 +265,20 @@ class AgentCore:
             num_neighbours=self._num_neighbours,
             num_elsewhere=self._num_elsewhere,
             relay=self.membership.relay,
-            directory=self._directory(life.job_id).entries,
+            directory=self._directory(incarnation.job_id).entries,
         )
-        self.workers[life] = LocalWorker(life, wanted, spec, start.launch.log_file, start.python)
+        self.workers[incarnation] = LocalWorker(incarnation, wanted, spec, start.launch.log_file, start.python)
         self._step.act(start)
-        self._starts.began(life)
-        self._step.arm(AgentTimer("start", life), self.intervals.start_s)
+        self._starts.began(incarnation)
+        self._step.arm(AgentTimer("start", incarnation), self.intervals.start_s)
         anew = f", in an interpreter that starts with {', '.join(sorted(start.env))}" if start.env else ""
-        self._step.report("worker-starting", f"desired by generation {self.generation}{anew}", life)
+        self._step.report("worker-starting", f"desired by generation {self.generation}{anew}", incarnation)
         self._observe_soon()
 
     def _order_to_run(self, worker: LocalWorker) -> None:
-        if (wanted := self.desired.get(worker.life)) is not None:
+        if (wanted := self.desired.get(worker.incarnation)) is not None:
             for message in worker.orders(wanted):
-                self._step.act(messages.TellWorker(life=worker.life, message=message))
+                self._step.act(messages.TellWorker(incarnation=worker.incarnation, message=message))
 
     def _keep_interpreters(self) -> None:
         wanted = {spec.python for spec in self.specs}
@@ -315,33 +322,35 @@ class AgentCore:
             return
         for worker in self.workers.values():
             if worker.job_id == job_id and worker.kind == "worker" and not worker.is_ended:
-                self._step.act(messages.TellWorker(life=worker.life, message=DirectoryNews(entries=news)))
+                self._step.act(messages.TellWorker(incarnation=worker.incarnation, message=DirectoryNews(entries=news)))
 
     def _tell_neighbours(self, worker: LocalWorker, how: str) -> None:
         """Tell workers here of a dead one at once, so that a call of it waits neither for the master to hear of it
         first, nor for a master that is away. A worker that was stopped is known to be going.
         """
         if worker.inbox is not None and not worker.is_stop_asked:
-            life, node = worker.life.incarnation, self.facts.node
-            entry = DirectoryEntry(worker=worker.name, incarnation=life, state=Reachability.DEAD, node=node, reason=how)
+            incarnation, node = worker.incarnation.number, self.facts.node
+            entry = DirectoryEntry(
+                worker=worker.name, incarnation=incarnation, state=Reachability.DEAD, node=node, reason=how
+            )
             self._on_directory(worker.job_id, [entry])
 
     # Workers
 
-    def _live(self, life: JobWorkerIncarnation | None) -> LocalWorker | None:
-        worker = self.workers.get(life) if life is not None else None
+    def _live(self, incarnation: JobWorkerIncarnation | None) -> LocalWorker | None:
+        worker = self.workers.get(incarnation) if incarnation is not None else None
         return None if worker is None or worker.is_ended else worker
 
-    def _on_started(self, life: JobWorkerIncarnation, pid: int) -> None:
-        if (worker := self._live(life)) is None:
+    def _on_started(self, incarnation: JobWorkerIncarnation, pid: int) -> None:
+        if (worker := self._live(incarnation)) is None:
             return
         worker.pid = pid
-        if worker.is_killed:  # a graceful stop may have overtaken this event
+        if worker.is_killed:  # a graceful stop may have come before this event
             self._kill(worker)
         self._observe_soon()
 
-    def _on_not_started(self, life: JobWorkerIncarnation, failure: Failure) -> None:
-        if (worker := self._live(life)) is None:
+    def _on_not_started(self, incarnation: JobWorkerIncarnation, failure: Failure) -> None:
+        if (worker := self._live(incarnation)) is None:
             return
         if not worker.is_stop_asked:
             worker.failure = worker.failure or failure
@@ -349,28 +358,28 @@ class AgentCore:
         worker.move(WorkerState.EXITED)
         self._after_end(worker)
 
-    def _on_word(self, life: JobWorkerIncarnation, word: WorkerToAgent) -> None:
-        if (worker := self._live(life)) is None:
+    def _on_word(self, incarnation: JobWorkerIncarnation, word: WorkerToAgent) -> None:
+        if (worker := self._live(incarnation)) is None:
             return
         if isinstance(word, StacksDumped):
-            self.stack_reads.take(life, word.number, word.report)
+            self.stack_reads.take(incarnation, word.number, word.report)
             return
         if isinstance(word, StepRecorded):
-            self._on_recorded(life, word.error)
+            self._on_recorded(incarnation, word.error)
             return
         if isinstance(word, Reported) and word.points:
-            self._step.act(messages.KeepReports(life=worker.life, reports=word.points))
+            self._step.act(messages.KeepReports(incarnation=worker.incarnation, reports=word.points))
         waited = worker.waits
         worker.hear(word)
         if waited and not worker.waits and worker.state is WorkerState.STARTING:  # now it begins
-            self._step.arm(AgentTimer("start", life), self.intervals.start_s)
+            self._step.arm(AgentTimer("start", incarnation), self.intervals.start_s)
         match word:
             case Hello():
-                self.timers.cancel(AgentTimer("start", life))
-                self._start_next(life)
+                self.timers.cancel(AgentTimer("start", incarnation))
+                self._start_next(incarnation)
                 self._order_to_run(worker)
             case Reported() if word.progress.waits_for and not worker.pid:
-                self._start_next(life)  # it begins when what its job needs is there, and keeps nobody waiting
+                self._start_next(incarnation)  # it begins when what its job needs is there, and keeps nobody waiting
             case Running() | Rejoins():
                 self._order_to_run(worker)
             case Saving():
@@ -379,13 +388,13 @@ class AgentCore:
                     self._arm_kill(worker)
             case Failed():  # it ends by itself now; a hanging atexit callback must not hold it up for ever
                 if worker.state is not WorkerState.STOPPING:
-                    self._step.arm(AgentTimer("kill", life), worker.grace_s)
+                    self._step.arm(AgentTimer("kill", incarnation), worker.grace_s)
         is_progress = isinstance(word, Reported)
         delay_s = self._observed_at + PROGRESS_EVERY_S - self._step.now if is_progress else 0.0
         self._observe_soon(max(OBSERVE_DELAY_S, delay_s))
 
     def _on_exited(self, event: messages.WorkerExited) -> None:
-        if (worker := self._live(event.life)) is None:
+        if (worker := self._live(event.incarnation)) is None:
             return
         self._blame_shutdown(worker)
         worker.exit(event)
@@ -393,22 +402,22 @@ class AgentCore:
 
     def _blame_shutdown(self, worker: LocalWorker) -> None:
         """Fail an incarnation that is still desired and did not end by itself: the node took it along."""
-        if self.shutdown.has_begun and worker.life in self.desired and not worker.is_finished:
+        if self.shutdown.has_begun and worker.incarnation in self.desired and not worker.is_finished:
             text = f"its agent stopped: {self.shutdown.reason}"
             worker.failure = worker.failure or Failure(category="node", summary=text)
 
     def _after_end(self, worker: LocalWorker) -> None:
-        self._starts.settled(worker.life)
-        self.timers.cancel(AgentTimer("start", worker.life))
-        self.timers.cancel(AgentTimer("kill", worker.life))
+        self._starts.settled(worker.incarnation)
+        self.timers.cancel(AgentTimer("start", worker.incarnation))
+        self.timers.cancel(AgentTimer("kill", worker.incarnation))
         if worker.failure is None:
             how = "it was stopped" if worker.is_stop_asked else "it had finished or ended itself with code 0"
-            self._step.report("worker-exited", how, worker.life)
+            self._step.report("worker-exited", how, worker.incarnation)
         else:
             how = worker.failure.summary
-            self._step.report("worker-failed", how, worker.life, level="warning")
-        self.stack_reads.ended(worker.life, how)
-        self._on_recorded(worker.life, f"it ended before a step was recorded: {how}")
+            self._step.report("worker-failed", how, worker.incarnation, level="warning")
+        self.stack_reads.ended(worker.incarnation, how)
+        self._on_recorded(worker.incarnation, f"it ended before a step was recorded: {how}")
         self._tell_neighbours(worker, how)
         self._observe_soon()
         self._reconcile()
@@ -429,9 +438,9 @@ class AgentCore:
         worker.stop_began_at = self._step.now
         worker.grace_s, worker.save_grace_s = grace_s, save_grace_s
         worker.move(WorkerState.STOPPING)
-        self.timers.cancel(AgentTimer("start", worker.life))
+        self.timers.cancel(AgentTimer("start", worker.incarnation))
         reason = f"the agent stops: {self.shutdown.reason}" if self.shutdown.has_begun else "it is no longer desired"
-        self._step.report("worker-stopping", f"{reason}; grace {grace_s:g} s", worker.life)
+        self._step.report("worker-stopping", f"{reason}; grace {grace_s:g} s", worker.incarnation)
         self._observe_soon()
         if not is_graceful:
             self._kill(worker)
@@ -440,8 +449,10 @@ class AgentCore:
             job = self.jobs.get(worker.job_id)
             is_interrupt = job is not None and job.is_interrupted and not self.shutdown.has_begun
             stop = Stop(grace_s=grace_s, save_grace_s=save_grace_s, reason=reason, interrupt=is_interrupt)
-            self._step.act(messages.TellWorker(life=worker.life, message=stop))
-            self._step.act(messages.SignalWorker(life=worker.life, how="interrupt" if is_interrupt else "terminate"))
+            self._step.act(messages.TellWorker(incarnation=worker.incarnation, message=stop))
+            self._step.act(
+                messages.SignalWorker(incarnation=worker.incarnation, how="interrupt" if is_interrupt else "terminate")
+            )
         self._arm_kill(worker)
 
     def _hasten(self, worker: LocalWorker, grace_s: float, save_grace_s: float) -> None:
@@ -456,16 +467,16 @@ class AgentCore:
             self._arm_kill(worker)
 
     def _arm_kill(self, worker: LocalWorker) -> None:
-        self.timers.arm(AgentTimer("kill", worker.life), worker.kill_at)
+        self.timers.arm(AgentTimer("kill", worker.incarnation), worker.kill_at)
         self.shutdown.awaits(worker)
 
     def _is_to_stop(self, worker: LocalWorker) -> bool:
-        return not worker.is_ended and (worker.life not in self.desired or self.shutdown.has_begun)
+        return not worker.is_ended and (worker.incarnation not in self.desired or self.shutdown.has_begun)
 
     def _kill(self, worker: LocalWorker) -> None:
         worker.is_killed = True
-        self.timers.cancel(AgentTimer("kill", worker.life))
-        self._step.act(messages.SignalWorker(life=worker.life, how="kill"))
+        self.timers.cancel(AgentTimer("kill", worker.incarnation))
+        self._step.act(messages.SignalWorker(incarnation=worker.incarnation, how="kill"))
 
     def _on_stop_asked(self, event: messages.StopAsked) -> None:
         at_once = event.at_once or self.shutdown.is_asked
@@ -512,7 +523,7 @@ class AgentCore:
                 self._on_worker_timer(timer)
 
     def _on_worker_timer(self, timer: AgentTimer) -> None:
-        if (worker := self._live(timer.life)) is None:
+        if (worker := self._live(timer.incarnation)) is None:
             return
         if timer.kind == "start" and worker.waits:
             self._step.arm(timer, self.intervals.start_s)
@@ -520,5 +531,5 @@ class AgentCore:
         if timer.kind == "start":
             text = f"did not answer within {self.intervals.start_s:g} s of its start"
             worker.failure = Failure(category="crash", summary=text)
-        self._step.report("worker-killed", f"{timer.kind} deadline passed", worker.life, level="warning")
+        self._step.report("worker-killed", f"{timer.kind} deadline passed", worker.incarnation, level="warning")
         self._kill(worker)

@@ -98,7 +98,7 @@ def start_of(
     envs = spec.role(wanted.role).envs if wanted.kind == "worker" else {}
     env = starting_variables(envs, node.inherited)
     return StartWorker(
-        life=JobWorkerIncarnation(wanted.job_id, wanted.name, wanted.worker_incarnation),
+        incarnation=JobWorkerIncarnation(wanted.job_id, wanted.name, wanted.worker_incarnation),
         launch=launch,
         python=None if spec.python == node.python else spec.python,
         is_fresh=spec.start_method == "spawn" or bool(env),

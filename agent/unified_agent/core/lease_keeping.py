@@ -61,7 +61,7 @@ class LeaseKeeping:
         self._is_locked_out = False
         self._renewed_at = float("-inf")
         self._connected_at = float("-inf")
-        self._has_told = False
+        self._has_reported = False
         self._killed: Literal["", "workers", "agent"] = ""
         self._stepped_at = float("inf")
         self._resumed_at = 0.0
@@ -91,7 +91,7 @@ class LeaseKeeping:
         silent_s = now - answered_at
         hung_s = now - max(lease.turned_at, self._resumed_at)
         if not lease.is_late(silent_s):
-            self._has_told, self._killed = False, ""
+            self._has_reported, self._killed = False, ""
             return []
         if hung_s > lease.lease_s:  # nobody speaks for an agent that does nothing
             return self._end_hung(now, answered_at, hung_s, lease)
@@ -100,8 +100,8 @@ class LeaseKeeping:
             actions += self._renew(now, silent_s, lease)
         alone_s = now - max(answered_at, self._no_decision_at)
         reason = f"this node has been cut off from its master for {alone_s:.1f} s, and its lease ends"
-        if lease.is_ending(alone_s) and not self._has_told:
-            self._has_told = True
+        if lease.is_ending(alone_s) and not self._has_reported:
+            self._has_reported = True
             actions.append(TellAgent(reason))
         if lease.is_over(alone_s) and not self._killed:
             self._killed = "workers"

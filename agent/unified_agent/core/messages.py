@@ -43,26 +43,26 @@ class LeaseLost(Value, frozen=True):
 class WorkerStarted(Value, frozen=True):
     """A worker's process exists."""
 
-    life: JobWorkerIncarnation
+    incarnation: JobWorkerIncarnation
     pid: int
 
 
 class WorkerNotStarted(Value, frozen=True):
     """A worker's process could not be started."""
 
-    life: JobWorkerIncarnation
+    incarnation: JobWorkerIncarnation
     failure: Failure
 
 
 class WorkerSaid(Value, frozen=True):
-    life: JobWorkerIncarnation
+    incarnation: JobWorkerIncarnation
     word: WorkerToAgent
 
 
 class WorkerExited(Value, frozen=True):
     """A worker's process is gone, and all its messages and output have been read."""
 
-    life: JobWorkerIncarnation
+    incarnation: JobWorkerIncarnation
     code: int
     """Exit code, or minus the signal."""
     last_lines: str = ""
@@ -77,7 +77,7 @@ class WorkerExited(Value, frozen=True):
 class OutputDropped(Value, frozen=True):
     """Output of a worker was dropped."""
 
-    life: JobWorkerIncarnation
+    incarnation: JobWorkerIncarnation
     stream: str
     text: str
 
@@ -92,7 +92,7 @@ class StopAsked(Value, frozen=True):
 class HeldStacksRead(Value, frozen=True):
     """Answer to `ReadHeldStacks`."""
 
-    life: JobWorkerIncarnation
+    incarnation: JobWorkerIncarnation
     number: int
     report: StackReport
 
@@ -140,7 +140,7 @@ class Reconnect(Value, frozen=True):
 class StartWorker(Value, frozen=True):
     """Make a process and give it `launch` as its first word."""
 
-    life: JobWorkerIncarnation
+    incarnation: JobWorkerIncarnation
     launch: Launch
     python: str | None = None
     is_fresh: bool = False
@@ -150,7 +150,7 @@ class StartWorker(Value, frozen=True):
 
 
 class TellWorker(Value, frozen=True):
-    life: JobWorkerIncarnation
+    incarnation: JobWorkerIncarnation
     message: AgentToWorker
 
 
@@ -158,7 +158,7 @@ class SignalWorker(Value, frozen=True):
     """Send a worker SIGTERM (`terminate`) or SIGINT (`interrupt`), or its whole group SIGKILL (`kill`); or another
     signal if it handles that."""
 
-    life: JobWorkerIncarnation
+    incarnation: JobWorkerIncarnation
     how: Literal["terminate", "interrupt", "kill"] | int
 
 
@@ -180,7 +180,7 @@ class SendLog(Value, frozen=True):
 class SampleWorker(Value, frozen=True):
     """Take a profile of a worker from outside; `SendLog` what is there of it."""
 
-    life: JobWorkerIncarnation
+    incarnation: JobWorkerIncarnation
     pid: int
     order: ReadAgentLog
     request_id: int
@@ -189,7 +189,7 @@ class SampleWorker(Value, frozen=True):
 class ReadHeldStacks(Value, frozen=True):
     """Read the stacks of a worker whose interpreter does not answer, into `worker`; answered by `HeldStacksRead`."""
 
-    life: JobWorkerIncarnation
+    incarnation: JobWorkerIncarnation
     number: int
     worker: WorkerStacks
     within_s: float
@@ -198,7 +198,7 @@ class ReadHeldStacks(Value, frozen=True):
 class KeepReports(Value, frozen=True):
     """Write down what a worker reported, beside its log."""
 
-    life: JobWorkerIncarnation
+    incarnation: JobWorkerIncarnation
     reports: list[WorkerReport]
 
 
@@ -207,7 +207,7 @@ class WriteLog(Value, frozen=True):
 
     event: str
     reason: str
-    life: JobWorkerIncarnation | None = None
+    incarnation: JobWorkerIncarnation | None = None
     level: Literal["debug", "info", "warning", "error"] = "info"
 
 

@@ -58,17 +58,17 @@ class StackReads:
                 self._ask(read, worker)
         self._go_on(self._count)
 
-    def take(self, life: JobWorkerIncarnation, number: int, report: StackReport) -> None:
+    def take(self, incarnation: JobWorkerIncarnation, number: int, report: StackReport) -> None:
         """Take in the report of a worker, its own or one from outside; the first counts."""
         read = self._reads.get(number)
-        if read is not None and read.missing.pop(life, None) is not None:
+        if read is not None and read.missing.pop(incarnation, None) is not None:
             read.reports.append(report)
             self._go_on(number)
 
-    def ended(self, life: JobWorkerIncarnation, how: str) -> None:
+    def ended(self, incarnation: JobWorkerIncarnation, how: str) -> None:
         """Await no answer of a worker that has ended."""
         for number, read in list(self._reads.items()):
-            if (missing := read.missing.pop(life, None)) is not None:
+            if (missing := read.missing.pop(incarnation, None)) is not None:
                 read.reports.append(_without(missing, f"it has ended: {how}"))
                 self._go_on(number)
 
@@ -80,15 +80,17 @@ class StackReads:
                 self._answer(number, "neither its interpreter nor its host said anything of it in time")
             elif read.held_at is not None and read.held_at <= now:
                 read.held_at = None
-                for life, worker in read.missing.items():
+                for incarnation, worker in read.missing.items():
                     within_s = read.until - now
-                    self._step.act(ReadHeldStacks(life=life, number=number, worker=worker, within_s=within_s))
+                    self._step.act(
+                        ReadHeldStacks(incarnation=incarnation, number=number, worker=worker, within_s=within_s)
+                    )
         self._arm()
 
     def _ask(self, read: _Read, worker: LocalWorker) -> None:
         stacks = WorkerStacks(
             worker=worker.name,
-            incarnation=worker.life.incarnation,
+            incarnation=worker.incarnation.number,
             rank=worker.rank,
             node=self._facts.node,
             pid=worker.pid,
@@ -96,8 +98,8 @@ class StackReads:
         if worker.state is WorkerState.STARTING:
             read.reports.append(_without(stacks, "its process has not said hello yet"))
         else:
-            read.missing[worker.life] = stacks
-            self._step.act(TellWorker(life=worker.life, message=DumpStacks(number=self._count)))
+            read.missing[worker.incarnation] = stacks
+            self._step.act(TellWorker(incarnation=worker.incarnation, message=DumpStacks(number=self._count)))
 
     def _go_on(self, number: int) -> None:
         if not self._reads[number].missing:

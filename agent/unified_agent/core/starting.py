@@ -34,8 +34,8 @@ class StartQueue:
         """Forget those that wait."""
         self._waiting.clear()
 
-    def add(self, life: JobWorkerIncarnation) -> None:
-        self._waiting.append(life)
+    def add(self, incarnation: JobWorkerIncarnation) -> None:
+        self._waiting.append(incarnation)
 
     def take(self, settled: JobWorkerIncarnation | None = None) -> Iterator[JobWorkerIncarnation]:
         """Yield those whose turn it is, as long as there is room, once `settled` is; who starts one says `began`."""
@@ -44,9 +44,9 @@ class StartQueue:
         while self._waiting and len(self._starting) < self._limit:
             yield self._waiting.popleft()
 
-    def began(self, life: JobWorkerIncarnation) -> None:
-        self._starting.add(life)
+    def began(self, incarnation: JobWorkerIncarnation) -> None:
+        self._starting.add(incarnation)
 
-    def settled(self, life: JobWorkerIncarnation) -> None:
+    def settled(self, incarnation: JobWorkerIncarnation) -> None:
         """Note that it has said hello, or has ended."""
-        self._starting.discard(life)
+        self._starting.discard(incarnation)

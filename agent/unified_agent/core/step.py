@@ -19,7 +19,7 @@ class AgentTimer(NamedTuple):
     kind: Literal[
         "register", "heartbeat", "observe", "complain", "reconnect", "vacate", "drain", "start", "kill", "stacks"
     ]
-    life: JobWorkerIncarnation | None = None
+    incarnation: JobWorkerIncarnation | None = None
 
 
 class AgentStep:
@@ -40,11 +40,11 @@ class AgentStep:
         self,
         event: str,
         reason: str,
-        life: JobWorkerIncarnation | None = None,
+        incarnation: JobWorkerIncarnation | None = None,
         *,
         level: Literal["debug", "info", "warning", "error"] = "info",
     ) -> None:
-        self.actions.append(WriteLog(event=event, reason=reason, life=life, level=level))
+        self.actions.append(WriteLog(event=event, reason=reason, incarnation=incarnation, level=level))
 
     def arm(self, timer: AgentTimer, in_s: float) -> None:
         self.timers.arm(timer, self.now + in_s)

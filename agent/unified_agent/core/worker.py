@@ -33,11 +33,16 @@ class LocalWorker:
     """State of one incarnation. Only `AgentCore` changes it, through these methods."""
 
     def __init__(
-        self, life: JobWorkerIncarnation, desired: DesiredWorker, spec: JobSpec, log_file: str, python: str | None
+        self,
+        incarnation: JobWorkerIncarnation,
+        desired: DesiredWorker,
+        spec: JobSpec,
+        log_file: str,
+        python: str | None,
     ) -> None:
-        self.life = life
-        self.job_id = life.job_id
-        self.name = life.worker
+        self.incarnation = incarnation
+        self.job_id = incarnation.job_id
+        self.name = incarnation.worker
         self.kind: Literal["worker", "store"] = desired.kind
         self.rank = desired.rank
         self.role = desired.role
@@ -92,7 +97,7 @@ class LocalWorker:
         return self.state in states
 
     def move(self, state: WorkerState) -> None:
-        self.state = WORKER_MOVES.check(str(self.life), self.state, state)
+        self.state = WORKER_MOVES.check(str(self.incarnation), self.state, state)
 
     @property
     def waits(self) -> bool:
@@ -191,7 +196,7 @@ class LocalWorker:
         return ObservedWorker(
             job_id=self.job_id,
             name=self.name,
-            worker_incarnation=self.life.incarnation,
+            worker_incarnation=self.incarnation.number,
             kind=self.kind,
             state=WorkerState.STOPPING if is_held else self.state,
             pid=self.pid,

@@ -125,29 +125,29 @@ class Preparation:
     def has_needs(self, job_id: str) -> bool:
         return bool(self._needs.get(job_id))
 
-    def release_when_met(self, life: JobWorkerIncarnation) -> None:
+    def release_when_met(self, incarnation: JobWorkerIncarnation) -> None:
         """Let a worker's process be made, which is held, when all is there that its job needs."""
-        needs = self._needs[life.job_id]
+        needs = self._needs[incarnation.job_id]
         for need in needs:
             self._use(need)
-        self._waiting[life] = [need for need in needs if not need.is_met]
+        self._waiting[incarnation] = [need for need in needs if not need.is_met]
         try:
-            for need in self._waiting[life]:
+            for need in self._waiting[incarnation]:
                 if need.digest not in self._making:
                     self._make(need)
         except OSError as error:  # no descriptors or processes are left: the next incarnation may have more luck
-            del self._waiting[life]
-            self._said.pop(life, None)
-            self._processes.refuse(life, f"could not be started: {error.strerror}", "crash")
+            del self._waiting[incarnation]
+            self._said.pop(incarnation, None)
+            self._processes.refuse(incarnation, f"could not be started: {error.strerror}", "crash")
             return
-        self._tell(life)
-        self._settle(life)
+        self._tell(incarnation)
+        self._settle(incarnation)
 
     def tell(self) -> None:
         """Tell workers that wait how far has come what they wait for."""
         self.next_deadline = time.monotonic() + TELL_EVERY_S if self._making else None
-        for life in self._waiting:
-            self._tell(life)
+        for incarnation in self._waiting:
+            self._tell(incarnation)
 
     def keep(self, job_ids: Collection[str]) -> None:
         """Forget the needs of other jobs than these."""
@@ -212,32 +212,32 @@ class Preparation:
         if code == 0:
             self._use(need)
             log.info("event=made folder=%s/%s seconds=%.1f", need.into, need.digest[:12], helper.age_s)
-        for life in [life for life, needs in self._waiting.items() if need in needs]:
+        for incarnation in [incarnation for incarnation, needs in self._waiting.items() if need in needs]:
             if code == 0:
-                self._waiting[life].remove(need)
-                self._settle(life)
+                self._waiting[incarnation].remove(need)
+                self._settle(incarnation)
             else:
-                del self._waiting[life]
-                self._said.pop(life, None)
-                self._processes.refuse(life, f"{helper.last_words()} (on node {self._facts.node})")
+                del self._waiting[incarnation]
+                self._said.pop(incarnation, None)
+                self._processes.refuse(incarnation, f"{helper.last_words()} (on node {self._facts.node})")
         helper.remove_log()
 
-    def _settle(self, life: JobWorkerIncarnation) -> None:
-        if not self._waiting[life]:
-            del self._waiting[life]
-            self._say(life, "")
-            del self._said[life]
-            self._processes.release(life)
+    def _settle(self, incarnation: JobWorkerIncarnation) -> None:
+        if not self._waiting[incarnation]:
+            del self._waiting[incarnation]
+            self._say(incarnation, "")
+            del self._said[incarnation]
+            self._processes.release(incarnation)
 
-    def _tell(self, life: JobWorkerIncarnation) -> None:
-        if needs := self._waiting[life]:
-            self._say(life, " and ".join(need.awaited() for need in needs))
+    def _tell(self, incarnation: JobWorkerIncarnation) -> None:
+        if needs := self._waiting[incarnation]:
+            self._say(incarnation, " and ".join(need.awaited() for need in needs))
 
-    def _say(self, life: JobWorkerIncarnation, waits_for: str) -> None:
-        if waits_for == self._said.get(life):
+    def _say(self, incarnation: JobWorkerIncarnation, waits_for: str) -> None:
+        if waits_for == self._said.get(incarnation):
             return
-        self._said[life] = waits_for
-        self._on_event(WorkerSaid(life=life, word=Reported(progress=Progress(waits_for=waits_for[:200]))))
+        self._said[incarnation] = waits_for
+        self._on_event(WorkerSaid(incarnation=incarnation, word=Reported(progress=Progress(waits_for=waits_for[:200]))))
 
 
 def remove_unfinished(into: Path, mark: str = "") -> None:

@@ -55,7 +55,7 @@ class LogArchive:
         """Names of the jobs of these streams in the archive."""
         self._ended: set[Path] = set()
         self._closing = threading.Event()
-        for path in [*log_dir.glob("*/*/*.out"), *log_dir.glob("*/*/*.err")]:  # of an earlier life of this agent
+        for path in [*log_dir.glob("*/*/*.out"), *log_dir.glob("*/*/*.err")]:  # of an earlier incarnation of this agent
             self._due[path], self._folders[path] = 0.0, path.parts[-3]
             with contextlib.suppress(OSError, ValueError):
                 _, self._folders[path] = _mark(path).read_text().split()

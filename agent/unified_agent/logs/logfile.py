@@ -100,9 +100,9 @@ class LogFile:
         """Losses in words; empty: none."""
         self._descriptor = -1
         try:
-            marks = [_base_path(path), path.with_name(f"{path.name}.archived")]
-            for old in [*(rotated(path, number) for number in range(1, max_files)), *marks]:
-                old.unlink(missing_ok=True)  # of a job with this id in an earlier life of the cluster
+            others = [_base_path(path), path.with_name(f"{path.name}.archived")]
+            for old in [*(rotated(path, number) for number in range(1, max_files)), *others]:
+                old.unlink(missing_ok=True)  # of a job with this id in an earlier start of the cluster
         except OSError as error:
             self._refuse(error)
         self._open()
@@ -114,7 +114,7 @@ class LogFile:
         return self._base + self._size + (self._hole.num_bytes if self._hole is not None else 0)
 
     @property
-    def room(self) -> int:
+    def bytes_left(self) -> int:
         """Bytes until the next rotation; 0 where the next write begins with it."""
         return max(0, self.max_bytes - self._size)
 
@@ -140,7 +140,7 @@ class LogFile:
                 self._drop(view)
                 return
             try:
-                count = os.write(self._descriptor, view[: self.room] if may_rotate else view)
+                count = os.write(self._descriptor, view[: self.bytes_left] if may_rotate else view)
             except OSError as error:
                 self._refuse(error)
                 self._drop(view)

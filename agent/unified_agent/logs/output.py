@@ -63,7 +63,7 @@ _encoder = json.Encoder()
 class OutputClosed(NamedTuple):
     """The output of an incarnation is on disk."""
 
-    life: JobWorkerIncarnation
+    incarnation: JobWorkerIncarnation
     code: int
     last_lines: str
     error: WrittenError | None = None
@@ -80,7 +80,7 @@ class SliceRead(NamedTuple):
 class OutputLost(NamedTuple):
     """Output of an incarnation was dropped, as its disk refuses it."""
 
-    life: JobWorkerIncarnation
+    incarnation: JobWorkerIncarnation
     stream: str
     text: str
 
@@ -131,7 +131,7 @@ def _destination(launch: Launch, stream: Literal["out", "err"]) -> Destination:
 class _OutputStream:
     """One pipe and its file."""
 
-    life: JobWorkerIncarnation
+    incarnation: JobWorkerIncarnation
     descriptor: int
     file: LogFile
     copy: LogFile | None
@@ -140,17 +140,17 @@ class _OutputStream:
     """Time (monotonic) until which nothing may be rotated away that was not read; 0: there is no such reader."""
     read_to: int = 0
     """Offset up to which that reader has everything."""
-    told: str = ""
+    reported: str = ""
     """Losses that were told."""
     tell_at: float = 0.0
 
     def must_wait(self, now: float) -> bool:
         """Return True if the next write would remove what the reader has not read."""
-        return self.keep_until > now and not self.file.room and self.file.start_after_rotation > self.read_to
+        return self.keep_until > now and not self.file.bytes_left and self.file.start_after_rotation > self.read_to
 
     def chunk_bytes(self) -> int:
         """Return how many bytes may be copied before `must_wait` is asked again."""
-        return min(_CHUNK_BYTES, self.file.room or self.file.max_bytes) if self.keep_until else _CHUNK_BYTES
+        return min(_CHUNK_BYTES, self.file.bytes_left or self.file.max_bytes) if self.keep_until else _CHUNK_BYTES
 
 
 class OutputReader:
@@ -191,7 +191,7 @@ class OutputReader:
         self._thread = start_thread("output", self._run)
 
     def open(
-        self, life: JobWorkerIncarnation, out: Destination = LOG_ALONE, err: Destination = LOG_ALONE
+        self, incarnation: JobWorkerIncarnation, out: Destination = LOG_ALONE, err: Destination = LOG_ALONE
     ) -> tuple[int, int]:
         """Make pipes for a worker's stdout and stderr; return the ends to write to. OSError: no descriptors left."""
         out_read, out_write = _pipe()
@@ -201,19 +201,19 @@ class OutputReader:
             os.close(out_read)
             os.close(out_write)
             raise
-        self._order(lambda: self._watch(life, (out_read, err_read), (out, err)))
+        self._order(lambda: self._watch(incarnation, (out_read, err_read), (out, err)))
         return out_write, err_write
 
-    def keep_reports(self, life: JobWorkerIncarnation, reports: list[WorkerReport]) -> None:
+    def keep_reports(self, incarnation: JobWorkerIncarnation, reports: list[WorkerReport]) -> None:
         """Write down what a worker reported; nothing once its output was finished, or where the disk lags."""
-        lines = _encoder.encode_lines([structs.replace(each, incarnation=life.incarnation) for each in reports])
+        lines = _encoder.encode_lines([structs.replace(each, incarnation=incarnation.number) for each in reports])
         if len(lines) <= MAX_SERIES_BYTES and self._num_given - self._num_written <= 8 * MAX_SERIES_BYTES:
             self._num_given += len(lines)
-            self._order(lambda: self._write_reports(life, lines))
+            self._order(lambda: self._write_reports(incarnation, lines))
 
-    def finish(self, life: JobWorkerIncarnation, code: int) -> None:
+    def finish(self, incarnation: JobWorkerIncarnation, code: int) -> None:
         """Take what a process that has ended left in the pipes. Answered by `OutputClosed` with the same code."""
-        self._order(lambda: self._finish(life, code))
+        self._order(lambda: self._finish(incarnation, code))
 
     def read(self, order: ReadAgentLog, request_id: int, error: str = "") -> None:
         """Read output, answered by `SliceRead`, as is an `error` that keeps it from being read. From any thread."""
@@ -316,57 +316,59 @@ class OutputReader:
         while not self._orders.empty():
             order = self._orders.get()
             if order is None:
-                for life in list(self._streams):
-                    self._close_streams(life)
+                for incarnation in list(self._streams):
+                    self._close_streams(incarnation)
                 self._selector.close()
                 return False
             order()
         return True
 
-    def _finish(self, life: JobWorkerIncarnation, code: int) -> None:
-        last = self._close_streams(life)
-        written = error_file.read(error_file.beside(str(self._path(life, "err"))))
-        streams = (self._path(life, "err"), self._path(life, "out"))
+    def _finish(self, incarnation: JobWorkerIncarnation, code: int) -> None:
+        last = self._close_streams(incarnation)
+        written = error_file.read(error_file.beside(str(self._path(incarnation, "err"))))
+        streams = (self._path(incarnation, "err"), self._path(incarnation, "out"))
         self._send_tails(self._tails.end(path, self._clock(), has_failed=code != 0) for path in streams)
-        self._answer(OutputClosed(life, code, last, written))
+        self._answer(OutputClosed(incarnation, code, last, written))
 
     def _answer(self, result: OutputResult) -> None:
         self._results.append(result)
         os.eventfd_write(self.ready, 1)
 
-    def _path(self, life: JobWorkerIncarnation, suffix: str) -> Path:
-        return self._log_dir / life.job_id / life.worker / f"{life.incarnation}.{suffix}"
+    def _path(self, incarnation: JobWorkerIncarnation, suffix: str) -> Path:
+        return self._log_dir / incarnation.job_id / incarnation.worker / f"{incarnation.number}.{suffix}"
 
     def _watch(
-        self, life: JobWorkerIncarnation, pipes: tuple[int, int], destinations: tuple[Destination, Destination]
+        self, incarnation: JobWorkerIncarnation, pipes: tuple[int, int], destinations: tuple[Destination, Destination]
     ) -> None:
         streams = [
             _OutputStream(
-                life,
+                incarnation,
                 descriptor,
-                LogFile(self._path(life, suffix), self._max_bytes, self._max_files, is_timed=True),
+                LogFile(self._path(incarnation, suffix), self._max_bytes, self._max_files, is_timed=True),
                 LogFile(Path(destination.copy), sys.maxsize, 1, is_private=False) if destination.copy else None,
                 self._clock() + KEEP_S if destination.is_followed else 0.0,
             )
             for descriptor, suffix, destination in zip(pipes, ("out", "err"), destinations, strict=True)
         ]
-        with contextlib.suppress(OSError):  # of a job with this id in an earlier life of the cluster
+        with contextlib.suppress(OSError):  # of a job with this id in an earlier start of the cluster
             for suffix in OTHER_FILES.values():
-                self._path(life, suffix).unlink(missing_ok=True)
+                self._path(incarnation, suffix).unlink(missing_ok=True)
         for stream, destination in zip(streams, destinations, strict=True):
             self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
             if self._archive is not None:
-                self._archive.begin(stream.file.path, destination.folder or life.job_id)
-        self._streams[life] = (streams[0], streams[1])
+                self._archive.begin(stream.file.path, destination.folder or incarnation.job_id)
+        self._streams[incarnation] = (streams[0], streams[1])
 
-    def _write_reports(self, life: JobWorkerIncarnation, lines: bytes) -> None:
+    def _write_reports(self, incarnation: JobWorkerIncarnation, lines: bytes) -> None:
         self._num_written += len(lines)
-        if life not in self._streams:
+        if incarnation not in self._streams:
             return
-        if life not in self._series:
+        if incarnation not in self._series:
             size = min(self._max_bytes, MAX_SERIES_BYTES)
-            self._series[life] = SeriesFile(self._path(life, "metrics.jsonl"), size, self._max_series_files)
-        self._series[life].write_lines(lines)
+            self._series[incarnation] = SeriesFile(
+                self._path(incarnation, "metrics.jsonl"), size, self._max_series_files
+            )
+        self._series[incarnation].write_lines(lines)
 
     def _copy(self, stream: _OutputStream, *, is_last: bool = False) -> int:
         """Copy one chunk and return its size; 0 if there is none, or it has to wait, or the pipe has ended."""
@@ -384,23 +386,23 @@ class OutputReader:
                 stream.copy.write(data)
             stream.file.write(data, may_rotate=not (is_last and stream.keep_until > now))
             self._tails.wrote(stream.file.path, stream.file.end, now)
-            if stream.file.lost != stream.told and now >= stream.tell_at:
+            if stream.file.lost != stream.reported and now >= stream.tell_at:
                 self._tell_lost(stream, now)
         else:
             self._selector.unregister(stream.descriptor)
         return len(data)
 
     def _tell_lost(self, stream: _OutputStream, now: float) -> None:
-        stream.told, stream.tell_at = stream.file.lost, now + TELL_LOST_S
+        stream.reported, stream.tell_at = stream.file.lost, now + TELL_LOST_S
         name = "stdout" if stream.file.path.suffix == ".out" else "stderr"
-        self._answer(OutputLost(stream.life, name, stream.told))
+        self._answer(OutputLost(stream.incarnation, name, stream.reported))
 
-    def _close_streams(self, life: JobWorkerIncarnation) -> str:
+    def _close_streams(self, incarnation: JobWorkerIncarnation) -> str:
         """Take what is left, close the files, and return the last lines of stderr."""
-        streams = self._streams.pop(life, None)
+        streams = self._streams.pop(incarnation, None)
         if streams is None:
             return ""
-        if (series := self._series.pop(life, None)) is not None:
+        if (series := self._series.pop(incarnation, None)) is not None:
             series.close()
         for stream in streams:
             if stream in self._waiting:
@@ -418,7 +420,7 @@ class OutputReader:
             for file in (stream.file, stream.copy):
                 if file is not None:
                     file.close()
-            if stream.file.lost != stream.told:
+            if stream.file.lost != stream.reported:
                 self._tell_lost(stream, self._clock())
             if self._archive is not None:
                 self._archive.end(stream.file.path)
@@ -426,11 +428,11 @@ class OutputReader:
 
     def _search(self, order: ReadAgentLog, answer: Callable[[LogSlice], None]) -> None:
         """Answer with the lines that match, of a part of the stream."""
-        life = JobWorkerIncarnation(order.job_id, order.worker, order.worker_incarnation)
+        incarnation = JobWorkerIncarnation(order.job_id, order.worker, order.worker_incarnation)
         if fault := _fault(order):
             answer(LogSlice(error=fault))
             return
-        path = self._path(life, order.stream)
+        path = self._path(incarnation, order.stream)
         try:
             segments = segments_of(path, self._max_files)
         except FileNotFoundError:  # nothing was printed yet, or it was removed
@@ -439,7 +441,7 @@ class OutputReader:
         except OSError as error:
             answer(LogSlice(error=f"it cannot be searched: {error.strerror}"))
             return
-        is_growing = life in self._streams
+        is_growing = incarnation in self._streams
         self._searches.begin(order, path, segments, self._limits(path, order), is_growing=is_growing, answer=answer)
 
     def _limits(self, path: Path, order: ReadAgentLog) -> tuple[int, int]:
@@ -455,17 +457,17 @@ class OutputReader:
     def _slice(self, order: ReadAgentLog) -> LogSlice:
         if fault := _fault(order):
             return LogSlice(error=fault)
-        life = JobWorkerIncarnation(order.job_id, order.worker, order.worker_incarnation)
+        incarnation = JobWorkerIncarnation(order.job_id, order.worker, order.worker_incarnation)
         if order.stream in OTHER_FILES:
-            path = self._path(life, OTHER_FILES[order.stream])
+            path = self._path(incarnation, OTHER_FILES[order.stream])
             if not path.exists():
                 return LogSlice()
             return read_slice(path, order.offset, order.max_bytes, self._max_series_files)
-        stream = self._streams[life][order.stream == "err"] if life in self._streams else None
+        stream = self._streams[incarnation][order.stream == "err"] if incarnation in self._streams else None
         if order.keep and stream is not None:
             stream.read_to = max(stream.read_to, order.offset)
             stream.keep_until = self._clock() + KEEP_S
-        path = self._path(life, order.stream)
+        path = self._path(incarnation, order.stream)
         limits = self._limits(path, order)
         found = read_slice(path, order.offset, order.max_bytes, self._max_files, limits)
         if stream is None or limits[1] < sys.maxsize:  # until a time before what is held

@@ -23,7 +23,7 @@ class SeriesFile(LogFile):
 
     def write_lines(self, lines: bytes) -> None:
         """Append whole lines."""
-        if self._size and len(lines) > self.room:
+        if self._size and len(lines) > self.bytes_left:
             self._rotate()
         self.write(lines, may_rotate=False)
 

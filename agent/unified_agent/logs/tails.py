@@ -1,6 +1,6 @@
 """Choice of the newest output that goes to the master, which keeps it for the time when this node is gone.
 
-The pace is low, whatever workers print: `RATE` bytes a second of one agent, after a burst. A stream that prints faster
+The rate is low, whatever workers print: `RATE` bytes a second of one agent, after a burst. A stream that prints faster
 than its share is sent in part, the newest bytes of each time.
 """
 

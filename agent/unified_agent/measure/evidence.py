@@ -77,9 +77,9 @@ class EvidenceCollector:
         self.next_deadline: float | None = None
         """Time at which `sample` is due."""
 
-    def began(self, life: JobWorkerIncarnation, pid: int) -> None:
+    def began(self, incarnation: JobWorkerIncarnation, pid: int) -> None:
         """Watch a process from now on."""
-        self._watched[life] = worker = _Watched(pid)
+        self._watched[incarnation] = worker = _Watched(pid)
         self._sample(worker, self._clock())
         if self.next_deadline is None:
             self.next_deadline = self._clock() + SAMPLE_S
@@ -94,9 +94,9 @@ class EvidenceCollector:
         every_s = max(SAMPLE_S, _S_PER_WORKER * len(self._watched))
         self.next_deadline = now + every_s if self._watched else None
 
-    def ended(self, life: JobWorkerIncarnation, end: ProcessEnd) -> Evidence:
+    def ended(self, incarnation: JobWorkerIncarnation, end: ProcessEnd) -> Evidence:
         """Return what is known about the end of a process, and watch it no more."""
-        now, worker = self._clock(), self._watched.pop(life, None) or _Watched(0)
+        now, worker = self._clock(), self._watched.pop(incarnation, None) or _Watched(0)
         own, host = "", ""
         if end.code == -9 and not end.killed_for:
             own = self._risen(worker.counter, f"its control group {worker.counter.parent}") if worker.counter else ""

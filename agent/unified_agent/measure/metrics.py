@@ -41,7 +41,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 class LivingWorker(NamedTuple):
     """A worker's process, as the agent knows it."""
 
-    life: JobWorkerIncarnation
+    incarnation: JobWorkerIncarnation
     role: str
     state: WorkerState
     pid: int
@@ -100,18 +100,18 @@ class NodeMetrics:
         self.next_deadline = time.monotonic() + NOTE_EVERY_S
         self._listener.turned()
         living = [
-            LivingWorker(worker.life, worker.role, worker.state, worker.pid, worker.devices)
+            LivingWorker(worker.incarnation, worker.role, worker.state, worker.pid, worker.devices)
             for worker in workers
             if worker.kind == "worker" and worker.pid and not worker.is_ended
         ]
         with self._lock:
             self._workers, self._is_connected = living, is_connected
 
-    def ended(self, life: JobWorkerIncarnation, role: str, evidence: Evidence) -> None:
+    def ended(self, incarnation: JobWorkerIncarnation, role: str, evidence: Evidence) -> None:
         """Count the end of a worker."""
         if evidence.out_of_memory:
             with self._lock:
-                self._oom_kills[life.job_id, role] += 1
+                self._oom_kills[incarnation.job_id, role] += 1
 
     def render(self) -> bytes:
         """Return the metrics as text."""
@@ -125,9 +125,9 @@ class NodeMetrics:
         """Yield the families; called by a scrape."""
         with self._lock:
             workers, is_connected = self._workers, self._is_connected
-            kills = {(worker.life.job_id, worker.role): 0 for worker in workers} | self._oom_kills
+            kills = {(worker.incarnation.job_id, worker.role): 0 for worker in workers} | self._oom_kills
             memory = self._measure(workers)
-            cpu_s = {role: sum(lives.values()) for role, lives in self._cpu_s.items()}
+            cpu_s = {role: sum(incarnations.values()) for role, incarnations in self._cpu_s.items()}
         yield GaugeMetricFamily(
             "unified_agent_master_connected", "1 if the agent is registered.", value=float(is_connected)
         )
@@ -138,7 +138,7 @@ class NodeMetrics:
             ["state"],
             [((state,), number) for state, number in states.items()],
         )
-        holders = {index: (worker.life.job_id, worker.role) for worker in workers for index in worker.devices}
+        holders = {index: (worker.incarnation.job_id, worker.role) for worker in workers for index in worker.devices}
         info = {
             (self._node, device.uuid, str(index), device.kind, *holders.get(index, ("", ""))): 1.0
             for index, device in self._devices.items()
@@ -175,15 +175,15 @@ class NodeMetrics:
         memory: dict[tuple[str, str], list[int]] = {}
         now = time.monotonic()
         for worker in workers:
-            role = (worker.life.job_id, worker.role)
-            self._seen_at[worker.life.job_id] = now
+            role = (worker.incarnation.job_id, worker.role)
+            self._seen_at[worker.incarnation.job_id] = now
             try:
                 pages = Path(f"/proc/{worker.pid}/statm").read_text().split()[1]
                 ticks = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
             except (OSError, IndexError):  # it has ended meanwhile
                 continue
             memory.setdefault(role, []).append(int(pages) * _PAGE_BYTES)
-            self._cpu_s.setdefault(role, {})[worker.life] = sum(map(int, ticks)) / _TICKS_PER_S
+            self._cpu_s.setdefault(role, {})[worker.incarnation] = sum(map(int, ticks)) / _TICKS_PER_S
         for job_id in [job_id for job_id, at in self._seen_at.items() if now - at > SHOWN_S]:
             del self._seen_at[job_id]
             for known in (self._cpu_s, self._oom_kills):

@@ -51,19 +51,19 @@ class Profiler:
 
     def begin(self, action: SampleWorker) -> None:
         """Take a profile of a worker, which goes on meanwhile."""
-        if action.life in self._open:
+        if action.incarnation in self._open:
             self._answer(action.order, action.request_id, "it is being profiled already")
             return
-        self._open.add(action.life)
+        self._open.add(action.incarnation)
         try:
             start_thread("profile", call_guarded, "profile-failed", self._take, action)
         except RuntimeError as error:
-            self._open.discard(action.life)
+            self._open.discard(action.incarnation)
             self._answer(action.order, action.request_id, f"its agent has no thread for it: {error}")
 
     def _take(self, action: SampleWorker) -> None:
-        error, life, seconds = "", action.life, max(1, round(action.order.wait_s))
-        path = self._log_dir / life.job_id / life.worker / f"{life.incarnation}.profile"
+        error, incarnation, seconds = "", action.incarnation, max(1, round(action.order.wait_s))
+        path = self._log_dir / incarnation.job_id / incarnation.worker / f"{incarnation.number}.profile"
         try:
             with _memory_file() as made, _memory_file() as record:
                 if action.order.take == "memory":
@@ -75,7 +75,7 @@ class Profiler:
             error = str(reason)
         except Exception as fault:  # the disk is full, say
             error = f"its profile cannot be written: {fault}"
-        self._open.discard(life)
+        self._open.discard(incarnation)
         self._answer(action.order, action.request_id, error)
 
     def _samples(self, pid: int, seconds: int, form: str, made: int) -> None:

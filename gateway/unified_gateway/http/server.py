@@ -43,7 +43,7 @@ class Listening(NamedTuple):
     """Unix socket to listen on, in place of host and port."""
     tls_cert: Path | None = None
     tls_key: Path | None = None
-    is_told: bool = False
+    is_printed: bool = False
     """True to write the address to stdout as well, once the gateway is ready."""
 
     def url(self, listener: socket.socket) -> str:
@@ -79,7 +79,7 @@ class _Server(uvicorn.Server):
             temporary = file.with_name(f".{file.name}.{os.getpid()}")
             temporary.write_text(f"{self.url}\n")
             temporary.replace(file)
-        if self._listening.is_told:
+        if self._listening.is_printed:
             print(self.url, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

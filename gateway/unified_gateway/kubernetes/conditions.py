@@ -103,7 +103,7 @@ def node_of(pod: Json) -> int:
     return int(labels.get(_INDEX_LABEL) or 0) + (labels.get(_TYPE_LABEL) != "master")
 
 
-def life_of(pod: Json) -> tuple[str, int] | None:
+def incarnation_of(pod: Json) -> tuple[str, int] | None:
     """Return the pod's uid and how often its container was started again; None if it has not started."""
     container = _container(pod)
     has_started = any(name in (container.get("state") or {}) for name in ("running", "terminated"))

@@ -16,7 +16,7 @@ import urllib3
 from unified.errors import RefusedError, UnifiedError
 from unified.threads import start_thread
 from unified_gateway.kubernetes.api_server import KubernetesApi
-from unified_gateway.kubernetes.conditions import Json, life_of, node_of, pod_name
+from unified_gateway.kubernetes.conditions import Json, incarnation_of, node_of, pod_name
 from unified_gateway.kubernetes.manifest import CONTAINER
 
 MAX_STREAMS = 64
@@ -71,12 +71,12 @@ class PodStream:
         """Hand a line to the loop, once there is room for it."""
         if self._is_closed or self._loop.is_closed():
             return
-        putting = asyncio.run_coroutine_threadsafe(self._lines.put((self, line)), self._loop)
+        pending = asyncio.run_coroutine_threadsafe(self._lines.put((self, line)), self._loop)
         while not (self._is_closed or self._loop.is_closed()):
             with contextlib.suppress(TimeoutError):
-                putting.result(timeout=0.5)
+                pending.result(timeout=0.5)
                 return
-        putting.cancel()
+        pending.cancel()
 
 
 LineQueue = asyncio.Queue[tuple[PodStream, str | UnifiedError | None]]
@@ -118,11 +118,11 @@ class PodLogs:
                 is_last = is_over or not follow
                 taken = [pod for pod in sorted(pods, key=node_of) if node in (None, node_of(pod))][:MAX_PODS]
                 for pod in taken:
-                    life = life_of(pod)
-                    if life is not None and life not in seen:
+                    incarnation = incarnation_of(pod)
+                    if incarnation is not None and incarnation not in seen:
                         # All that a container has printed that was started again meanwhile is new.
-                        tail = tail_lines if all(uid != life[0] for uid, _ in seen) else None
-                        seen.add(life)
+                        tail = tail_lines if all(uid != incarnation[0] for uid, _ in seen) else None
+                        seen.add(incarnation)
                         reading.add(self._begin(pod, lines, follow=not is_last, tail_lines=tail))
                 until = loop.time() + (DRAIN_S if is_last else LOOK_S)
                 while (reading or not is_last) and loop.time() < until:

@@ -292,8 +292,8 @@ async def sign_in(request: Request) -> Response:
                 401, "this ticket is not known here, was used before, or is older than 5 minutes: `unified ui` gives a "
                 "new one. A token of the gateway serves as well, where it has any."
             )  # fmt: skip
-        told = {"write": session.may_write, "release": RELEASE, "master": page.parts.master.address}
-        return _json(told, {"set-cookie": sessions.cookie(session)})
+        body = {"write": session.may_write, "release": RELEASE, "master": page.parts.master.address}
+        return _json(body, {"set-cookie": sessions.cookie(session)})
     except PageError as error:
         return error_response(error.status, str(error))
     except UnifiedError as error:

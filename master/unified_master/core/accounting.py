@@ -54,7 +54,7 @@ class Account(msgspec.Struct, kw_only=True, omit_defaults=True):
             self.has_run = False
         self.is_whole = is_whole
         awaited = self.before if self.peak >= 0 else Phase.PRODUCTIVE
-        self._turn(now, awaited if is_whole else phase or "")
+        self._enter(now, awaited if is_whole else phase or "")
         return True
 
     def stepped(self, now: float, role: str, step: int, *, is_last: bool) -> None:
@@ -67,8 +67,8 @@ class Account(msgspec.Struct, kw_only=True, omit_defaults=True):
             moves = self._learn(now, step)
             if step > self.step:
                 self.step, self.stepped_at = step, now
-            patience_s = self._patience_s() if self.interval_s and not is_last else None
-            self._turn(now, self._running(), *moves, patience_s=patience_s)
+            stall_after_s = self._stall_after_s() if self.interval_s and not is_last else None
+            self._enter(now, self._running(), *moves, stall_after_s=stall_after_s)
         self.peak = max(self.peak, step)
 
     def suspect(self, now: float, progressed_at: float) -> None:
@@ -76,17 +76,17 @@ class Account(msgspec.Struct, kw_only=True, omit_defaults=True):
         if self.is_whole:
             until = now if self.spent.stalls_at is None else min(now, self.spent.stalls_at)
             silent_s = until - max(progressed_at, self.stepped_at)
-            self._turn(now, Phase.STALLED, (self.spent.phase, Phase.STALLED, silent_s))
+            self._enter(now, Phase.STALLED, (self.spent.phase, Phase.STALLED, silent_s))
 
     def goes_on(self, now: float) -> None:
         """Take in that a suspected hang was none."""
         if self.spent.phase == Phase.STALLED:
-            self._turn(now, self._running())
+            self._enter(now, self._running())
 
     def _running(self) -> Phase:
         return Phase.REDONE if 0 <= self.step < self.peak else Phase.PRODUCTIVE
 
-    def _patience_s(self) -> float:
+    def _stall_after_s(self) -> float:
         return max(MIN_STALL_S, STALL_TIMES * self.interval_s)
 
     def _learn(self, now: float, step: int) -> list[tuple[str, str, float]]:
@@ -100,18 +100,20 @@ class Account(msgspec.Struct, kw_only=True, omit_defaults=True):
             return [(self.before, kind, min(elapsed_s, self.interval_s))]
         if step <= self.step:
             return []
-        usual_s = min(elapsed_s, self._patience_s())
+        usual_s = min(elapsed_s, self._stall_after_s())
         new = min(1.0, (step - self.peak) / (step - self.step)) if self.step < self.peak else 0.0
         first_s = 0.0 if self.interval_s else min(self.unsettled_s, elapsed_s)
         self.interval_s += WEIGHT * (usual_s - self.interval_s) if self.interval_s else elapsed_s
         return [(Phase.REDONE, Phase.PRODUCTIVE, new * usual_s), (self.before, Phase.PRODUCTIVE, first_s)]
 
-    def _turn(self, now: float, phase: str, *moves: tuple[str, str, float], patience_s: float | None = None) -> None:
+    def _enter(
+        self, now: float, phase: str, *moves: tuple[str, str, float], stall_after_s: float | None = None
+    ) -> None:
         """Settle the seconds until now, move some from one phase to another, and go on in a phase."""
         seconds = self.spent.at(now)
         for source, target, asked_s in moves:
             if (moved_s := min(asked_s, seconds.get(source, 0.0))) > 0:
                 seconds[source] -= moved_s
                 seconds[target] = seconds.get(target, 0.0) + moved_s
-        since, stalls_at = max(now, self.spent.since), None if patience_s is None else now + patience_s
+        since, stalls_at = max(now, self.spent.since), None if stall_after_s is None else now + stall_after_s
         self.spent = TimeSpent(seconds=seconds, phase=phase, since=since, stalls_at=stalls_at)

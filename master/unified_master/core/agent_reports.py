@@ -26,40 +26,45 @@ def observe(step: MasterStep, node: NodeRecord, report: ObservedWorkers) -> None
         step.touch_ending_jobs()
     seen: dict[JobWorkerIncarnation, ObservedWorker] = {}
     for observed in sorted(report.workers, key=lambda each: each.failure is not None and each.failure.is_collateral):
-        life = JobWorkerIncarnation(observed.job_id, observed.name, observed.worker_incarnation)
-        seen[life] = observed
-        _take_losses(step, life, observed.output_lost)
-        if life in node.incarnations:
-            _update(step, step.cluster.jobs[life.job_id], node.incarnations[life], observed)
+        incarnation = JobWorkerIncarnation(observed.job_id, observed.name, observed.worker_incarnation)
+        seen[incarnation] = observed
+        _take_losses(step, incarnation, observed.output_lost)
+        if incarnation in node.incarnations:
+            _update(step, step.cluster.jobs[incarnation.job_id], node.incarnations[incarnation], observed)
         elif observed.state is WorkerState.EXITED:
             if observed.failure is not None and observed.failure.is_cut:
-                jobs.cut_short(step, life, node, observed.failure)
-            incarnations.confirm_end(step, node, life)
-        elif life not in node.leaving:  # one left from before a restart or a partition, which holds what it used
-            known = step.cluster.worker(life.job_id, life.worker)
+                jobs.cut_short(step, incarnation, node, observed.failure)
+            incarnations.confirm_end(step, node, incarnation)
+        elif incarnation not in node.leaving:  # one left from before a restart or a partition, which holds what it used
+            known = step.cluster.worker(incarnation.job_id, incarnation.worker)
             allocation = known.allocation if known is not None and known.node == node.name else None
-            incarnations.expect_end(step, node, life, allocation, is_unknown=allocation is None)
+            incarnations.expect_end(step, node, incarnation, allocation, is_unknown=allocation is None)
             step.touch_node(node.name)
-    for life, leaving in list(node.leaving.items()):
-        if life not in seen and report.generation >= leaving.generation:
-            incarnations.confirm_end(step, node, life)
-    for life, worker in list(node.incarnations.items()):
-        if worker.is_seen and life not in seen and life in node.incarnations and worker.state is not WorkerState.EXITED:
+    for incarnation, leaving in list(node.leaving.items()):
+        if incarnation not in seen and report.generation >= leaving.generation:
+            incarnations.confirm_end(step, node, incarnation)
+    for incarnation, worker in list(node.incarnations.items()):
+        if (
+            worker.is_seen
+            and incarnation not in seen
+            and incarnation in node.incarnations
+            and worker.state is not WorkerState.EXITED
+        ):
             _vanished(step, node, worker)
-    for life, observed in seen.items():  # after the ends in the same report, which have freed names
-        if life in node.incarnations and observed.claims.number > node.incarnations[life].claims.number:
-            job, worker = step.cluster.jobs[life.job_id], node.incarnations[life]
+    for incarnation, observed in seen.items():  # after the ends in the same report, which have freed names
+        if incarnation in node.incarnations and observed.claims.number > node.incarnations[incarnation].claims.number:
+            job, worker = step.cluster.jobs[incarnation.job_id], node.incarnations[incarnation]
             directory.decide_claims(step, job, worker, observed.claims)
             directory.publish(step, job, worker)
     catch_up(step, node, report.generation)
 
 
-def _take_losses(step: MasterStep, life: JobWorkerIncarnation, lost: str) -> None:
+def _take_losses(step: MasterStep, incarnation: JobWorkerIncarnation, lost: str) -> None:
     """Take note of output that was dropped, also of an incarnation that has ended since."""
-    worker = step.cluster.worker(life.job_id, life.worker)
-    if worker is None or worker.incarnation != life.incarnation or lost == worker.output_lost:
+    worker = step.cluster.worker(incarnation.job_id, incarnation.worker)
+    if worker is None or worker.incarnation != incarnation.number or lost == worker.output_lost:
         return
-    job = step.cluster.jobs[life.job_id]
+    job = step.cluster.jobs[incarnation.job_id]
     if not worker.output_lost:
         step.report("output-dropped", lost, job, worker.role, worker.name, worker.node)
     worker.output_lost = lost
@@ -70,8 +75,8 @@ def keep_tails(step: MasterStep, message: OutputTails) -> None:
     """Keep what workers printed lately."""
     for tail in message.tails:
         if step.cluster.worker(tail.job_id, tail.worker) is not None:
-            life = JobWorkerIncarnation(tail.job_id, tail.worker, tail.worker_incarnation)
-            step.cluster.tails.add(life, tail.stream, tail.offset, tail.data)
+            incarnation = JobWorkerIncarnation(tail.job_id, tail.worker, tail.worker_incarnation)
+            step.cluster.tails.add(incarnation, tail.stream, tail.offset, tail.data)
 
 
 def overdue(step: MasterStep, key: TimerKey) -> None:
@@ -96,7 +101,7 @@ def overdue(step: MasterStep, key: TimerKey) -> None:
 def _update(step: MasterStep, job: JobRecord, worker: WorkerRecord, observed: ObservedWorker) -> None:
     """Take in what is new of a desired incarnation."""
     if worker.state is WorkerState.EXITED or _STATE_ORDER[observed.state] < _STATE_ORDER[worker.state]:
-        return  # a state is never left for an earlier one: this report was overtaken
+        return  # a state is never left for an earlier one: this report comes late
     if observed.progress is not None and observed.progress != worker.progress:
         if worker.progress is None or _shown(observed.progress) != _shown(worker.progress):
             step.touch_progress(job, worker)

@@ -144,28 +144,30 @@ def log_read(step: MasterStep, request_id: int, read: LogRead) -> None:
     if parked is None:
         return
     step.cluster.timers.cancel(("read", str(request_id)))
-    life = parked.life
+    incarnation = parked.incarnation
     if read.error and parked.request.take:
-        reason = f"{life.worker} on {parked.node} cannot be profiled: {read.error}."
+        reason = f"{incarnation.worker} on {parked.node} cannot be profiled: {read.error}."
         step.send(parked.peer, client_master.Refused(code="unavailable", reason=reason), parked.request_id)
         return
-    if read.is_missing and (kept := _kept_tail(step, life, parked.request, f"node {parked.node} has lost the file")):
+    if read.is_missing and (
+        kept := _kept_tail(step, incarnation, parked.request, f"node {parked.node} has lost the file")
+    ):
         step.send(parked.peer, kept, parked.request_id)
         return
     if read.error:
-        reason = f"the log of {life.worker} on {parked.node} cannot be read: {read.error}"
+        reason = f"the log of {incarnation.worker} on {parked.node} cannot be read: {read.error}"
         may_be_read = not (read.is_missing or parked.request.grep)
         refused = client_master.Refused(code="unavailable" if may_be_read else "not-found", reason=reason)
         step.send(parked.peer, refused, parked.request_id)
         return
     chunk = client_master.LogChunk(
-        worker=life.worker,
-        incarnation=life.incarnation,
+        worker=incarnation.worker,
+        incarnation=incarnation.number,
         data=read.data,
         offset=read.offset,
         next_offset=read.next_offset,
         size=read.size,
-        is_final=_is_over(step, life) and read.next_offset >= read.size,
+        is_final=_is_over(step, incarnation) and read.next_offset >= read.size,
         path=read.path,
         is_busy=read.is_busy,
     )
@@ -178,7 +180,7 @@ def read_overdue(step: MasterStep, number: int) -> None:
     if parked is not None:
         what = "a profile" if parked.request.take else "the log"
         waited = _read_within_s(step, parked.request)
-        reason = f"the agent of {parked.node} did not send {what} of {parked.life.worker} within {waited:g} s."
+        reason = f"the agent of {parked.node} did not send {what} of {parked.incarnation.worker} within {waited:g} s."
         step.send(parked.peer, client_master.Refused(code="unavailable", reason=reason), parked.request_id)
 
 
@@ -281,35 +283,37 @@ def _read(step: MasterStep, peer: bytes, request_id: int, request: client_master
     worker = find_worker(job, request.worker)
     if isinstance(worker, client_master.Refused):
         return worker
-    incarnation = worker.incarnation if request.incarnation is None else request.incarnation
-    life = JobWorkerIncarnation(job.job_id, worker.name, incarnation)
+    number = worker.incarnation if request.incarnation is None else request.incarnation
+    incarnation = JobWorkerIncarnation(job.job_id, worker.name, number)
     if worker.incarnation < 0:
         is_final = job.stage is Stage.STOPPED
         return client_master.LogChunk(
             worker=worker.name, incarnation=0, data=b"", offset=0, next_offset=0, size=0, is_final=is_final
         )
-    earlier = (past.node for past in worker.past if past.incarnation == incarnation)
-    name = worker.node if incarnation == worker.incarnation else next(earlier, "")
+    earlier = (past.node for past in worker.past if past.incarnation == number)
+    name = worker.node if number == worker.incarnation else next(earlier, "")
     if not name:
-        reason = f"nothing is known of incarnation {incarnation} of {worker.name}; its newest is {worker.incarnation}."
+        reason = f"nothing is known of incarnation {number} of {worker.name}; its newest is {worker.incarnation}."
         return client_master.Refused(code="not-found", reason=reason)
     node = step.connected_node(name)
     if node is None:
-        if kept := _kept_tail(step, life, request, f"node {name} is not connected"):
+        if kept := _kept_tail(step, incarnation, request, f"node {name} is not connected"):
             return kept
         reason = f"the log of {worker.name} is on node {name}, which is not connected."
         return client_master.Refused(code="unavailable", reason=reason)
     if len(request.grep) > MAX_PATTERN:
         reason = f"a pattern of {len(request.grep)} characters is longer than {MAX_PATTERN}."
         return client_master.Refused(code="bad-request", reason=reason)
-    number = step.cluster.next_read
+    read = step.cluster.next_read
     step.cluster.next_read += 1
-    step.cluster.reads[number] = ParkedRead(peer=peer, request_id=request_id, life=life, node=name, request=request)
-    step.cluster.timers.arm(("read", str(number)), step.now + _read_within_s(step, request))
+    step.cluster.reads[read] = ParkedRead(
+        peer=peer, request_id=request_id, incarnation=incarnation, node=name, request=request
+    )
+    step.cluster.timers.arm(("read", str(read)), step.now + _read_within_s(step, request))
     order = ReadAgentLog(
         job_id=job.job_id,
         worker=worker.name,
-        worker_incarnation=incarnation,
+        worker_incarnation=number,
         stream=request.stream,
         offset=request.offset,
         max_bytes=max(1, min(request.max_bytes, MAX_READ)),
@@ -320,7 +324,7 @@ def _read(step: MasterStep, peer: bytes, request_id: int, request: client_master
         take=request.take,
         wait_s=_profile_s(request),
     )
-    step.send(node.peer, order, number)
+    step.send(node.peer, order, read)
     return None
 
 
@@ -334,24 +338,26 @@ def _read_within_s(step: MasterStep, request: client_master.ReadLog) -> float:
 
 
 def _kept_tail(
-    step: MasterStep, life: JobWorkerIncarnation, request: client_master.ReadLog, why: str
+    step: MasterStep, incarnation: JobWorkerIncarnation, request: client_master.ReadLog, why: str
 ) -> client_master.LogChunk | None:
     """Return what is kept of a log whose node cannot be asked; None if nothing is, or the reader is to wait for all."""
-    part = step.cluster.tails.read(life, request.stream, request.offset, max(1, min(request.max_bytes, MAX_READ)))
+    part = step.cluster.tails.read(
+        incarnation, request.stream, request.offset, max(1, min(request.max_bytes, MAX_READ))
+    )
     if part is None:
         return None
-    job = step.cluster.jobs[life.job_id]
+    job = step.cluster.jobs[incarnation.job_id]
     is_over = job.stage is Stage.STOPPED
     if request.keep and not is_over:  # the node may come back, with what is missing here
         return None
     next_offset = part.offset + len(part.data)
-    worker = step.cluster.worker(life.job_id, life.worker)
+    worker = step.cluster.worker(incarnation.job_id, incarnation.worker)
     node = step.cluster.nodes.get(worker.node) if worker is not None else None
     at = node.info.log_archive.rstrip("/") if node is not None else ""
-    archive = f"; the whole is in {at}/{job.spec.folder(job.job_id)}/{life.worker}" if at else ""
+    archive = f"; the whole is in {at}/{job.spec.folder(job.job_id)}/{incarnation.worker}" if at else ""
     return client_master.LogChunk(
-        worker=life.worker,
-        incarnation=life.incarnation,
+        worker=incarnation.worker,
+        incarnation=incarnation.number,
         data=part.data,
         offset=part.offset,
         next_offset=next_offset,
@@ -370,12 +376,14 @@ def _drain(step: MasterStep, request: client_master.DrainNode) -> Answer:
     return client_master.Done(note=f"node {name} is {'in' if request.is_over else 'out of'} service.")
 
 
-def _is_over(step: MasterStep, life: JobWorkerIncarnation) -> bool:
+def _is_over(step: MasterStep, incarnation: JobWorkerIncarnation) -> bool:
     """Return True if the incarnation has ended, so that its log grows no more."""
-    worker = step.cluster.worker(life.job_id, life.worker)
-    if worker is None or any(leaving.life == life for leaving in step.cluster.leaving_of(life.job_id)):
+    worker = step.cluster.worker(incarnation.job_id, incarnation.worker)
+    if worker is None or any(
+        leaving.incarnation == incarnation for leaving in step.cluster.leaving_of(incarnation.job_id)
+    ):
         return worker is None
-    return life.incarnation < worker.incarnation or worker.state is WorkerState.EXITED
+    return incarnation.number < worker.incarnation or worker.state is WorkerState.EXITED
 
 
 def _stop(step: MasterStep, request: client_master.StopJob, job: JobRecord) -> Answer:
@@ -450,4 +458,4 @@ def _restart(step: MasterStep, request: client_master.RestartWorkers, job: JobRe
         for name, number in before.items()
         if job.is_waiting or job.workers[name].is_held or job.workers[name].incarnation > number
     }
-    return client_master.Done(note=why, lives=coming)
+    return client_master.Done(note=why, incarnations=coming)

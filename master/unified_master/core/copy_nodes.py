@@ -1,7 +1,7 @@
 """Copy nodes: where the copies of a job's snapshots go while all ranks of one of its roles are on one node.
 
 Such a node has no rank of that role. It stays the same as long as it can, also while the job has several nodes, because
-the next life of the job looks there for what it holds.
+the next incarnation of the job looks there for what it holds.
 """
 
 from __future__ import annotations

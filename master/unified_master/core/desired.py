@@ -31,8 +31,13 @@ def _send(step: MasterStep, node: NodeRecord) -> None:
     node.sent_at = step.now
     jobs = step.cluster.jobs
     groups: dict[tuple[str, str, int], list[int]] = {}
-    workers = [_worker(jobs[life.job_id], node.incarnations[life], groups) for life in sorted(node.incarnations)]
-    job_ids = sorted({life.job_id for life in node.incarnations} | {life.job_id for life in node.leaving})
+    workers = [
+        _worker(jobs[incarnation.job_id], node.incarnations[incarnation], groups)
+        for incarnation in sorted(node.incarnations)
+    ]
+    job_ids = sorted(
+        {incarnation.job_id for incarnation in node.incarnations} | {incarnation.job_id for incarnation in node.leaving}
+    )
     known = [jobs[job_id] for job_id in job_ids if job_id in jobs]
     notified, node.notified = node.notified, {job.job_id: job.revision for job in known}
     num_elsewhere = sum(

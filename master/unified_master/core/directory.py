@@ -134,13 +134,13 @@ def decide_claims(step: MasterStep, job: JobRecord, worker: WorkerRecord, claims
             refused[name] = NameRefusal(number=number, holder=holder)
         if worker.names.get(name) != number:
             _report_claim(step, job, worker, name, number, holder)
-    places = {
+    locations = {
         name: JournalPlace(node=worker.node, path=claims.journals[name])
         for name in names.keys() & claims.journals.keys()
     }
-    is_moved = any(job.journals.get(name) != place for name, place in places.items())
+    is_moved = any(job.journals.get(name) != place for name, place in locations.items())
     if is_moved:
-        job.journals.update(places)
+        job.journals.update(locations)
         step.touch_job(job)
     if is_moved or (names, refused) != (worker.names, worker.refused):
         worker.names, worker.refused = names, refused

@@ -28,9 +28,9 @@ class KeptTails:
         self._kept: OrderedDict[tuple[JobWorkerIncarnation, str], list[tuple[int, bytes]]] = OrderedDict()
         self._nbytes = 0
 
-    def add(self, life: JobWorkerIncarnation, stream: str, offset: int, data: bytes) -> None:
+    def add(self, incarnation: JobWorkerIncarnation, stream: str, offset: int, data: bytes) -> None:
         """Keep bytes of a stream that follow those kept before, with a gap or without."""
-        parts = self._drop(life, stream)
+        parts = self._drop(incarnation, stream)
         if parts and offset < _end(parts):  # its agent has begun again
             parts = []
         if parts and offset == _end(parts):
@@ -43,14 +43,14 @@ class KeptTails:
             if len(oldest) > excess:
                 parts.insert(0, (first + excess, oldest[excess:]))
             excess -= len(oldest)
-        self._kept[life, stream] = parts
+        self._kept[incarnation, stream] = parts
         self._nbytes += sum(len(part) for _, part in parts)
         while self._nbytes > TOTAL_BYTES:
             self._drop(*next(iter(self._kept)))
 
-    def read(self, life: JobWorkerIncarnation, stream: str, offset: int, max_bytes: int) -> TailPart | None:
+    def read(self, incarnation: JobWorkerIncarnation, stream: str, offset: int, max_bytes: int) -> TailPart | None:
         """Return what is kept from an offset on, a negative one from the end; None if nothing of the stream is."""
-        parts = self._kept.get((life, stream))
+        parts = self._kept.get((incarnation, stream))
         if not parts:
             return None
         size = _end(parts)
@@ -63,11 +63,11 @@ class KeptTails:
 
     def forget(self, job_id: str) -> None:
         """Drop what is kept of a job."""
-        for life, stream in [key for key in self._kept if key[0].job_id == job_id]:
-            self._drop(life, stream)
+        for incarnation, stream in [key for key in self._kept if key[0].job_id == job_id]:
+            self._drop(incarnation, stream)
 
-    def _drop(self, life: JobWorkerIncarnation, stream: str) -> list[tuple[int, bytes]]:
-        parts = self._kept.pop((life, stream), [])
+    def _drop(self, incarnation: JobWorkerIncarnation, stream: str) -> list[tuple[int, bytes]]:
+        parts = self._kept.pop((incarnation, stream), [])
         self._nbytes -= sum(len(part) for _, part in parts)
         return parts
 

@@ -169,7 +169,7 @@ class MasterCore:
                     jobs.advance(step, job)
                     copy_nodes.settle(step, job)
             if not step.to_advance:
-                self.cluster.room += step.wants_schedule
+                self.cluster.capacity_version += step.wants_schedule
                 step.wants_schedule = step.has_new_job = False
                 if may_run_now(step, ("schedule",)):
                     job_queue.schedule(step)

@@ -68,7 +68,7 @@ class Unit(Value, frozen=True, kw_only=True):
 class PlacementAttempt(Value, frozen=True, kw_only=True):
     """An attempt to place a job, which failed."""
 
-    room: int
+    capacity_version: int
     """The cluster's `room` at that time."""
     reason: str
     nodes: int
@@ -184,33 +184,33 @@ class NodeCapacity:
         return min(self.num_free, max(0, self.device_cap - len(self.own)))
 
     @property
-    def free_places(self) -> float:
+    def num_free_workers(self) -> float:
         """Processes that may still run here."""
         return self.resources.max_workers - self.num_workers if self.resources.max_workers else math.inf
 
     def fit(self, unit: Unit) -> dict[str, Allocation] | None:
         """Return what each worker of the unit would hold, or None if the unit does not fit. Nothing is subtracted."""
-        granted = self.grants(unit.isolation)
-        has_places = unit.is_control or len(unit.members) <= self.free_places
-        if granted is None or not has_places or not self.may_hold(unit) or not self._has_amounts(unit, granted):
+        amounts = self.grants(unit.isolation)
+        has_capacity = unit.is_control or len(unit.members) <= self.num_free_workers
+        if amounts is None or not has_capacity or not self.may_hold(unit) or not self._has_amounts(unit, amounts):
             return None
         chosen = self.choose_devices(unit)
         if chosen is None:
             return None
-        return {member.worker: _allocation(member, chosen[member.worker], granted) for member in unit.members}
+        return {member.worker: _allocation(member, chosen[member.worker], amounts) for member in unit.members}
 
     def may_hold(self, unit: Unit) -> bool:
         """Return True if the ranks of the unit would not be more than the job may have here."""
         there = sum(self.ranks.get(role, 0) for role in unit.elastic)
         return not unit.max_ranks or there + len(unit.members) <= unit.max_ranks
 
-    def _has_amounts(self, unit: Unit, granted: Mapping[str, float]) -> bool:
+    def _has_amounts(self, unit: Unit, amounts: Mapping[str, float]) -> bool:
         for field in ("cpu", "memory_mb", "disk_mb"):
             need = unit.total(field)
             if need > 0 and need > getattr(self, field) + EPSILON:
                 return False
         wanted = unit.user_total()
-        for name, amount in granted.items():
+        for name, amount in amounts.items():
             wanted[name] = wanted.get(name, 0.0) + amount * len(unit.members)
         return all(
             amount <= self.user_defined.get(name, 0.0) + EPSILON for name, amount in wanted.items() if amount > 0
@@ -288,9 +288,9 @@ def _within_cap(candidates: list[DeviceKey], count: int, own: set[DeviceKey], ca
     return tuple(taken) if len(taken) == count else None
 
 
-def _allocation(member: Member, devices: tuple[DeviceKey, ...], granted: Mapping[str, float]) -> Allocation:
+def _allocation(member: Member, devices: tuple[DeviceKey, ...], amounts: Mapping[str, float]) -> Allocation:
     needs = member.needs
-    user_defined = {**needs.user_defined, **{name: needs.user_defined.get(name, 0.0) + 1 for name in granted}}
+    user_defined = {**needs.user_defined, **{name: needs.user_defined.get(name, 0.0) + 1 for name in amounts}}
     return Allocation(
         cpu=needs.cpu,
         memory_mb=needs.memory_mb,

@@ -164,9 +164,9 @@ def _mark_lost(step: MasterStep, node: NodeRecord, reason: str) -> None:
     step.cluster.timers.arm(("forget", node.name), step.now + FORGET_S)
     step.report("node-lost", reason, node=node.name)
     remember(step, node)
-    for life in list(node.leaving):  # whose next incarnation may wait for its end
-        step.to_advance[life.job_id] = None
-        step.cluster.remove_leaving(node, life)
+    for incarnation in list(node.leaving):  # whose next incarnation may wait for its end
+        step.to_advance[incarnation.job_id] = None
+        step.cluster.remove_leaving(node, incarnation)
     step.cluster.num_node_changes += 1
     copy_nodes.on_change(step, node)
     step.touch_ending_jobs()
@@ -294,5 +294,5 @@ def _answer_reads(step: MasterStep, node: NodeRecord, reason: str) -> None:
         if read.node == node.name:
             del step.cluster.reads[number]
             step.cluster.timers.cancel(("read", str(number)))
-            text = f"the log of {read.life.worker} is on node {node.name}, which was lost: {reason}."
+            text = f"the log of {read.incarnation.worker} is on node {node.name}, which was lost: {reason}."
             step.send(read.peer, Refused(code="unavailable", reason=text), read.request_id)

@@ -12,7 +12,7 @@ from unified.errors import UnifiedError
 from unified.job.spec import JobSpec
 from unified.protocol.records import EventRecord, JobWorkerIncarnation, NodeState, Stage, WorkerState
 from unified_master.core import presence
-from unified_master.core.clients.watching import MAX_TOLD
+from unified_master.core.clients.watching import MAX_SENT_EVENTS
 from unified_master.core.health import hangs
 from unified_master.core.nodes import FORGET_S, GRACE_LEASES, NodeMemory
 from unified_master.core.rounds import incarnations, rendezvous
@@ -50,18 +50,20 @@ def restore(step: MasterStep, records: Iterable[Record], events: Iterable[EventR
         step.show_job(job)
         for worker in job.workers.values():
             step.touch_progress(job, worker)
-    step.cluster.recent_events.extendleft((step.cluster.changes.tick(), event) for event in kept[: -MAX_TOLD - 1 : -1])
+    step.cluster.recent_events.extendleft(
+        (step.cluster.changes.tick(), event) for event in kept[: -MAX_SENT_EVENTS - 1 : -1]
+    )
     for event in kept:
         if event.job in step.cluster.jobs:
             step.cluster.events.setdefault(event.job, deque(maxlen=MAX_EVENTS)).append(event)
 
 
 def _meta(step: MasterStep, meta: dict[str, bytes]) -> None:
-    if "reign" in meta:  # the term, by the name that state directories have for it
-        step.cluster.term = int(meta["reign"]) + 1
+    if "term" in meta:
+        step.cluster.term = int(meta["term"]) + 1
         step.cluster.changes = ChangeLog(step.cluster.first_number)
         step.report("master-restarted", f"the master is back ({count(step.cluster.term, 'restart')} so far)")
-    step.save("meta", "reign", str(step.cluster.term).encode())
+    step.save("meta", "term", str(step.cluster.term).encode())
     step.cluster.next_sequence = int(meta.get("next_sequence", b"1"))
 
 
@@ -136,13 +138,13 @@ def _worker(step: MasterStep, worker: WorkerRecord) -> None:
     if worker.allocation is not None:
         node.hold(worker, worker.allocation)
     if worker.is_desired:
-        node.incarnations[worker.life] = worker
+        node.incarnations[worker.incarnation_id] = worker
         if worker.state is WorkerState.STARTING:
             step.cluster.timers.arm(incarnations.start_timer(worker), step.now + step.cluster.intervals.start_s)
         elif worker.is_joining and (job := step.cluster.jobs.get(worker.job_id)) is not None:
             rendezvous.arm_join(step, job, worker)
     elif worker.incarnation >= 0 and worker.state is not WorkerState.EXITED and node.state is NodeState.ALIVE:
-        incarnations.expect_end(step, node, worker.life, worker.allocation)
+        incarnations.expect_end(step, node, worker.incarnation_id, worker.allocation)
 
 
 def _past(step: MasterStep, worker: WorkerRecord) -> None:
@@ -150,5 +152,5 @@ def _past(step: MasterStep, worker: WorkerRecord) -> None:
     for past in worker.past:
         node = step.cluster.nodes.get(past.node)
         if node is not None and node.state is NodeState.ALIVE and past.node != worker.node:
-            life = JobWorkerIncarnation(worker.job_id, worker.name, past.incarnation)
-            incarnations.expect_end(step, node, life, None, is_unknown=True)
+            incarnation = JobWorkerIncarnation(worker.job_id, worker.name, past.incarnation)
+            incarnations.expect_end(step, node, incarnation, None, is_unknown=True)

@@ -97,7 +97,7 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
     reason: str = ""
 
     @property
-    def life(self) -> records.JobWorkerIncarnation:
+    def incarnation_id(self) -> records.JobWorkerIncarnation:
         return records.JobWorkerIncarnation(self.job_id, self.name, self.incarnation)
 
     @property
@@ -334,7 +334,7 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
 class Leaving(msgspec.Struct, kw_only=True):
     """An incarnation that is no longer desired, whose end its agent has not confirmed."""
 
-    life: records.JobWorkerIncarnation
+    incarnation: records.JobWorkerIncarnation
     node: str
     generation: int
     """Generation from which on a report that does not list the incarnation confirms its end."""
@@ -399,7 +399,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
         """Yield every allocation, those of incarnations that are still leaving included."""
         yield from self.allocations.values()
         for leaving in self.leaving.values():
-            if leaving.allocation is not None and leaving.life[:2] not in self.allocations:
+            if leaving.allocation is not None and leaving.incarnation[:2] not in self.allocations:
                 yield leaving.allocation
 
     def hold(self, worker: WorkerRecord, allocation: Allocation | None) -> None:
@@ -439,7 +439,7 @@ class ParkedRead(Value, frozen=True, kw_only=True):
 
     peer: bytes
     request_id: int
-    life: records.JobWorkerIncarnation
+    incarnation: records.JobWorkerIncarnation
     node: str
     request: ReadLog
 
@@ -475,7 +475,7 @@ class Cluster:
         self.term = 0
         """Number of terms before this one; keeps generations and versions rising."""
         self.next_sequence = self.next_event = self.next_read = 1
-        self.room = 0
+        self.capacity_version = 0
         """Number of times that waiting jobs may have got what they wait for."""
         self.num_node_changes = 0
         """Number of times that a node joined, was lost, or was taken out of service or put back."""
@@ -527,23 +527,23 @@ class Cluster:
         return list(self.leaving.get(job_id, {}).values())
 
     def add_leaving(self, node: NodeRecord, leaving: Leaving) -> None:
-        node.leaving[leaving.life] = leaving
+        node.leaving[leaving.incarnation] = leaving
         node.capacities.clear()
-        self._leaving_changed(node, leaving.life)
-        self.leaving.setdefault(leaving.life.job_id, {})[node.name, leaving.life] = leaving
+        self._leaving_changed(node, leaving.incarnation)
+        self.leaving.setdefault(leaving.incarnation.job_id, {})[node.name, leaving.incarnation] = leaving
 
-    def remove_leaving(self, node: NodeRecord, life: records.JobWorkerIncarnation) -> bool:
+    def remove_leaving(self, node: NodeRecord, incarnation: records.JobWorkerIncarnation) -> bool:
         """Return False if the incarnation was not expected to leave."""
-        if node.leaving.pop(life, None) is None:
+        if node.leaving.pop(incarnation, None) is None:
             return False
         node.capacities.clear()
-        self._leaving_changed(node, life)
-        del self.leaving[life.job_id][node.name, life]
-        if not self.leaving[life.job_id]:
-            del self.leaving[life.job_id]
+        self._leaving_changed(node, incarnation)
+        del self.leaving[incarnation.job_id][node.name, incarnation]
+        if not self.leaving[incarnation.job_id]:
+            del self.leaving[incarnation.job_id]
         return True
 
-    def _leaving_changed(self, node: NodeRecord, life: records.JobWorkerIncarnation) -> None:
+    def _leaving_changed(self, node: NodeRecord, incarnation: records.JobWorkerIncarnation) -> None:
         self.changes.touch(ChangedPart("node", "", node.name))
-        if life.job_id in self.jobs:
-            self.changes.touch(ChangedPart("job", life.job_id))
+        if incarnation.job_id in self.jobs:
+            self.changes.touch(ChangedPart("job", incarnation.job_id))

@@ -72,7 +72,7 @@ def begin(start: Start, master: PlayedMaster) -> Begin:
 
 
 def both_are(state: WorkerState) -> Callable[[dict[str, ObservedWorker]], bool]:
-    return lambda lives: [life.state for life in lives.values()] == [state] * 2
+    return lambda incarnations: [incarnation.state for incarnation in incarnations.values()] == [state] * 2
 
 
 def test_it_registers_with_what_the_node_has(start: Start, master: PlayedMaster) -> None:
@@ -122,7 +122,7 @@ def test_a_worker_lives_from_start_to_stop(begin: Begin, master: PlayedMaster) -
         ("fail", "ValueError: no", "user", ""),
     ],
 )
-def test_how_a_life_ended_is_told(
+def test_how_an_incarnation_ended_is_told(
     begin: Begin, master: PlayedMaster, mode: str, summary: str, category: str, traceback: str
 ) -> None:
     begin(a_job(mode))
@@ -138,7 +138,7 @@ def test_a_worker_that_ends_itself_with_code_0_ended_well(begin: Begin, master: 
     assert master.reaches("w-0#0", WorkerState.EXITED).failure is None
 
 
-def test_the_next_life_starts_when_the_last_is_gone(begin: Begin, master: PlayedMaster) -> None:
+def test_the_next_incarnation_starts_when_the_last_is_gone(begin: Begin, master: PlayedMaster) -> None:
     job = a_job("stubborn", grace_s=missed(0.3))
     begin(job)
     old = master.reaches("w-0#0", WorkerState.RUNNING)

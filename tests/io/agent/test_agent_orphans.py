@@ -31,15 +31,15 @@ from unified_agent.spawn import last_cache_bytes
 
 MASTER = "tcp://127.0.0.1:1"
 AAA, BBB = f"aaa-{os.getpid()}", f"bbb-{os.getpid()}"
-"""Lives of agents: of these tests alone, as others of this file end theirs in another process at the same time."""
+"""Incarnations of agents, for these tests alone: others of this file end theirs in another process meanwhile."""
 
 
 class Sleepers:
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, node: str, life: str, **more: str) -> subprocess.Popen[bytes]:
-        env = {**os.environ, "UNIFIED_AGENT_NODE": node, "UNIFIED_AGENT_LIFE": life, **more}
+    def start(self, node: str, incarnation: str, **more: str) -> subprocess.Popen[bytes]:
+        env = {**os.environ, "UNIFIED_AGENT_NODE": node, "UNIFIED_AGENT_INCARNATION": incarnation, **more}
         code = "import time; print(flush=True); time.sleep(60)"
         one = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE)
         assert one.stdout is not None
@@ -57,11 +57,11 @@ def sleepers() -> Iterator[Sleepers]:
         one.communicate()
 
 
-def record(run_dir: Path, *, node: str = "n1", life: str = AAA, start_ticks: int = 0) -> AgentRecord:
-    return AgentRecord(node=node, pid=1, life=life, run_dir=str(run_dir), start_ticks=start_ticks)
+def record(run_dir: Path, *, node: str = "n1", incarnation: str = AAA, start_ticks: int = 0) -> AgentRecord:
+    return AgentRecord(node=node, pid=1, incarnation=incarnation, run_dir=str(run_dir), start_ticks=start_ticks)
 
 
-def test_only_what_carries_node_and_life_is_ended(sleepers: Sleepers, tmp_path: Path) -> None:
+def test_only_what_carries_node_and_incarnation_is_ended(sleepers: Sleepers, tmp_path: Path) -> None:
     ours = sleepers.start("n1", AAA)
     others = [sleepers.start("n1", BBB), sleepers.start("n2", AAA)]
     run_dir = tmp_path / "a-aaa"
@@ -88,7 +88,7 @@ def test_what_is_older_than_the_killed_agent_is_not_its(sleepers: Sleepers, tmp_
 
 def test_what_they_have_started_is_ended_too_whatever_its_environment(tmp_path: Path) -> None:
     script = "env -i setsid sleep 60 & echo $!; wait"
-    env = {**os.environ, "UNIFIED_AGENT_NODE": "n1", "UNIFIED_AGENT_LIFE": AAA}
+    env = {**os.environ, "UNIFIED_AGENT_NODE": "n1", "UNIFIED_AGENT_INCARNATION": AAA}
     with subprocess.Popen(["sh", "-c", script], env=env, stdout=subprocess.PIPE, text=True) as ours:
         assert ours.stdout is not None
         child = int(ours.stdout.readline())
@@ -130,7 +130,7 @@ def test_a_claim_cleans_up_after_killed_agents_of_any_cluster(sleepers: Sleepers
     old, other = sleepers.start("n1", AAA), sleepers.start("n1", BBB)
     killed, living = NodeLock(tmp_path, "n1", MASTER), NodeLock(tmp_path, "n1", "tcp://127.0.0.1:2")
     killed.write(record(tmp_path / "a-aaa"))
-    living.write(record(tmp_path / "a-bbb", life=BBB))
+    living.write(record(tmp_path / "a-bbb", incarnation=BBB))
     os.close(killed._descriptor)  # as the kernel does for a process that is killed
     with claim(tmp_path, node, MASTER) as own:
         assert not process.is_alive(old.pid)

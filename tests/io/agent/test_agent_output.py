@@ -29,7 +29,7 @@ from unified_agent.logs.output import (
 from unified_agent.logs.series import MAX_SERIES_BYTES
 
 PATIENCE_MS = 60_000
-LIFE = JobWorkerIncarnation("job-1", "w-0", 2)
+INCARNATION = JobWorkerIncarnation("job-1", "w-0", 2)
 FOLLOWED = Destination(is_followed=True)
 
 
@@ -66,15 +66,15 @@ class Desk:
         self,
         offset: int = 0,
         stream: Literal["out", "err", "both", "metrics"] = "out",
-        life: JobWorkerIncarnation = LIFE,
+        incarnation: JobWorkerIncarnation = INCARNATION,
         max_bytes: int = 65536,
         keep: bool = False,
         **lines: Any,
     ) -> LogSlice:
         order = ReadAgentLog(
-            job_id=life.job_id,
-            worker=life.worker,
-            worker_incarnation=life.incarnation,
+            job_id=incarnation.job_id,
+            worker=incarnation.worker,
+            worker_incarnation=incarnation.number,
             stream=stream,
             offset=offset,
             max_bytes=max_bytes,
@@ -107,7 +107,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
 
 
 def test_what_is_printed_can_be_read_while_the_worker_lives(desk: Desk, tmp_path: Path) -> None:
-    out, err = desk.reader.open(LIFE)
+    out, err = desk.reader.open(INCARNATION)
     os.write(out, b"one\n")
     os.write(err, b"oh\n")
     found = desk.read_until(b"one\n")
@@ -123,40 +123,40 @@ def test_what_is_printed_can_be_read_while_the_worker_lives(desk: Desk, tmp_path
     os.close(err)
 
 
-def test_the_end_of_a_life_brings_its_last_lines(desk: Desk) -> None:
-    out, err = desk.reader.open(LIFE)
+def test_the_end_of_an_incarnation_brings_its_last_lines(desk: Desk) -> None:
+    out, err = desk.reader.open(INCARNATION)
     os.write(err, b"".join(b"line %d\n" % number for number in range(50)))
-    desk.reader.finish(LIFE, -9)
+    desk.reader.finish(INCARNATION, -9)
     closed = desk.next()
-    assert closed == OutputClosed(LIFE, -9, "\n".join(f"line {number}" for number in range(10, 50)))
+    assert closed == OutputClosed(INCARNATION, -9, "\n".join(f"line {number}" for number in range(10, 50)))
     os.close(out)  # a stray that still holds the pipe holds nothing up
     os.close(err)
 
 
-def test_a_life_that_was_never_born_can_be_finished(desk: Desk) -> None:
-    desk.reader.finish(LIFE, 0)
-    assert desk.next() == OutputClosed(LIFE, 0, "")
+def test_an_incarnation_that_was_never_born_can_be_finished(desk: Desk) -> None:
+    desk.reader.finish(INCARNATION, 0)
+    assert desk.next() == OutputClosed(INCARNATION, 0, "")
 
 
-def test_many_lives_at_once_do_not_mix(desk: Desk, tmp_path: Path) -> None:
-    lives = [JobWorkerIncarnation("job-1", f"w-{rank}", 0) for rank in range(8)]
-    pipes = {life: desk.reader.open(life) for life in lives}
+def test_many_incarnations_at_once_do_not_mix(desk: Desk, tmp_path: Path) -> None:
+    incarnations = [JobWorkerIncarnation("job-1", f"w-{rank}", 0) for rank in range(8)]
+    pipes = {incarnation: desk.reader.open(incarnation) for incarnation in incarnations}
     for _ in range(20):
-        for life, (out, _) in pipes.items():
-            os.write(out, f"{life.worker}\n".encode())
-    for life in lives:
-        desk.reader.finish(life, 0)
-    assert {desk.next() for _ in lives} == {OutputClosed(life, 0, "") for life in lives}
-    for life in lives:
-        assert (tmp_path / f"job-1/{life.worker}/0.out").read_text() == f"{life.worker}\n" * 20
-        for descriptor in pipes[life]:
+        for incarnation, (out, _) in pipes.items():
+            os.write(out, f"{incarnation.worker}\n".encode())
+    for incarnation in incarnations:
+        desk.reader.finish(incarnation, 0)
+    assert {desk.next() for _ in incarnations} == {OutputClosed(incarnation, 0, "") for incarnation in incarnations}
+    for incarnation in incarnations:
+        assert (tmp_path / f"job-1/{incarnation.worker}/0.out").read_text() == f"{incarnation.worker}\n" * 20
+        for descriptor in pipes[incarnation]:
             os.close(descriptor)
 
 
 @pytest.mark.parametrize("name", ["../w-0", "..", "", "a/b", "a\0b"])
 def test_only_workers_output_can_be_read(desk: Desk, name: str) -> None:
-    assert "is no worker of this node" in desk.read(life=JobWorkerIncarnation("job-1", name, 0)).error
-    assert "is no worker of this node" in desk.read(life=JobWorkerIncarnation(name, "w-0", 0)).error
+    assert "is no worker of this node" in desk.read(incarnation=JobWorkerIncarnation("job-1", name, 0)).error
+    assert "is no worker of this node" in desk.read(incarnation=JobWorkerIncarnation(name, "w-0", 0)).error
 
 
 def test_unknown_output_and_both_streams_at_once_are_errors(desk: Desk) -> None:
@@ -211,35 +211,35 @@ def report(
     step: int, total: int | None = None, metrics: dict[str, float | int | str | None] | None = None
 ) -> WorkerReport:
     return WorkerReport(
-        at=100.0 + step, step=step, total=total, metrics=metrics or {}, incarnation=LIFE.incarnation, number=step
+        at=100.0 + step, step=step, total=total, metrics=metrics or {}, incarnation=INCARNATION.number, number=step
     )
 
 
-def test_reports_are_lines_beside_the_log_until_the_end_of_a_life(desk: Desk, tmp_path: Path) -> None:
+def test_reports_are_lines_beside_the_log_until_the_end_of_an_incarnation(desk: Desk, tmp_path: Path) -> None:
     stale = tmp_path / "job-1/w-0/2.metrics.jsonl"
     stale.parent.mkdir(parents=True)
     stale.write_text("of an earlier cluster\n")
-    streams = desk.reader.open(LIFE)
+    streams = desk.reader.open(INCARNATION)
     assert desk.read(stream="metrics") == LogSlice()
     kept = report(3, total=9, metrics={"loss": 0.5, "phase": "fit\n"})
-    desk.reader.keep_reports(LIFE, [kept])
-    desk.reader.keep_reports(LIFE, [report(4, metrics={"loss": math.nan})])
+    desk.reader.keep_reports(INCARNATION, [kept])
+    desk.reader.keep_reports(INCARNATION, [report(4, metrics={"loss": math.nan})])
     found = desk.read(stream="metrics")
     lines = [json.decode(line, type=WorkerReport) for line in found.data.splitlines()]
     assert lines == [kept, report(4, metrics={"loss": None})]
     assert desk.read(found.size - 2, stream="metrics", keep=True).data == b"}\n"
-    desk.reader.finish(LIFE, 0)
+    desk.reader.finish(INCARNATION, 0)
     desk.next()
-    desk.reader.keep_reports(LIFE, [report(5)])
+    desk.reader.keep_reports(INCARNATION, [report(5)])
     assert desk.read(stream="metrics").size == found.size
     for descriptor in streams:
         os.close(descriptor)
 
 
 def test_of_old_reports_evenly_spaced_ones_are_kept(desk: Desk, tmp_path: Path) -> None:
-    streams = desk.reader.open(LIFE)
+    streams = desk.reader.open(INCARNATION)
     for step in range(1000):
-        desk.reader.keep_reports(LIFE, [report(step)])
+        desk.reader.keep_reports(INCARNATION, [report(step)])
     end = desk.read(-80, stream="metrics")
     assert b'"number":999' in end.data
     files = sorted(tmp_path.rglob("2.metrics.jsonl*"))
@@ -258,7 +258,7 @@ def test_of_old_reports_evenly_spaced_ones_are_kept(desk: Desk, tmp_path: Path) 
 
 def test_what_the_disk_does_not_take_is_not_kept_in_memory(desk: Desk) -> None:
     """The thread that writes is busy, as if the disk did not answer."""
-    streams = desk.reader.open(LIFE)
+    streams = desk.reader.open(INCARNATION)
     goes_on = threading.Event()
 
     def block() -> None:
@@ -268,14 +268,14 @@ def test_what_the_disk_does_not_take_is_not_kept_in_memory(desk: Desk) -> None:
     text = "x" * 200
     many = [report(0, metrics={str(name): text for name in range(100)})] * 300
     for _ in range(30):
-        desk.reader.keep_reports(LIFE, many)
+        desk.reader.keep_reports(INCARNATION, many)
     assert desk.reader._num_given < 9 * MAX_SERIES_BYTES
-    desk.reader.keep_reports(LIFE, many * 2)
+    desk.reader.keep_reports(INCARNATION, many * 2)
     goes_on.set()
     desk.read(stream="metrics")
     before = desk.reader._num_given
     assert desk.reader._num_written == before
-    desk.reader.keep_reports(LIFE, [report(7)])
+    desk.reader.keep_reports(INCARNATION, [report(7)])
     assert desk.read(-12, stream="metrics").data == b'"number":7}\n'
     for descriptor in streams:
         os.close(descriptor)
@@ -295,7 +295,7 @@ def fill(descriptor: int, size: int) -> None:
 
 
 def test_a_reader_that_wants_everything_gets_it_however_fast_the_worker_prints(desk: Desk, tmp_path: Path) -> None:
-    out, err = desk.reader.open(LIFE, FOLLOWED)
+    out, err = desk.reader.open(INCARNATION, FOLLOWED)
     size = 500_000
     fill(out, size)
     seen = b""
@@ -311,10 +311,10 @@ def test_a_reader_that_wants_everything_gets_it_however_fast_the_worker_prints(d
 
 
 def test_what_is_in_the_pipe_at_the_end_is_kept_for_that_reader_too(desk: Desk) -> None:
-    out, err = desk.reader.open(LIFE, FOLLOWED)
+    out, err = desk.reader.open(INCARNATION, FOLLOWED)
     everything = b"".join(b"%09d\n" % number for number in range(10_000))
     os.write(out, everything)
-    desk.reader.finish(LIFE, -9)
+    desk.reader.finish(INCARNATION, -9)
     desk.next()
     assert desk.everything(keep=True) == everything
     os.close(out)
@@ -324,7 +324,7 @@ def test_what_is_in_the_pipe_at_the_end_is_kept_for_that_reader_too(desk: Desk) 
 def test_a_reader_that_asks_no_more_is_not_waited_for(tmp_path: Path) -> None:
     now = [100.0]
     desk = Desk(tmp_path, clock=lambda: now[0])
-    out, err = desk.reader.open(LIFE, FOLLOWED)
+    out, err = desk.reader.open(INCARNATION, FOLLOWED)
     fill(out, 1_000_000)
     while len(desk.everything()) < 3000:  # three files are full, and the worker waits
         pass
@@ -356,7 +356,7 @@ def test_output_is_for_its_user_alone_and_a_copy_for_whom_the_umask_says(tmp_pat
 
 def test_what_was_printed_since_a_time_is_read_from_the_beginning_of_its_line(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
-    out, err = desk.reader.open(LIFE)
+    out, err = desk.reader.open(INCARNATION)
     os.write(out, b"early\nhalf a ")
     desk.read_until(b"early\nhalf a ")
     time.sleep(1.5)  # one record of time a second

@@ -15,7 +15,7 @@ from unified_agent.core.messages import SampleWorker
 from unified_agent.measure import profiles
 from unified_agent.measure.profiles import Profiler
 
-LIFE = JobWorkerIncarnation("job-1", "w-0", 3)
+INCARNATION = JobWorkerIncarnation("job-1", "w-0", 3)
 
 
 class Tool:
@@ -60,7 +60,7 @@ class Bench:
             take=kind,
             wait_s=1.0,
         )
-        self.profiler.begin(SampleWorker(LIFE, os.getpid(), order, number))
+        self.profiler.begin(SampleWorker(INCARNATION, os.getpid(), order, number))
 
     def error(self, kind: ProfileKind = "flamegraph", *, made: bytes = b"", out: bytes = b"", err: bytes = b"") -> str:
         self.tool = Tool(made, out, err)

@@ -38,7 +38,7 @@ def told(stage: Stage, version: int, **more: Any) -> Changes:
     return changes_of(status(stage, **more), version)
 
 
-def life(worker: str, incarnation: int, state: WorkerState) -> WorkerStatus:
+def incarnation(worker: str, incarnation: int, state: WorkerState) -> WorkerStatus:
     role, rank = parse_worker(worker)
     return WorkerStatus(
         name=worker, role=role, rank=rank, local_rank=0, node_rank=rank, incarnation=incarnation, state=state
@@ -73,11 +73,11 @@ def test_wait_asks_again_until_the_outcome_is_decided(master: Any) -> None:
 ROLLOUT = "rollout_2-1_1-0"
 
 
-def test_a_restart_returns_when_the_new_lives_are_ready(master: Any) -> None:
-    """The old life is taken for ended before its successor is waited for, so that no call meets it."""
+def test_a_restart_returns_when_the_new_incarnations_are_ready(master: Any) -> None:
+    """The old incarnation is taken for ended before its successor is waited for, so that no call meets it."""
     heard: list[Any] = []
     current_worker().bus.update_directory = heard.extend  # type: ignore[method-assign, assignment]
-    lives = iter(
+    incarnations = iter(
         [
             (0, WorkerState.STOPPING),
             (0, WorkerState.PENDING),
@@ -90,10 +90,10 @@ def test_a_restart_returns_when_the_new_lives_are_ready(master: Any) -> None:
 
     def respond(message: Any) -> Any:
         if isinstance(message, RestartWorkers):
-            return Done(lives={ROLLOUT: 1, "trainer_1-0_1-0": 3})
+            return Done(incarnations={ROLLOUT: 1, "trainer_1-0_1-0": 3})
         seen.append((message.after_version, len(heard)))
-        trainer = life("trainer_1-0_1-0", 3, WorkerState.FINISHED)
-        return told(Stage.RUNNING, len(seen), workers=[life(ROLLOUT, *next(lives)), trainer])
+        trainer = incarnation("trainer_1-0_1-0", 3, WorkerState.FINISHED)
+        return told(Stage.RUNNING, len(seen), workers=[incarnation(ROLLOUT, *next(incarnations)), trainer])
 
     master.respond = respond
     PrimeMasterApi.restart_actors(["rollout-1"])
@@ -103,7 +103,7 @@ def test_a_restart_returns_when_the_new_lives_are_ready(master: Any) -> None:
 
 
 def test_a_restart_in_a_job_that_ends_is_an_error(master: Any) -> None:
-    answers = iter([Done(lives={ROLLOUT: 1}), told(Stage.STOPPING, 2, outcome=1, reason="failed: why")])
+    answers = iter([Done(incarnations={ROLLOUT: 1}), told(Stage.STOPPING, 2, outcome=1, reason="failed: why")])
     current_worker().bus.update_directory = lambda entries: None  # type: ignore[method-assign]
     master.respond = lambda message: next(answers)
     with pytest.raises(RefusedError, match="job-1 ends before all workers have restarted: failed: why") as caught:
@@ -112,7 +112,7 @@ def test_a_restart_in_a_job_that_ends_is_an_error(master: Any) -> None:
 
 
 def test_a_handle_restarts_its_job_or_some_of_its_workers(master: Any) -> None:
-    answers = iter([Done(lives={ROLLOUT: 1}), *[told(Stage.INIT, number) for number in range(1000)]])
+    answers = iter([Done(incarnations={ROLLOUT: 1}), *[told(Stage.INIT, number) for number in range(1000)]])
     master.respond = lambda message: next(answers)
     with JobHandle(MasterConnection(master.address), "job-1") as handle:
         with pytest.raises(TimeoutError, match=r"rollout_2-1_1-0 of job job-1 restarted, and not within 0\.05 s"):

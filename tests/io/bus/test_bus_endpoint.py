@@ -91,7 +91,8 @@ def test_deadline_and_a_callee_that_is_told(world: World) -> None:
     assert began.wait(PATIENCE_S)
     pass_deadlines(a)
     with pytest.raises(
-        RpcTimeoutError, match=rf"worker b did not answer 'forever' within {PATIENCE_S:g} s: life 0 has had the call"
+        RpcTimeoutError,
+        match=rf"worker b did not answer 'forever' within {PATIENCE_S:g} s: incarnation 0 has had the call",
     ):
         future.result(PATIENCE_S)
     assert cancelled.wait(PATIENCE_S)
@@ -163,15 +164,17 @@ def test_death_fails_pending_calls_at_once(world: World) -> None:
     process.kill()
     a.update_directory([entry("b", None, 0, Reachability.DEAD, "killed by SIGKILL")])
     for each in pending:
-        with pytest.raises(WorkerDiedError, match=r"worker b \(life 0 on node n1\) died before it .* by SIGKILL"):
+        with pytest.raises(
+            WorkerDiedError, match=r"worker b \(incarnation 0 on node n1\) died before it .* by SIGKILL"
+        ):
             each.result(0)
-    next_life = a.call("b", "pid", (), {})
+    next_incarnation = a.call("b", "pid", (), {})
     second = world.process("b", 1)
     a.update_directory([entry("b", second.inbox, 1)])
-    assert next_life.result(PATIENCE_S) == second.popen.pid
+    assert next_incarnation.result(PATIENCE_S) == second.popen.pid
 
 
-def test_calls_for_one_life_end_before_its_death_is_told(world: World) -> None:
+def test_calls_for_one_incarnation_end_before_its_death_is_told(world: World) -> None:
     a, _ = world.endpoint("a")
     done = threading.Event()
     _, inbox = world.endpoint("b", {"m": done.wait})
@@ -187,12 +190,12 @@ def test_calls_for_one_life_end_before_its_death_is_told(world: World) -> None:
         with pytest.raises(WorkerDiedError):
             each.result(0)
     assert early.result(PATIENCE_S) == "second"
-    with pytest.raises(WorkerDiedError, match=r"worker b \(life 0\) died before 'm' was called"):
+    with pytest.raises(WorkerDiedError, match=r"worker b \(incarnation 0\) died before 'm' was called"):
         a.call("b", "m", (), {}, incarnation=0).result(0)
     done.set()
 
 
-def test_new_life_never_gets_the_old_ones_mail(world: World) -> None:
+def test_new_incarnation_never_gets_the_old_ones_mail(world: World) -> None:
     heard: list[str] = []
     a, _ = world.endpoint("a")
     old, old_inbox = world.endpoint("b", {"note": lambda word: heard.append(f"old {word}")})

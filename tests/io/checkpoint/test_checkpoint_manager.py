@@ -342,12 +342,12 @@ def test_what_cannot_be_pickled_is_not_tried_again(tmp_path: Path) -> None:
 
 def test_a_run_that_went_back_saves_its_steps_again(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as first:
-        first.save_bytes(b"first life", 10)
-        first.save_bytes(b"first life", 20)
+        first.save_bytes(b"first incarnation", 10)
+        first.save_bytes(b"first incarnation", 20)
     with CheckpointManager(tmp_path) as second:
-        save_now(second, b"second life", 10)
-        assert second.load_bytes(10) == b"second life"
-        assert second.load_bytes() == b"first life"
+        save_now(second, b"second incarnation", 10)
+        assert second.load_bytes(10) == b"second incarnation"
+        assert second.load_bytes() == b"first incarnation"
     assert len(names(tmp_path)) == 4
 
 

@@ -23,14 +23,14 @@ from unified.storage import LocalBackend, S3Backend, StorageBackend
 from unified.storage.backend import Stat
 
 
-def first_life(place: Path) -> None:
+def first_incarnation(place: Path) -> None:
     with CheckpointManager(place) as manager:
         for step in (300, 400, 500, 600):
             manager.save_bytes(b"first %d" % step, step)
 
 
 def test_after_a_discard_what_is_saved_is_the_latest(tmp_path: Path) -> None:
-    first_life(tmp_path)
+    first_incarnation(tmp_path)
     with CheckpointManager(tmp_path) as second:
         assert second.load_bytes(300) == b"first 300"
         assert second.discard_after(300) == [400, 500, 600]
@@ -43,7 +43,7 @@ def test_after_a_discard_what_is_saved_is_the_latest(tmp_path: Path) -> None:
 
 
 def test_a_discard_needs_a_good_one_to_go_back_to(tmp_path: Path) -> None:
-    first_life(tmp_path)
+    first_incarnation(tmp_path)
     with CheckpointManager(tmp_path) as second:
         with pytest.raises(CheckpointNotFoundError, match="step 310"):
             second.discard_after(310)
@@ -54,7 +54,7 @@ def test_a_discard_needs_a_good_one_to_go_back_to(tmp_path: Path) -> None:
 
 
 def test_without_it_what_this_run_saves_stays(tmp_path: Path) -> None:
-    first_life(tmp_path)
+    first_incarnation(tmp_path)
     with CheckpointManager(tmp_path, keep_last_n=2) as second:
         for step in (310, 320, 330):
             save_now(second, b"second", step)
@@ -76,7 +76,7 @@ def test_nobody_is_warned_of_peers_or_of_ones_own(tmp_path: Path, caplog: pytest
 
 
 def test_the_coordinator_goes_back_too(tmp_path: Path) -> None:
-    first_life(tmp_path)
+    first_incarnation(tmp_path)
     with Heard() as heard, CheckpointManager(tmp_path, coordinator_url=heard) as second:
         second.save_bytes(b"first 700", 700)
         second.discard_after(300)
@@ -85,8 +85,8 @@ def test_the_coordinator_goes_back_too(tmp_path: Path) -> None:
         assert latest(heard).step == 310
 
 
-def test_an_earlier_life_whose_clock_was_ahead_is_replaced_all_the_same(tmp_path: Path) -> None:
-    first_life(tmp_path)
+def test_an_earlier_incarnation_whose_clock_was_ahead_is_replaced_all_the_same(tmp_path: Path) -> None:
+    first_incarnation(tmp_path)
     path = tmp_path / "step-000400.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "saved_at": 9e9}))
     with CheckpointManager(tmp_path) as second:

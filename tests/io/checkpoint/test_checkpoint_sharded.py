@@ -96,7 +96,7 @@ def test_a_rank_that_dies_or_fails_leaves_the_checkpoint_before_and_the_others_k
             assert re.search(f"step 4 .*{reason}", each["error"]), each
     refused = tmp_path / "place-rank-00001.bin"
     assert not list(refused.glob("step-000004.*/*.bin")), "what is of no use takes room"
-    with CheckpointManager(tmp_path / "place-index") as manager:  # the next life goes on
+    with CheckpointManager(tmp_path / "place-index") as manager:  # the next incarnation goes on
         assert sorted(manager.load_state()) == ["own-0", "own-1", "same"]
         manager.save({"same": torch.ones(3)}, 4, sharded=True)
         assert manager.steps() == [3, 4]

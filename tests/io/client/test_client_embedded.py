@@ -151,7 +151,7 @@ def test_it_starts_answers_and_leaves_nothing(stand_ins: Path, run_dir: Path) ->
         assert os.getsid(cluster.master_pid) != os.getsid(0)  # Ctrl-C at the terminal is for the driver
     cluster.stop()
     assert processes(cluster.cluster_id) == []
-    assert cluster.leftovers == []
+    assert cluster.left_behind == []
     assert list(run_dir.iterdir()) == []
     assert left_behind(before) == []
 
@@ -298,7 +298,7 @@ def test_what_does_not_end_is_killed_and_named(stand_ins: Path, how: str) -> Non
     cluster = EmbeddedCluster(1, 1, home=stand_ins / "home", env={"FAKE_AGENT": how}).start()
     cluster.stop(timeout_s=missed(0.2))
     assert processes(cluster.cluster_id) == []
-    assert [left.split()[0] for left in cluster.leftovers] == (["process"] if how == "leaves" else [])
+    assert [left.split()[0] for left in cluster.left_behind] == (["process"] if how == "leaves" else [])
 
 
 def test_ctrl_c_while_it_ends_has_all_killed_before_it_is_raised(stand_ins: Path, run_dir: Path) -> None:

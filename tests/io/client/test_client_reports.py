@@ -1,4 +1,4 @@
-"""Reports of a worker over all its lives, read backwards from files that rotate, through a master."""
+"""Reports of a worker over all its incarnations, read backwards from files that rotate, through a master."""
 
 from pathlib import Path
 
@@ -29,8 +29,8 @@ def point(step: int, incarnation: int = 0, **metrics: float | int | str | None) 
     )
 
 
-class Lives:
-    """Files of a worker's lives, as its agent writes them, and a master that reads them."""
+class Incarnations:
+    """Files of a worker's incarnations, as its agent writes them, and a master that reads them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -65,10 +65,10 @@ class Lives:
 
 
 @pytest.fixture
-def lives(tmp_path: Path, fake_master: FakeMaster) -> Lives:
-    lives = Lives(tmp_path)
-    fake_master.respond = lives.respond
-    return lives
+def incarnations(tmp_path: Path, fake_master: FakeMaster) -> Incarnations:
+    incarnations = Incarnations(tmp_path)
+    fake_master.respond = incarnations.respond
+    return incarnations
 
 
 @pytest.fixture
@@ -78,13 +78,17 @@ def connection(fake_master: FakeMaster) -> MasterConnection:
 
 @pytest.mark.parametrize("block", [7, 64, 1000, 1 << 18])
 @pytest.mark.parametrize("max_bytes", [333, 1 << 20])
-def test_reports_of_all_lives_in_order_whatever_the_blocks(
-    block: int, max_bytes: int, lives: Lives, connection: MasterConnection, monkeypatch: pytest.MonkeyPatch
+def test_reports_of_all_incarnations_in_order_whatever_the_blocks(
+    block: int,
+    max_bytes: int,
+    incarnations: Incarnations,
+    connection: MasterConnection,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(reports, "BLOCK_BYTES", block)
     for incarnation in range(3):
         steps = range(incarnation * 5, incarnation * 5 + 5)
-        lives.write(incarnation, steps, max_bytes=max_bytes, rest=b'{"at": 999, "st')
+        incarnations.write(incarnation, steps, max_bytes=max_bytes, rest=b'{"at": 999, "st')
     with connection:
         found = read_reports(connection, "job", "w-0", 2)
         assert [(report.incarnation, report.step) for report in found.reports] == [(n // 5, n) for n in range(15)]
@@ -99,10 +103,10 @@ def test_reports_of_all_lives_in_order_whatever_the_blocks(
 
 @pytest.mark.parametrize("block", [10, 300, 1 << 18])
 def test_what_was_rotated_away_is_not_missed(
-    block: int, lives: Lives, connection: MasterConnection, monkeypatch: pytest.MonkeyPatch
+    block: int, incarnations: Incarnations, connection: MasterConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reports, "BLOCK_BYTES", block)
-    lives.write(0, range(1000), max_bytes=500)
+    incarnations.write(0, range(1000), max_bytes=500)
     with connection:
         steps = [report.step for report in read_reports(connection, "job", "w-0", 0).reports]
     assert steps == list(range(1000 - len(steps), 1000))
@@ -111,10 +115,10 @@ def test_what_was_rotated_away_is_not_missed(
 
 @pytest.mark.parametrize("block", [10, 300, 1 << 18])
 def test_a_series_whose_old_points_are_thinned_is_read_from_the_first_on(
-    block: int, lives: Lives, connection: MasterConnection, monkeypatch: pytest.MonkeyPatch
+    block: int, incarnations: Incarnations, connection: MasterConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reports, "BLOCK_BYTES", block)
-    file = SeriesFile(lives.folder / "0.metrics.jsonl", 1000, MAX_FILES)
+    file = SeriesFile(incarnations.folder / "0.metrics.jsonl", 1000, MAX_FILES)
     for step in range(500):
         file.write_lines(json.encode(point(step)) + b"\n")
     file.close()
@@ -125,12 +129,12 @@ def test_a_series_whose_old_points_are_thinned_is_read_from_the_first_on(
 
 
 def test_parts_of_a_point_are_put_together_and_a_line_that_came_twice_changes_nothing(
-    lives: Lives, connection: MasterConnection
+    incarnations: Incarnations, connection: MasterConnection
 ) -> None:
     later = structs.replace(point(2, eval_loss=0.25), at=200.0)
     parts = [point(0), point(0), point(2, loss=0.5, lr=1.0), point(2, loss=0.75), later, later]
-    lives.write(0, range(0), rest=b"".join(json.encode(part) + b"\n" for part in parts))
-    lives.write(1, range(7, 8))
+    incarnations.write(0, range(0), rest=b"".join(json.encode(part) + b"\n" for part in parts))
+    incarnations.write(1, range(7, 8))
     with connection:
         found = read_reports(connection, "job", "w-0", 1)
         whole = structs.replace(later, metrics={"loss": 0.75, "lr": 1.0, "eval_loss": 0.25})
@@ -139,17 +143,19 @@ def test_parts_of_a_point_are_put_together_and_a_line_that_came_twice_changes_no
         assert read_reports(connection, "job", "w-0", 0, since=150.0).reports == [whole]
 
 
-def test_the_newest_reports_of_a_long_file_cost_one_request(lives: Lives, connection: MasterConnection) -> None:
-    lives.write(0, range(20_000))
+def test_the_newest_reports_of_a_long_file_cost_one_request(
+    incarnations: Incarnations, connection: MasterConnection
+) -> None:
+    incarnations.write(0, range(20_000))
     with connection:
         assert [report.step for report in read_reports(connection, "job", "w-0", 0, limit=2).reports] == [19998, 19999]
-    assert lives.num_reads == 1
+    assert incarnations.num_reads == 1
 
 
-def test_lives_that_cannot_be_read_are_named(lives: Lives, connection: MasterConnection) -> None:
+def test_incarnations_that_cannot_be_read_are_named(incarnations: Incarnations, connection: MasterConnection) -> None:
     for incarnation in (1, 3):
-        lives.write(incarnation, range(incarnation, incarnation + 1))
-    lives.refused = {
+        incarnations.write(incarnation, range(incarnation, incarnation + 1))
+    incarnations.refused = {
         2: Refused(code="unavailable", reason="node n2 is away"),
         0: Refused(code="not-found", reason="nothing is known of incarnation 0"),
     }
@@ -157,6 +163,6 @@ def test_lives_that_cannot_be_read_are_named(lives: Lives, connection: MasterCon
         found = read_reports(connection, "job", "w-0", 3)
         assert [report.step for report in found.reports] == [1, 3]
         assert found.missing == ["node n2 is away", "nothing is known of incarnation 0"]
-        lives.refused[3] = Refused(code="not-found", reason="no job")
+        incarnations.refused[3] = Refused(code="not-found", reason="no job")
         with pytest.raises(RefusedError, match="no job"):
             read_reports(connection, "job", "w-0", 3)

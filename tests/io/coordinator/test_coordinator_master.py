@@ -190,6 +190,6 @@ def test_a_defect_of_the_coordinator_is_answered_and_it_goes_on_from_the_store(
         answer(core)
         assert found.result(100).step == 7
     router.close()
-    daemon._gate.close()
+    daemon._gatekeeper.close()
     daemon._context.term()
     store.close()

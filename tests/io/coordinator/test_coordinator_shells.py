@@ -249,7 +249,9 @@ async def test_a_lost_workers_shards_go_to_others(join: Join, coordinator: Coord
     eventually(lambda: len(registry.get_assignment("d", 0, 0)) == 10)
 
 
-async def test_a_life_that_was_replaced_marks_nothing(join: Join, coordinator: Coordinator, tmp_path: Path) -> None:
+async def test_an_incarnation_that_was_replaced_marks_nothing(
+    join: Join, coordinator: Coordinator, tmp_path: Path
+) -> None:
     write_jsonl(tmp_path / "data", 12)
     registry = DatasetRegistry(coordinator, rank=0, world_size=1)
     await join(0, 1).register_worker()
@@ -258,7 +260,7 @@ async def test_a_life_that_was_replaced_marks_nothing(join: Join, coordinator: C
     old = session_of("", "worker-0")
     await join(0, 1).register_worker()
     late = MarkDone(dataset_id="d", worker_id="worker-0", session=old, epoch=0, shard_ids=mine)
-    with pytest.raises(WorkerUnknownError, match="worker worker-0 has a newer life") as caught:
+    with pytest.raises(WorkerUnknownError, match="worker worker-0 has a newer incarnation") as caught:
         coordinator.ask(late, ShardsDone)
     assert caught.value.code == "replaced"
     with pytest.raises(CoordinatorError, match="another process"):

@@ -181,13 +181,13 @@ def test_a_reader_that_gets_nothing_says_so_and_can_begin_anew(
 
 
 @pytest.mark.parametrize("is_elastic", [False, True])
-def test_a_new_life_goes_on_and_says_so_or_begins_anew_where_all_ranks_do(
+def test_a_new_incarnation_goes_on_and_says_so_or_begins_anew_where_all_ranks_do(
     register: Register, caplog: pytest.LogCaptureFixture, is_elastic: bool
 ) -> None:
     (registry,) = register(1)
     old = read_together([registry])
     old.read(30)
-    source = DatasetShards(registry, "numbers", "worker-0", old.format, life=1, is_elastic=is_elastic)
+    source = DatasetShards(registry, "numbers", "worker-0", old.format, incarnation=1, is_elastic=is_elastic)
     new = Together(old.format, {0: ShardedDataset(source)})
     new.read()
     assert new.all_seen == (Counter(range(TOTAL)) if is_elastic else Counter(range(TOTAL)) - Counter(old.seen[0][:24]))

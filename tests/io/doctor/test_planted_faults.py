@@ -267,9 +267,9 @@ def test_a_process_that_a_killed_agent_left(host: Host) -> None:
     locks = host.folder / "run" / "agents"
     locks.mkdir(parents=True)
     (locks / "n1-0123456789ab.lock").write_text(
-        '{"node": "n1", "pid": 1, "life": "0a1b", "run_dir": "/", "start_ticks": 1}'
+        '{"node": "n1", "pid": 1, "incarnation": "0a1b", "run_dir": "/", "start_ticks": 1}'
     )
-    left = subprocess.Popen(["sleep", "100"], env={"UNIFIED_AGENT_LIFE": "0a1b", "PATH": os.environ["PATH"]})
+    left = subprocess.Popen(["sleep", "100"], env={"UNIFIED_AGENT_INCARNATION": "0a1b", "PATH": os.environ["PATH"]})
     try:
         only(host.examine(), "killed agents", "wrong", f"processes: {left.pid}")
     finally:

@@ -159,8 +159,8 @@ def test_a_job_runs_and_survives_a_killed_master(start_master: StartMaster, conn
     assert agent.agent.generation > generation
     status = agent.until_stage(client, "train", Stage.RUNNING)
     assert [worker.incarnation for worker in status.workers] == [0, 0]
-    for life in list(agent.agent.lives):
-        agent._say(agent.agent.finish(life[0], life[1]))
+    for incarnation in list(agent.agent.incarnations):
+        agent._say(agent.agent.finish(incarnation[0], incarnation[1]))
     done = agent.until_stage(client, "train-1", Stage.STOPPED)
     assert (done.exit_code, [worker.incarnation for worker in done.workers]) == (0, [0, 0])
     events = [event.event for event in expect(client.ask(Explain(job="train")), Story).events]
@@ -376,7 +376,7 @@ def test_with_a_full_disk_it_stays_refuses_and_goes_on_when_there_is_room(
     refused = expect(agent.status_after(client, SubmitJob(spec=spec("second"))), Refused)
     assert refused.code == "unavailable"
     assert "the master can record nothing: the disk of its state is full: " in refused.reason
-    for job_id, worker, _ in list(agent.agent.lives):
+    for job_id, worker, _ in list(agent.agent.incarnations):
         agent._say(agent.agent.finish(job_id, worker))
     until = time.monotonic() + 6.0
     agent.until(lambda: time.monotonic() > until)  # its heartbeats are answered

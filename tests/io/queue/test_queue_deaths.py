@@ -44,7 +44,7 @@ def test_owner_that_dies_takes_the_queue_with_it(
     waiting = begun(consumer.queue().get, 1)
     eventually(lambda: mine.stats().waiting_consumers == 1)
     owner.die("killed by SIGKILL")
-    with pytest.raises(QueueLostError, match=r"life 0 of its owner, worker a, ended \(killed by SIGKILL\)"):
+    with pytest.raises(QueueLostError, match=r"incarnation 0 of its owner, worker a, ended \(killed by SIGKILL\)"):
         waiting.result(PATIENCE_S)
     for use in (lambda: theirs.put(4), lambda: theirs.put_async(5).result(PATIENCE_S), lambda: theirs_too.get(1)):
         with pytest.raises(WorkerDiedError, match="what was in it is gone"):
@@ -82,7 +82,7 @@ def test_a_put_that_waits_dies_with_its_producer(owner: Member, producer: Member
     behind.result(PATIENCE_S)
 
 
-def test_a_life_that_was_declared_dead_is_told(owner: Member, consumer: Member) -> None:
+def test_an_incarnation_that_was_declared_dead_is_told(owner: Member, consumer: Member) -> None:
     mine = owner.queue(is_master=True)
     ours = consumer.queue()
     mine.put(1)
@@ -90,7 +90,7 @@ def test_a_life_that_was_declared_dead_is_told(owner: Member, consumer: Member) 
     death = IncarnationDied(consumer.bus.worker, 0, "node n1 was lost", "n1", consumer.entry.inbox)
     host_of(owner.bus)._on_directory([death])  # the consumer itself goes on, cut off or stopped for a while
     assert mine.qsize() == 1
-    with pytest.raises(QueueLostError, match="this worker's life 0 was declared dead"):
+    with pytest.raises(QueueLostError, match="this worker's incarnation 0 was declared dead"):
         ours.get(1)
     assert mine.get(1) == [1]
 
@@ -100,7 +100,7 @@ def durable(tmp_path: Path) -> dict[str, Any]:
     return {"is_master": True, "durable": True, "path": tmp_path / "q.sqlite"}
 
 
-def test_durable_queue_goes_on_in_the_owners_next_life(
+def test_durable_queue_goes_on_in_the_owners_next_incarnation(
     world: QueueWorld, owner: Member, producer: Member, consumer: Member, durable: dict[str, Any]
 ) -> None:
     owner.queue(size=4, **durable).put("mine", np.arange(50_000))
@@ -136,7 +136,7 @@ def test_leases_outlive_the_owner_of_a_durable_queue(
     theirs, ours = first.queue(), second.queue()
     assert theirs.get(2) == [0, 1]
     assert ours.get(2) == [2, 3]
-    assert mine.get(1) == [4]  # the owner's own take ends with its life
+    assert mine.get(1) == [4]  # the owner's own take ends with its incarnation
     owner.die()
     second.die()
     again = world.worker("a", 1).queue(**durable)
@@ -293,7 +293,7 @@ def test_a_disk_that_hangs_holds_nobody_longer_than_the_time_he_gave(
 def test_what_is_put_while_the_death_gets_about_stays_behind_what_was_on_its_way(
     world: QueueWorld, owner: Member, producer: Member, durable: dict[str, Any]
 ) -> None:
-    """The bus, which hears of it first, keeps what it is given from there on for the next life."""
+    """The bus, which hears of it first, keeps what it is given from there on for the next incarnation."""
     is_about = threading.Event()
     owner.bus.registry["wait"] = lambda: is_about.wait(PATIENCE_S)
     first = producer.bus.call("a", "wait", (), {})
@@ -324,14 +324,14 @@ def test_many_deaths_of_a_durable_owner_lose_and_double_nothing(
     thread = threading.Thread(target=lambda: taken.extend(ours))
     thread.start()
     futures = []
-    for life in range(1, 5):
-        futures += [theirs.put_async(number) for number in range(100 * life, 100 * life + 20)]
-        theirs.put(100 * life + 20)
+    for incarnation in range(1, 5):
+        futures += [theirs.put_async(number) for number in range(100 * incarnation, 100 * incarnation + 20)]
+        theirs.put(100 * incarnation + 20)
         owner.die()
-        owner = world.worker("a", life)
+        owner = world.worker("a", incarnation)
         owner.queue(size=5, **durable)
     for future in futures:
         future.result(PATIENCE_S)
     theirs.close()
     thread.join()
-    assert taken == [100 * life + number for life in range(1, 5) for number in range(21)]
+    assert taken == [100 * incarnation + number for incarnation in range(1, 5) for number in range(21)]

@@ -104,7 +104,7 @@ Join = Callable[..., Client]
 
 
 def gates() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "bus-gate"]
+    return [thread for thread in threading.enumerate() if thread.name == "bus-gatekeeper"]
 
 
 def test_the_same_key_is_let_in(serve: Serve, join: Join) -> None:

@@ -153,7 +153,7 @@ def test_a_copy_goes_to_the_partner_and_outlives_the_node(snapshot_node: Nodes, 
         each.client.close()
 
 
-def test_a_node_without_a_rank_holds_copies_for_the_next_life_elsewhere(snapshot_node: Nodes) -> None:
+def test_a_node_without_a_rank_holds_copies_for_the_next_incarnation_elsewhere(snapshot_node: Nodes) -> None:
     first, copy_node, third = (snapshot_node(name) for name in "abc")
     first.name_copy_node(copy_node)
     third.name_copy_node(copy_node)

@@ -69,7 +69,7 @@ def test_the_sender_waits_for_receivers_that_are_not_there_yet(cast: Cast, pool:
     bus.call_many = spy  # type: ignore[method-assign]  # it looks on
     sent = pool.submit(cast.send, sender, model_of(1), "r0", "r1", "r2")
     assert asked.acquire(timeout=PATIENCE_S)
-    cast.receiver("r2")  # its whole life begins only now
+    cast.receiver("r2")  # it begins only now
     assert asked.acquire(timeout=PATIENCE_S)
     cast.receivers["r1"] = WeightsReceiver(bus=cast.buses["r1"])
     assert sent.result(PATIENCE_S) == 1
@@ -152,7 +152,7 @@ def begin_and_hold(cast: Cast, pool: ThreadPoolExecutor, worker: str, verb: str,
 
 
 @pytest.mark.parametrize(("verb", "at"), [("begin", 1), ("bucket", 3), ("commit", 1)])
-def test_a_receiver_that_dies_on_the_way_gets_it_in_its_next_life(
+def test_a_receiver_that_dies_on_the_way_gets_it_in_its_next_incarnation(
     cast: Cast, pool: ThreadPoolExecutor, verb: str, at: int
 ) -> None:
     first = cast.receiver("r0")

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from tests.io.worker.test_worker_life import calling
+from tests.io.worker.test_worker_incarnation import calling
 from tests.support.deadlines import missed
 from tests.support.workers import PATIENCE_S, Agent, Child, Forker, Talk, attribute
 from unified.job.spec import EntryPoint

@@ -131,7 +131,7 @@ def test_healthy_ranks_keep_their_process(agent: Agent, forker: Forker, how: sig
             while child.expect(Rejoins).is_able:
                 pass
             child.expect(Finished)
-        for _ in range(4):  # a connection for each life; that of the dead one is closed
+        for _ in range(4):  # a connection for each incarnation; that of the dead one is closed
             connection, _ = ours.accept()
             with connection:
                 connections.append(connection.recv(100))

@@ -11,14 +11,18 @@ def check(table: CallTable) -> list[str]:
         if (call.timeout_s is not None) != (("deadline", call.call_id) in table._timers):
             broken.append(f"call {call.call_id} has no timer for its deadline, or one for none")
         if call.inbox is not None and table.directory.inbox(call.inbox.inbox_id) is None:
-            broken.append(f"call {call.call_id} waits for an answer of a life that is over")
+            broken.append(f"call {call.call_id} waits for an answer of an incarnation that is over")
         is_early = call.call_id in table._early.get(call.target, {})
         if (call.inbox is None) != (is_early or call.call_id in table._waiting.get(call.target, {})):
             broken.append(f"call {call.call_id} waits and was sent, or neither")
         if 0 <= call.incarnation <= table.directory.newest_over(call.target):
-            broken.append(f"call {call.call_id} is open though life {call.incarnation} of its target is over")
-        if is_early and (life := table._life_of(call.target)) is not None and life[1] >= call.incarnation:
-            broken.append(f"call {call.call_id} waits for a life that has begun")
+            broken.append(f"call {call.call_id} is open though incarnation {call.incarnation} of its target is over")
+        if (
+            is_early
+            and (incarnation := table._incarnation_of(call.target)) is not None
+            and incarnation[1] >= call.incarnation
+        ):
+            broken.append(f"call {call.call_id} waits for an incarnation that has begun")
     num_waiting = sum(len(line) for lines in (table._waiting, table._early) for line in lines.values())
     if num_waiting != sum(call.inbox is None for call in table._open.values()):
         broken.append("a call waits that has ended")

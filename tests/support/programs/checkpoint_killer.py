@@ -1,8 +1,8 @@
 """Kills processes that save checkpoints, at random moments, and looks at what each leaves. Run by a test.
 
 Usage: python checkpoint_killer.py PLACE POINTS SEED [states]. It forks, so it has a process of its own, with one
-thread. It prints the latest step, and how many lives ended at which stage of a save. POINTS of them end inside one: a
-life that ends between two saves is not counted among the stages, and another one is taken.
+thread. It prints the latest step, and how many incarnations ended at which stage of a save. POINTS of them end inside
+one: an incarnation that ends between two saves is not counted among the stages, and another one is taken.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ STAGES = {IN_A_PART, BEFORE_THE_MANIFEST, BEFORE_IT_SAYS_SO}
 """Of a save."""
 KEEP = 2
 MANY_STEPS = 4
-"""Lives that all end before their sweep leave more and more to look at: beyond this, the killer sweeps."""
+"""Incarnations that all end before their sweep leave more and more to look at: beyond this, the killer sweeps."""
 MOST_KILLS = 20
 """For each point inside a save."""
 PART_NBYTES = 5 << 20
@@ -38,17 +38,17 @@ LARGE_NBYTES = PART_NBYTES + 500_000
 STATE_NBYTES = 20_000_000
 """More than two of the blocks in which a large file goes past the page cache, and a rest."""
 NUM_UNHURT = 8
-"""Saves of the first life, which tells how long one takes here."""
-LONGEST_LIFE = 1.25
+"""Saves of the first incarnation, which tells how long one takes here."""
+LONGEST_INCARNATION = 1.25
 """In times of the slowest save: else a large one would never come to an end."""
 AIM = 0.1
 """How long after it has begun at most, in times of the slowest save."""
 PATIENCE_S = 20.0
 ADAPT = 1.03
-"""A life that saved nothing makes the next ones longer by this, one that did shorter again: so enough of them save,
+"""An incarnation that saved nothing makes the next ones longer by this, one that did shorter again: so enough save,
 however busy the machine becomes."""
 SEVERAL = 4
-"""A life that saved more than so many was too long: what made the slowest save slow is over."""
+"""An incarnation that saved more than so many was too long: what made the slowest save slow is over."""
 SHRINK = 1.2
 """By this the next ones are shorter then."""
 
@@ -76,7 +76,7 @@ class Place:
         if has_states:
             import torch
 
-            import unified.checkpoint.state_stream  # noqa: F401 - what a forked one imports takes of its life
+            import unified.checkpoint.state_stream  # noqa: F401 - what a forked process imports takes of its time
 
             torch.set_num_threads(1)  # threads of this process would be missed in those that it forks
 
@@ -184,7 +184,7 @@ def main(text: str, num_points: int, seed: int, *, has_states: bool) -> dict[str
     place = Place(text, has_states=has_states)
     stages = Counter[str]()
     place.open().steps()  # imports what the forked ones need
-    shortest_s = longest_s = LONGEST_LIFE * seconds_of_the_slowest(place)
+    shortest_s = longest_s = LONGEST_INCARNATION * seconds_of_the_slowest(place)
     latest, unfinished, stored = NUM_UNHURT - 1, set[str](), set[str]()
     num_between = 0
     for number in range(MOST_KILLS * num_points):

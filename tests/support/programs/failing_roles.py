@@ -1,7 +1,7 @@
-"""Roles that fail as their environment says: ``HOW`` in the first ``TIMES`` lives of rank 0; the others go on.
+"""Roles that fail as their environment says: ``HOW`` in the first ``TIMES`` incarnations of rank 0; the others go on.
 
 On the node that is named by ``HANGS_ON`` their import hangs, and that of ``FAULTY_LINK`` fails its node check. In the
-first ``DIES_IN_IMPORT`` lives it ends the process. With ``STEP`` it reports that step before it fails.
+first ``DIES_IN_IMPORT`` incarnations it ends the process. With ``STEP`` it reports that step before it fails.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from pathlib import Path
 from unified import current_worker, rpc
 
 LIMIT_S = 60.0
-if (num_lives := int(os.environ.get("DIES_IN_IMPORT", "0"))) and current_worker().incarnation < num_lives:
+if (num_incarnations := int(os.environ.get("DIES_IN_IMPORT", "0"))) and current_worker().incarnation < num_incarnations:
     os._exit(3)
 node = os.environ.get("UNIFIED_NODE", "")
 if node == os.environ.get("HANGS_ON"):
@@ -73,7 +73,7 @@ def work() -> None:
 
 
 def stall() -> None:
-    """Report nothing in the first life."""
+    """Report nothing in the first incarnation."""
     worker, step = current_worker(), 0
     while not is_released():
         step += 1

@@ -26,7 +26,7 @@ def tell(name: str, **fields: Any) -> None:
 
 
 def samples(step: int, rank: int) -> Any:
-    """The inputs of one rank in one step, the same in every life."""
+    """The inputs of one rank in one step, the same in every incarnation."""
     import torch
 
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))

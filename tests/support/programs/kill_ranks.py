@@ -55,7 +55,7 @@ def train() -> None:
 
 
 def scored(step: int) -> int:
-    """Ask the scorer, again if it dies meanwhile: its next life answers."""
+    """Ask the scorer, again if it dies meanwhile: its next incarnation answers."""
     while True:
         try:
             return int(RoleGroup("scorer").call("score", step, _timeout=30).result()[0])

@@ -53,7 +53,7 @@ class Chaos:
             seed=seed, network=NetworkOptions(SLOW_AND_QUICK.delays_s, loss), watch=watch, check_all_every=20
         )
         self.running = RunningRanks()
-        self.lives = 0
+        self.incarnations = 0
         self.jobs = 0
         for node in NODES:
             self.start(node)
@@ -100,22 +100,24 @@ class Chaos:
     # -- nodes and the network ---------------------------------------------------------------------------------------
 
     def start(self, node: str) -> None:
-        self.lives += 1
+        self.incarnations += 1
         delays = Delays(start=self.rng.uniform(0.01, 0.3), run=0.01, stop=self.rng.uniform(0.01, 3))
-        offered, life = resources(devices=4, MR=2), str(self.lives)
+        offered, incarnation = resources(devices=4, MR=2), str(self.incarnations)
         labels = {"rack": "a" if node in NODES[:3] else "b"}
         agent = (
             SimulatedAgent(
                 node,
                 offered,
                 lambda: self.world.now,
-                incarnation=life,
+                incarnation=incarnation,
                 delays=delays,
                 labels=labels,
-                on_process=lambda agent, life, is_running: self.running.note(agent.node, life, is_running),
+                on_process=lambda agent, incarnation, is_running: self.running.note(
+                    agent.node, incarnation, is_running
+                ),
             )
             if self.is_real
-            else SimAgent(node, offered, incarnation=life, delays=delays, labels=labels)
+            else SimAgent(node, offered, incarnation=incarnation, delays=delays, labels=labels)
         )
         agent.is_stuck = self.rng.random() < 0.2
         self.world.add(agent)
@@ -245,12 +247,12 @@ class Chaos:
         )
 
     def living(self) -> list[Living]:
-        """Workers of which an agent runs a life."""
+        """Workers of which an agent runs an incarnation."""
         found = []
         for job in self.world.core.cluster.jobs.values():
             for worker in job.workers.values():
                 agent = self.world.agents.get(worker.node)
-                if worker.is_desired and agent is not None and worker.life in agent.lives:
+                if worker.is_desired and agent is not None and worker.incarnation_id in agent.incarnations:
                     found.append((job, worker, agent))
         return found
 
@@ -266,13 +268,15 @@ class Chaos:
             job, worker, agent = self.rng.choice(living)
             for peer_job, peer, its_agent in living:
                 if peer_job is job and peer.role == worker.role and peer is not worker:
-                    self.world.after(self.rng.choice((0.0, 0.01, 0.3, 2.0)), self._failing(peer.life, its_agent))
+                    self.world.after(
+                        self.rng.choice((0.0, 0.01, 0.3, 2.0)), self._failing(peer.incarnation_id, its_agent)
+                    )
             self.world.say(agent.node, agent.end(job.job_id, worker.name, CRASH))
 
-    def _failing(self, life: JobWorkerIncarnation, agent: SimAgent | SimulatedAgent) -> Callable[[], None]:
+    def _failing(self, incarnation: JobWorkerIncarnation, agent: SimAgent | SimulatedAgent) -> Callable[[], None]:
         def fail() -> None:
-            if self.world.agents.get(agent.node) is agent and life in agent.lives:
-                self.world.say(agent.node, agent.end(life.job_id, life.worker, COLLATERAL))
+            if self.world.agents.get(agent.node) is agent and incarnation in agent.incarnations:
+                self.world.say(agent.node, agent.end(incarnation.job_id, incarnation.worker, COLLATERAL))
 
         return fail
 
@@ -329,18 +333,18 @@ class Chaos:
         """No device is used twice. `running` sees that no rank runs twice, at each beginning of one."""
         for node, agent in self.world.agents.items():
             if isinstance(agent, SimulatedAgent):
-                broken = check_devices(node, (process.launch for process in agent.lives.values()))
+                broken = check_devices(node, (process.launch for process in agent.incarnations.values()))
                 assert not broken, f"at {self.world.now:.3f}: {broken}\n{self.world.recent()}"
 
     def check_names(self) -> None:
         """In calm weather every claim has its answer, and every agent has heard who holds what."""
         self.world.run(15.0)
         for job, worker, agent in self.living():
-            process = agent.lives[worker.life]
+            process = agent.incarnations[worker.incarnation_id]
             if not job.can_call(worker):
                 continue
             answers = {**worker.names, **{name: one.number for name, one in worker.refused.items()}}
-            assert answers == process.claims.names, f"{worker.life} claims, and the master knows otherwise"
+            assert answers == process.claims.names, f"{worker.incarnation_id} claims, and the master knows otherwise"
             if isinstance(agent, SimulatedAgent) and job.stage is not Stage.INIT:
                 known = {entry.worker: _fact(entry) for entry in agent.directory(job.job_id)}
                 true = {one.name: _fact(one.entry) for one in job.workers.values() if one.entry is not None}
@@ -383,7 +387,7 @@ class Chaos:
         for node in cluster.nodes.values():
             held = (node.incarnations, node.allocations, node.leaving)
             assert held == ({}, {}, {}), f"{node.name} holds something"
-            assert self.world.agents[node.name].lives == {}, f"{node.name} still runs something"
+            assert self.world.agents[node.name].incarnations == {}, f"{node.name} still runs something"
         assert (cluster.watches, cluster.reads) == ({}, {})
         assert [job.job_id for job in cluster.jobs.values() if job.holders] == []
 
@@ -399,5 +403,5 @@ def play(seed: int, watch: Watch | None = None) -> None:
 
 
 def _fact(entry: DirectoryEntry) -> DirectoryEntry:
-    """Why a life ended an agent and the master may say in different words."""
+    """Why an incarnation ended an agent and the master may say in different words."""
     return msgspec.structs.replace(entry, reason="")

@@ -38,10 +38,10 @@ from unified_simulator.agent import REJOINS, Delays, log_of, next_claims, resour
 from unified_simulator.node import Said
 
 __all__ = ["REJOINS", "Delays", "Said", "resources"]
-Life = tuple[str, str, int]
+Incarnation = tuple[str, str, int]
 
 
-class SimLife(msgspec.Struct):
+class SimIncarnation(msgspec.Struct):
     wanted: DesiredWorker
     state: WorkerState = WorkerState.STARTING
     failure: Failure | None = None
@@ -55,7 +55,7 @@ class SimLife(msgspec.Struct):
 
 
 class SimAgent:
-    """One life of an agent. A new one is made when it is started again."""
+    """One incarnation of an agent. A new one is made when it is started again."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class SimAgent:
         self.incarnation = incarnation
         self.host_id = host_id or f"host-{node}"
         self.delays = delays or Delays()
-        self.lives: dict[Life, SimLife] = {}
+        self.incarnations: dict[Incarnation, SimIncarnation] = {}
         self.generation = 0
         self.heartbeat_s = 1.0
         self.is_stuck = False
@@ -88,7 +88,7 @@ class SimAgent:
         """Nobody is told any stacks."""
         self.is_hung = False
         """Its elastic loops do not get out of a collective."""
-        self._timers: TimerTable[tuple[str, Life | None]] = TimerTable()
+        self._timers: TimerTable[tuple[str, Incarnation | None]] = TimerTable()
         self._graces: dict[str, float] = {}
         self._jobs: dict[str, JobSpec] = {}
         self.copy_nodes: dict[str, ServerAddress | None] = {}
@@ -144,18 +144,18 @@ class SimAgent:
     def tick(self, now: float) -> list[Said]:
         said: list[Said] = []
         has_news = False
-        for what, life in self._timers.due(now):
-            if life is None:
+        for what, incarnation in self._timers.due(now):
+            if incarnation is None:
                 self._timers.arm(("heartbeat", None), now + self.heartbeat_s)
                 beat = AgentHeartbeat(node=self.node, incarnation=self.incarnation, generation=self.generation)
                 said.append((2, beat))
-            elif life in self.lives:
-                has_news |= self._step_life(now, what, life)
+            elif incarnation in self.incarnations:
+                has_news |= self._step_incarnation(now, what, incarnation)
         return [*said, self._observed()] if has_news else said
 
     def end(self, job_id: str, worker: str, failure: Failure | None) -> list[Said]:
-        for life, sim in self.lives.items():
-            if life[:2] == (job_id, worker) and sim.state is not WorkerState.EXITED and sim.is_begun:
+        for incarnation, sim in self.incarnations.items():
+            if incarnation[:2] == (job_id, worker) and sim.state is not WorkerState.EXITED and sim.is_begun:
                 sim.state = WorkerState.EXITED
                 sim.failure = failure
         return [self._observed()]
@@ -176,17 +176,17 @@ class SimAgent:
         return [self._observed()]
 
     def _stacks(self, order: ReadStacks) -> StacksRead:
-        living = [life for life, sim in self.lives.items() if sim.state is not WorkerState.EXITED]
+        living = [incarnation for incarnation, sim in self.incarnations.items() if sim.state is not WorkerState.EXITED]
         workers = []
-        for job_id, name, incarnation in living:
+        for job_id, name, number in living:
             if job_id == order.job_id and name in order.workers:
                 groups = self.collectives.get(name, [])
-                sim = self.lives[job_id, name, incarnation]
+                sim = self.incarnations[job_id, name, number]
                 note = "its process was stopped" if groups is None else ""
                 source: StackSource = "none" if groups is None else "interpreter"
                 stacks = WorkerStacks(
                     worker=name,
-                    incarnation=incarnation,
+                    incarnation=number,
                     rank=sim.wanted.rank,
                     source=source,
                     note=note,
@@ -213,8 +213,12 @@ class SimAgent:
     def leave(self) -> list[Said]:
         return [(3, AgentLeaving(node=self.node, incarnation=self.incarnation, reason="SIGTERM"))]
 
-    def _running(self, *worker: str) -> list[SimLife]:
-        return [sim for life, sim in self.lives.items() if life[:2] == worker and sim.state is WorkerState.RUNNING]
+    def _running(self, *worker: str) -> list[SimIncarnation]:
+        return [
+            sim
+            for incarnation, sim in self.incarnations.items()
+            if incarnation[:2] == worker and sim.state is WorkerState.RUNNING
+        ]
 
     def _registration(self) -> RegisterAgent:
         return RegisterAgent(
@@ -243,86 +247,91 @@ class SimAgent:
         }
         self.copy_nodes = {job.job_id: job.copy_node for job in message.jobs}
         wanted = {(one.job_id, one.name, one.worker_incarnation): one for one in message.workers}
-        for life, sim in list(self.lives.items()):
-            if life in wanted:
-                sim.wanted = wanted[life]
+        for incarnation, sim in list(self.incarnations.items()):
+            if incarnation in wanted:
+                sim.wanted = wanted[incarnation]
                 run, notice = sim.wanted.run, sim.wanted.notice
                 if notice is not None and sim.can_rejoin and sim.left_round < notice.round and not self.is_hung:
-                    self._timers.arm(("leave", life), now + self.delays.leave)
+                    self._timers.arm(("leave", incarnation), now + self.delays.leave)
                 elif run is not None and (sim.state is WorkerState.READY or (sim.can_rejoin and run.round > sim.round)):
-                    self._timers.arm(("run", life), now + self.delays.run)
+                    self._timers.arm(("run", incarnation), now + self.delays.run)
             elif sim.state is WorkerState.EXITED or not sim.is_begun:
-                del self.lives[life]
+                del self.incarnations[incarnation]
             else:
-                grace = self._graces.get(life[0], 0.0)
+                grace = self._graces.get(incarnation[0], 0.0)
                 delay = grace if self.is_stuck else min(self.delays.stop, grace)
                 if sim.state is not WorkerState.STOPPING or grace == 0:
                     sim.state = WorkerState.STOPPING
-                    self._timers.arm(("gone", life), now + delay)
-        for life, one in wanted.items():
-            if life not in self.lives:
-                self.lives[life] = SimLife(wanted=one)
+                    self._timers.arm(("gone", incarnation), now + delay)
+        for incarnation, one in wanted.items():
+            if incarnation not in self.incarnations:
+                self.incarnations[incarnation] = SimIncarnation(wanted=one)
         self._begin_free(now)
         return [self._observed()]
 
     def _begin_free(self, now: float) -> None:
-        for life, sim in self.lives.items():
+        for incarnation, sim in self.incarnations.items():
             rivals = [
                 other
-                for key, other in self.lives.items()
-                if key[:2] == life[:2] and key != life and other.is_begun and other.state is not WorkerState.EXITED
+                for key, other in self.incarnations.items()
+                if key[:2] == incarnation[:2]
+                and key != incarnation
+                and other.is_begun
+                and other.state is not WorkerState.EXITED
             ]
             if not sim.is_begun and not rivals:
                 sim.is_begun = True
                 if not self.never_starts:
-                    self._timers.arm(("ready", life), now + self.delays.start)
+                    self._timers.arm(("ready", incarnation), now + self.delays.start)
 
-    def _step_life(self, now: float, what: str, life: Life) -> bool:
-        sim = self.lives[life]
+    def _step_incarnation(self, now: float, what: str, incarnation: Incarnation) -> bool:
+        sim = self.incarnations[incarnation]
         match what, sim.state:
             case "ready", WorkerState.STARTING:
                 sim.state = WorkerState.READY
                 if sim.wanted.run is not None:
-                    self._timers.arm(("run", life), now + self.delays.run)
+                    self._timers.arm(("run", incarnation), now + self.delays.run)
             case "run", WorkerState.READY | WorkerState.RUNNING:
                 if self.is_hung and sim.state is WorkerState.RUNNING:
                     return False
                 sim.state = WorkerState.RUNNING
                 sim.round = sim.wanted.run.round if sim.wanted.run is not None else 0
                 role = sim.wanted.role
-                sim.can_rejoin = bool(role) and self._jobs[life[0]].role(role).entry_point.target == REJOINS
+                sim.can_rejoin = bool(role) and self._jobs[incarnation[0]].role(role).entry_point.target == REJOINS
             case "leave", WorkerState.RUNNING if sim.wanted.notice is not None:
                 sim.left_round = sim.wanted.notice.round
             case "gone", WorkerState.STOPPING:
-                del self.lives[life]
+                del self.incarnations[incarnation]
                 self._begin_free(now)
             case _:
                 return False
         return True
 
     def _observed(self) -> Said:
-        workers = [self._observed_life(life, sim) for life, sim in self.lives.items()]
+        workers = [self._observed_incarnation(incarnation, sim) for incarnation, sim in self.incarnations.items()]
         return (
             0,
             ObservedWorkers(node=self.node, incarnation=self.incarnation, generation=self.generation, workers=workers),
         )
 
-    def _observed_life(self, life: Life, sim: SimLife) -> ObservedWorker:
+    def _observed_incarnation(self, incarnation: Incarnation, sim: SimIncarnation) -> ObservedWorker:
         is_up = sim.state not in (WorkerState.STARTING, WorkerState.EXITED)
         is_store = sim.wanted.kind == "store"
         return ObservedWorker(
-            job_id=life[0],
-            name=life[1],
-            worker_incarnation=life[2],
+            job_id=incarnation[0],
+            name=incarnation[1],
+            worker_incarnation=incarnation[2],
             kind=sim.wanted.kind,
             state=sim.state,
             pid=100,
             round=sim.round,
-            inbox=Inbox(inbox_id="/".join(map(str, (*life, self.incarnation)))) if is_up and not is_store else None,
+            inbox=Inbox(inbox_id="/".join(map(str, (*incarnation, self.incarnation))))
+            if is_up and not is_store
+            else None,
             store_port=29500 if is_up and is_store else None,
             progress=sim.progress,
             failure=sim.failure,
-            log_file=f"/logs/{life[0]}/{life[1]}/{life[2]}.err",
+            log_file=f"/logs/{incarnation[0]}/{incarnation[1]}/{incarnation[2]}.err",
             claims=sim.claims,
             can_rejoin=sim.can_rejoin,
             left_round=sim.left_round,

@@ -224,14 +224,16 @@ class Transcript:
         graces = {job.job_id: job.stop_grace_s for job in wanted.jobs}
         lines = []
         states = self._states.get(node, {})
-        for life in before.keys() - after.keys():
-            if states.get(life.split(" of ")[0], "").startswith("EXITED"):
+        for incarnation in before.keys() - after.keys():
+            if states.get(incarnation.split(" of ")[0], "").startswith("EXITED"):
                 continue
-            grace = graces.get(life.split(" of ")[1], "-")
-            lines.append(f"stop {life}" + (f", grace {grace:g} s" if isinstance(grace, float) else ""))
+            grace = graces.get(incarnation.split(" of ")[1], "-")
+            lines.append(f"stop {incarnation}" + (f", grace {grace:g} s" if isinstance(grace, float) else ""))
         lines.sort()
-        lines += [f"start {life}" for life in after if life not in before]
-        lines += [f"{what} {life}" for life, what in after.items() if what and before.get(life) != what]
+        lines += [f"start {incarnation}" for incarnation in after if incarnation not in before]
+        lines += [
+            f"{what} {incarnation}" for incarnation, what in after.items() if what and before.get(incarnation) != what
+        ]
         return lines
 
     def _observed(self, node: str, report: ObservedWorkers) -> None:
@@ -241,12 +243,12 @@ class Transcript:
             failure = f" ({one.failure.summary})" if one.failure else ""
             after[f"{_short(one.name)}#{one.worker_incarnation}"] = f"{one.state}{failure}"
         self._states[node] = after
-        for life, state in after.items():
-            if before.get(life) != state and state != "STARTING":
-                self._write(f"{node}      {life} {state}")
-        for life in sorted(before.keys() - after.keys()):
-            if not before[life].startswith("EXITED"):
-                self._write(f"{node}      {life} is gone")
+        for incarnation, state in after.items():
+            if before.get(incarnation) != state and state != "STARTING":
+                self._write(f"{node}      {incarnation} {state}")
+        for incarnation in sorted(before.keys() - after.keys()):
+            if not before[incarnation].startswith("EXITED"):
+                self._write(f"{node}      {incarnation} is gone")
 
 
 def _orders(one: DesiredWorker) -> str:

@@ -99,7 +99,7 @@ def test_what_was_there_at_the_first_look_is_replaced_whatever_the_clocks_say(
     assert resolve(existing, US, is_older=is_older) == expected
 
 
-def test_a_life_keeps_what_it_saved_last_in_the_order_of_its_saves() -> None:
+def test_an_incarnation_keeps_what_it_saved_last_in_the_order_of_its_saves() -> None:
     history = SaveHistory()
     assert [history.saved(step, 2) for step in (9, 3, 4, 3)] == [[9], [9, 3], [3, 4], [4, 3]]
     history.rolled_back(3)

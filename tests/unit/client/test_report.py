@@ -84,7 +84,7 @@ def test_a_failure_names_worker_node_limit_log_and_what_to_do_next() -> None:
     )
     assert end_lines(ended(1, end=end, reason="no restart is left")) == [
         "job gpt-1 failed with exit code 1",
-        "  worker   trainer_2-1_2-1 (life 2; the first is 0) on node n1",
+        "  worker   trainer_2-1_2-1 (incarnation 2; the first is 0) on node n1",
         "  failure  ValueError: no",
         "  limit    max_restart of role trainer is 2",
         "  reason   no restart is left",

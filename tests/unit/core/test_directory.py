@@ -1,4 +1,4 @@
-"""Entries merge in any order; what changes is told once: lives, and who holds which name."""
+"""Entries merge in any order; what changes is told once: incarnations, and who holds which name."""
 
 import itertools
 import random
@@ -22,14 +22,14 @@ def directory() -> WorkerDirectory:
     return WorkerDirectory()
 
 
-def test_a_life_begins_once(directory: WorkerDirectory) -> None:
+def test_an_incarnation_begins_once(directory: WorkerDirectory) -> None:
     first = entry(0, ALIVE)
     assert directory.merge([first, first]) == [IncarnationStarted("w", 0, Inbox(inbox_id="i0"))]
     assert directory.reachable("w") == Inbox(inbox_id="i0")
     assert directory.inbox("i0") is not None
 
 
-def test_a_life_without_an_inbox_is_waited_for(directory: WorkerDirectory) -> None:
+def test_an_incarnation_without_an_inbox_is_waited_for(directory: WorkerDirectory) -> None:
     assert directory.merge([entry(0, ALIVE, inbox=False)]) == []
     assert directory.reachable("w") is None
     assert "no inbox yet" in directory.why_waiting("w")
@@ -44,10 +44,10 @@ def test_higher_incarnation_ends_the_lower(directory: WorkerDirectory) -> None:
     assert directory.merge([entry(0, ALIVE), entry(0, ENDED)]) == []
 
 
-def test_lives_that_were_never_told_of_are_over_too(directory: WorkerDirectory) -> None:
+def test_incarnations_that_were_never_told_of_are_over_too(directory: WorkerDirectory) -> None:
     assert directory.newest_over("w") == -1
     assert directory.merge([entry(2, ALIVE)]) == [
-        IncarnationDied("w", 1, "life 2 took its place", "", None),
+        IncarnationDied("w", 1, "incarnation 2 took its place", "", None),
         IncarnationStarted("w", 2, Inbox(inbox_id="i2")),
     ]
     assert directory.merge([entry(2, DEAD, inbox=False)]) == [
@@ -57,7 +57,7 @@ def test_lives_that_were_never_told_of_are_over_too(directory: WorkerDirectory) 
     assert directory.newest_over("w") == 2
 
 
-def test_a_node_is_remembered_from_the_newest_life(directory: WorkerDirectory) -> None:
+def test_a_node_is_remembered_from_the_newest_incarnation(directory: WorkerDirectory) -> None:
     for node, number, state in [("n1", 0, ALIVE), ("n7", 1, ALIVE), ("n1", 0, DEAD), ("", 1, DEAD)]:
         directory.merge([DirectoryEntry(worker="w", incarnation=number, state=state, node=node)])
     assert directory.node("w") == "n7"
@@ -88,7 +88,7 @@ def test_a_death_whose_birth_was_never_told_still_names_the_inbox() -> None:
 def test_why_waiting_says_what_is_known(directory: WorkerDirectory) -> None:
     assert directory.why_waiting("w") == "it has not started yet"
     directory.merge([entry(3, DEAD, reason="killed by SIGKILL")])
-    assert directory.why_waiting("w") == "its life 3 ended (killed by SIGKILL) and the next has not begun"
+    assert directory.why_waiting("w") == "its incarnation 3 ended (killed by SIGKILL) and the next has not begun"
 
 
 NEWS = [entry(0, ALIVE), entry(0, DEAD, inbox=False), entry(1, ALIVE), entry(1, ENDED, inbox=False)]
@@ -115,7 +115,7 @@ def moves(directory: WorkerDirectory, entries: list[DirectoryEntry]) -> list[Nam
     return [change for change in directory.merge(entries) if isinstance(change, NameMoved)]
 
 
-def test_a_holder_comes_and_goes_with_its_life(directory: WorkerDirectory) -> None:
+def test_a_holder_comes_and_goes_with_its_incarnation(directory: WorkerDirectory) -> None:
     assert directory.holder("x") is None
     assert moves(directory, [named("b", names={"x": 1}, revision=1)]) == [NameMoved("x", WorkerIncarnation("b", 0))]
     assert moves(directory, [named("b", 0, DEAD, revision=1)]) == [NameMoved("x", None)]
@@ -123,7 +123,7 @@ def test_a_holder_comes_and_goes_with_its_life(directory: WorkerDirectory) -> No
     assert directory.holder("x") == ("b", 1)
 
 
-def test_the_next_life_does_not_inherit(directory: WorkerDirectory) -> None:
+def test_the_next_incarnation_does_not_inherit(directory: WorkerDirectory) -> None:
     moves(directory, [named("b", names={"x": 1, "y": 2}, revision=2)])
     changes = moves(directory, [named("b", 1, names={"y": 1}, revision=1)])
     assert set(changes) == {NameMoved("x", None), NameMoved("y", WorkerIncarnation("b", 1))}
@@ -184,7 +184,7 @@ def test_the_changes_add_up_to_the_state(seed: int) -> None:
         assert directory.holder(name) == followed.get(name) == holder
 
 
-def test_names_say_nothing_of_lives(directory: WorkerDirectory) -> None:
+def test_names_say_nothing_of_incarnations(directory: WorkerDirectory) -> None:
     (began,) = directory.merge([named("b")])
     assert isinstance(began, IncarnationStarted)
     assert directory.merge([named("b", names={"x": 1}, revision=1)]) == [NameMoved("x", WorkerIncarnation("b", 0))]

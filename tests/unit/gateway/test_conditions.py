@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from unified_gateway.kubernetes.conditions import event_of, life_of, record_of, with_pods
+from unified_gateway.kubernetes.conditions import event_of, incarnation_of, record_of, with_pods
 
 CREATED = 1767225600.0  # 2026-01-01
 TORCHRUN_END = """
@@ -149,7 +149,7 @@ def test_what_a_run_waits_for_is_in_its_pods() -> None:
         "conditions": [{"type": "PodScheduled", "status": "False", "message": "0/3 nodes: Insufficient nvidia.com/gpu"}]
     }
     assert with_pods(waiting, [unplaced]).detail == "master-0: 0/3 nodes: Insufficient nvidia.com/gpu"
-    assert life_of(unplaced) is None
+    assert incarnation_of(unplaced) is None
     pulling = pod(state={"waiting": {"reason": "ImagePullBackOff", "message": "Back-off pulling image\n x:1"}})
     assert with_pods(waiting, [pulling]).detail == "master-0: ImagePullBackOff: Back-off pulling image x:1"
     starting = pod(state={"waiting": {"reason": "ContainerCreating"}})

@@ -88,7 +88,7 @@ def test_a_batch_that_plain_pickle_cannot_say_goes_by_value() -> None:
         (entry("", Reachability.ENDED), False),
         (entry("b" * 24, incarnation=1), False),
     ],
-    ids=["alive", "dead", "ended", "next life"],
+    ids=["alive", "dead", "ended", "next incarnation"],
 )
 def test_what_a_dead_consumer_had_is_let_go(news: DirectoryEntry, is_kept: bool) -> None:
     loaders = serving("a")

@@ -62,7 +62,7 @@ class Behind:
         assert isinstance(answer, WorkerRegistration)
 
 
-def test_the_end_of_a_life_releases_those_who_wait_for_it() -> None:
+def test_the_end_of_an_incarnation_releases_those_who_wait_for_it() -> None:
     behind = Behind()
     behind.register(0)
     behind.register(1)
@@ -108,27 +108,27 @@ def test_silence_is_noticed_in_time() -> None:
     assert not answer.is_known
 
 
-def test_a_past_life_of_a_jobs_worker_is_refused_though_none_ever_registered() -> None:
+def test_a_past_incarnation_of_a_jobs_worker_is_refused_though_none_ever_registered() -> None:
     behind = Behind()
     behind.ask(RegisterDataset(space="job-1", dataset_id="d", path="p", format="csv", total_samples=2, shard_size=1))
     worker = WorkerRecord(job_id="job-1", name="w0", incarnation=1)
     behind.master.cluster.jobs["job-1"] = JobRecord(job_id="job-1", sequence=1, workers={"w0": worker})
 
-    def of(life: int) -> list[DataRequest]:
-        about: dict[str, Any] = {"space": "job-1", "dataset_id": "d", "worker_id": "w0", "life": life}
+    def of(incarnation: int) -> list[DataRequest]:
+        about: dict[str, Any] = {"space": "job-1", "dataset_id": "d", "worker_id": "w0", "incarnation": incarnation}
         return [SetDataWorker(**about), GetDataShard(**about, epoch=0), MarkDone(**about, epoch=0, shard_ids=[0])]
 
-    def answers(life: int) -> list[MasterAnswer]:
-        return [answer for request in of(life) for answer in behind.ask(request)]
+    def answers(incarnation: int) -> list[MasterAnswer]:
+        return [answer for request in of(incarnation) for answer in behind.ask(request)]
 
     answers(1)
     kept = dict(behind.kept)
     for answer in answers(0):
         assert isinstance(answer, Refused)
-        assert (answer.code, "newer life" in answer.reason) == ("replaced", True)
+        assert (answer.code, "newer incarnation" in answer.reason) == ("replaced", True)
     assert behind.kept == kept
-    for life in (-1, 1):
-        assert not any(isinstance(answer, Refused) for answer in answers(life))
+    for incarnation in (-1, 1):
+        assert not any(isinstance(answer, Refused) for answer in answers(incarnation))
 
 
 def test_the_master_says_which_of_those_that_loaded_a_position_still_run() -> None:
@@ -138,9 +138,9 @@ def test_the_master_says_which_of_those_that_loaded_a_position_still_run() -> No
     behind.master.cluster.jobs["job-1"] = JobRecord(job_id="job-1", sequence=1, workers=workers)
 
     def load(name: str, *done: int) -> type[MasterAnswer]:
-        life = workers[name].incarnation
-        about: dict[str, Any] = {"space": "job-1", "dataset_id": "d", "worker_id": name, "life": life}
-        request = RestorePosition(**about, epoch=0, done=list(done), process=f"{name}/{life}", number=1)
+        incarnation = workers[name].incarnation
+        about: dict[str, Any] = {"space": "job-1", "dataset_id": "d", "worker_id": name, "incarnation": incarnation}
+        request = RestorePosition(**about, epoch=0, done=list(done), process=f"{name}/{incarnation}", number=1)
         (answer,) = behind.ask(request)
         return type(answer)
 

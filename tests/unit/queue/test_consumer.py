@@ -66,7 +66,7 @@ def test_a_take_that_was_not_heard_is_asked_again_under_its_number() -> None:
     taker = taker_of(owner)
     assert taker.take(1, 0.0) == ["a"]
     assert taker.take(1, 0.0) == []
-    assert taker.take(1, 0.0) == ["b"], "handed out by the life that died, or by the next"
+    assert taker.take(1, 0.0) == ["b"], "handed out by the incarnation that died, or by the next"
     assert taker.take(1, 0.0) == [], "the owner said so itself"
     assert taker.take(1, 0.0) == ["c"]
     assert owner.asked == [(1, 0), (2, 1), (2, 1), (3, 2), (4, 3)]

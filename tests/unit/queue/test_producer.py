@@ -176,7 +176,7 @@ def test_a_put_to_a_silent_owner_ends_with_its_time(before: list[Any]) -> None:
 
 
 def test_a_put_has_no_more_time_behind_one_that_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is parked first waits for an owner for ever, as for the next life of a durable queue's."""
+    """What is parked first waits for an owner for ever, as for the next incarnation of a durable queue's."""
     monkeypatch.setattr(owner_lookup, "GRACE_S", 0.05)
     endpoint, found = FakeEndpoint(), threading.Event()
     lookup: Any = FakeLookup(None, endpoint)

@@ -14,8 +14,8 @@ from unified.trackers.feed import TrackerFeed, run_of
 from unified.trackers.points import Point, PointBuffer, StepOrder, points_of
 
 
-def points(steps: list[int], life: int = 0) -> list[Point]:
-    return [Point(step, 1.0, {"loss": step + life / 10}) for step in steps]
+def points(steps: list[int], incarnation: int = 0) -> list[Point]:
+    return [Point(step, 1.0, {"loss": step + incarnation / 10}) for step in steps]
 
 
 def shown(given: list[Point]) -> dict[int, Any]:
@@ -192,7 +192,7 @@ def test_points_are_reports_with_a_step() -> None:
         (["w"], "", ("j-1", "j-1", "j")),
     ],
 )
-def test_a_run_has_a_name_that_no_life_changes(roles: list[str], given: str, run: tuple[str, str, str]) -> None:
+def test_a_run_has_a_name_that_no_incarnation_changes(roles: list[str], given: str, run: tuple[str, str, str]) -> None:
     spec = JobSpec(name="j", roles=[RoleSpec(name=n, kind="simple", entry_point=ENTRY, total=1) for n in roles])
     for incarnation in (0, 1):
         launch = launch_of(spec, job_id="j-1", incarnation=incarnation)

@@ -61,15 +61,17 @@ def test_digest_tells_models_apart() -> None:
 
 def test_one_worker_of_each_other_node_passes_on() -> None:
     nodes = {"a": "n1", "b": "n2", "c": "n2", "d": "n3", "e": "", "f": "n2", "g": "n1"}
-    lives = {name: WorkerIncarnation(name, number) for number, name in enumerate(nodes)}
-    roots, children = tree(lives.values(), nodes, "n1")
-    assert {life.worker for life in roots} == {"a", "g", "e", "b", "d"}
-    assert children == {"b": (lives["c"], lives["f"])}
+    incarnations = {name: WorkerIncarnation(name, number) for number, name in enumerate(nodes)}
+    roots, children = tree(incarnations.values(), nodes, "n1")
+    assert {incarnation.worker for incarnation in roots} == {"a", "g", "e", "b", "d"}
+    assert children == {"b": (incarnations["c"], incarnations["f"])}
 
 
 @given(nodes=st.dictionaries(st.text("abcdef", min_size=1, max_size=2), st.sampled_from(["", "n1", "n2", "n3"])))
 def test_everybody_is_reached_once(nodes: dict[str, str]) -> None:
-    lives = [WorkerIncarnation(name, 0) for name in nodes]
-    roots, children = tree(lives, nodes, "n1")
-    assert sorted([*roots, *(life for name in children for life in children[name])]) == sorted(lives)
-    assert set(children) <= {life.worker for life in roots}
+    incarnations = [WorkerIncarnation(name, 0) for name in nodes]
+    roots, children = tree(incarnations, nodes, "n1")
+    assert sorted([*roots, *(incarnation for name in children for incarnation in children[name])]) == sorted(
+        incarnations
+    )
+    assert set(children) <= {incarnation.worker for incarnation in roots}

@@ -131,7 +131,9 @@ def test_death_of_any_sender_drops_what_it_was_to_send() -> None:
     (ended,) = assembly.incarnation_died(B, "killed")
     assert ended == SessionEnd("s", SessionOutcome.DROPPED, 1, "b, which was sending it, died: killed")
     assert assembly.incarnation_died(B, "killed") == []
-    assert assembly.begin(0, opening("late", 1, senders=(B,))).refusal == "b was to send it, and its life 0 is over"
+    assert (
+        assembly.begin(0, opening("late", 1, senders=(B,))).refusal == "b was to send it, and its incarnation 0 is over"
+    )
     begun(assembly, opening("next", 1, sender=WorkerIncarnation("b", 1)))
 
 
@@ -188,7 +190,7 @@ class Senders(RuleBasedStateMachine):
         self.stored: set[tuple[str, int]] = set()
         self.committed: set[str] = set()
         self.ended: dict[str, SessionEnd] = {}
-        self.lives = dict.fromkeys("abc", 0)
+        self.incarnations = dict.fromkeys("abc", 0)
 
     def took(self, ended: list[SessionEnd]) -> None:
         """What the shell is told: every session ends once, and a version is published only if it is whole."""
@@ -205,7 +207,9 @@ class Senders(RuleBasedStateMachine):
                     range(opening.num_buckets)
                 )
                 assert each.version >= before or opening.force
-                assert all(self.lives[life.worker] <= life.incarnation for life in opening.senders)
+                assert all(
+                    self.incarnations[incarnation.worker] <= incarnation.number for incarnation in opening.senders
+                )
                 assert self.assembly.version == each.version
             elif each.how is SessionOutcome.SUPERSEDED:
                 assert each.version < self.assembly.version
@@ -227,7 +231,7 @@ class Senders(RuleBasedStateMachine):
             f"s{len(self.openings)}",
             version,
             num_buckets,
-            senders=tuple(WorkerIncarnation(name, self.lives[name]) for name in senders),
+            senders=tuple(WorkerIncarnation(name, self.incarnations[name]) for name in senders),
             force=force,
             expires_at=self.now + lasts,
         )
@@ -276,11 +280,11 @@ class Senders(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("abc"))
     def die(self, name: str) -> None:
-        life = WorkerIncarnation(name, self.lives[name])
-        self.lives[name] += 1
-        self.took(self.assembly.incarnation_died(life, "killed"))
+        incarnation = WorkerIncarnation(name, self.incarnations[name])
+        self.incarnations[name] += 1
+        self.took(self.assembly.incarnation_died(incarnation, "killed"))
         for session in self.assembly.open_sessions:
-            assert life not in self.openings[session].senders
+            assert incarnation not in self.openings[session].senders
 
     @rule(seconds=st.integers(1, 5))
     def wait(self, seconds: int) -> None:

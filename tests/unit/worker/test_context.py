@@ -122,7 +122,7 @@ def test_knows_the_other_workers(worker: Worker) -> None:
     assert worker.workers_of("nobody") == []
 
 
-def test_learns_nodes_from_the_newest_life(worker: Worker) -> None:
+def test_learns_nodes_from_the_newest_incarnation(worker: Worker) -> None:
     name = "reward_1-0_1-0"
 
     def entry(incarnation: int, node: str) -> DirectoryEntry:

@@ -213,7 +213,7 @@ def test_an_old_grant_is_no_answer_to_a_new_claim(table: ClaimTable) -> None:
     assert claim.refusal
 
 
-def test_what_is_said_of_another_life_is_no_answer() -> None:
+def test_what_is_said_of_another_incarnation_is_no_answer() -> None:
     table = ClaimTable("a", 1)
     claim = table.claim("x")
     table.answer(entry("a", 0, names={"x": 1}, revision=1))
@@ -232,12 +232,14 @@ def test_withdrawal_says_why_to_whoever_waits(table: ClaimTable) -> None:
 @pytest.mark.parametrize(
     ("news", "why"),
     [
-        (entry("a", 0, DEAD), "has ended life 0"),
-        (entry("a", 0, ENDED), "has ended life 0"),
-        (entry("a", 1), "the master has ended life 0 of this worker (life 1 took its place)"),
+        (entry("a", 0, DEAD), "has ended incarnation 0"),
+        (entry("a", 0, ENDED), "has ended incarnation 0"),
+        (entry("a", 1), "the master has ended incarnation 0 of this worker (incarnation 1 took its place)"),
     ],
 )
-def test_a_life_that_the_master_has_ended_gets_no_name(table: ClaimTable, news: DirectoryEntry, why: str) -> None:
+def test_an_incarnation_that_the_master_has_ended_gets_no_name(
+    table: ClaimTable, news: DirectoryEntry, why: str
+) -> None:
     claim = table.claim("x")
     table.answer(news)
     assert why in claim.refusal

@@ -260,8 +260,8 @@ def one_of(call: str, **names: Any) -> Any:
     """The value of an argument that has several names; JobError unless exactly one is given."""
     given = {name: value for name, value in names.items() if value is not None}
     if len(given) != 1:
-        told = " and ".join(given) or " or ".join(names)
-        raise JobError(f"{call}() " + (f"was given {told}: give one of them." if given else f"needs {told}."))
+        arguments = " and ".join(given) or " or ".join(names)
+        raise JobError(f"{call}() " + (f"was given {arguments}: give one of them." if given else f"needs {arguments}."))
     return next(iter(given.values()))
 
 

@@ -132,12 +132,12 @@ class PrimeMasterApi:
     wait = MasterCall(wait)
 
 
-def _mark_dead(lives: dict[str, int]) -> None:
+def _mark_dead(incarnations: dict[str, int]) -> None:
     """Take incarnations for ended that are about to be, and whose end this worker has not heard of."""
     worker = current_worker()
     dead = [
         DirectoryEntry(worker=name, incarnation=number - 1, state=Reachability.DEAD, reason="restarted on request")
-        for name, number in lives.items()
+        for name, number in incarnations.items()
         if number > 0 and name != worker.actor_info.name
     ]
     if dead:
@@ -155,5 +155,5 @@ def _master() -> MasterConnection:
 
 @functools.cache
 def _connected(address: str, key: ClusterKey | None) -> MasterConnection:
-    """One connection a process, made when first asked for; a worker has one master all its life."""
+    """One connection a process, made when first asked for; a worker has one master all the time."""
     return MasterConnection(address, key=key)

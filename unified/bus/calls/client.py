@@ -69,7 +69,7 @@ class CallClient:
         self._flow_control = FlowControl(limit_bytes)
         self._reaper = SerialWorker("bus-reaper", self._cancel)
         self._resumer = SerialWorker("bus-resumer", self._send_waiting)
-        self._timer = TimerThread("bus-alarm", partial(self.step, pending.TimePassed()), stays=True)
+        self._timer = TimerThread("bus-timer", partial(self.step, pending.TimePassed()), stays=True)
 
     def start(self) -> None:
         self._reaper.start()
@@ -208,7 +208,7 @@ class CallClient:
             is_awaited = self.table.answer(call_id, envelope.sender, is_last)
         if not is_awaited:
             inbox = None if is_last else self.table.directory.inbox(envelope.sender)
-            if inbox is not None:  # a CANCEL can have overtaken its call; without another the generator waits for MORE
+            if inbox is not None:  # a CANCEL can come before its call; without another the generator waits for MORE
                 self._sender.tell(Kind.CANCEL, call_id, inbox)
             return
         if not is_last:

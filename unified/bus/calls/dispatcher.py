@@ -99,7 +99,7 @@ class Admission:
         self._outsiders: deque[str] = deque()
         self.on_outsider_gone: Callable[[str], object] = lambda inbox_id: None
         """Called with the inbox id of a caller from outside the job that is not known any more."""
-        self._told: set[tuple[object, ...]] = set()
+        self._logged: set[tuple[object, ...]] = set()
         self.num_rejected = 0
         self.num_read = 0
         """Messages of calls; those that look for deadlocks come while nothing goes on."""
@@ -108,7 +108,7 @@ class Admission:
         """Decode a first frame that is for this inbox; ProtocolError: the message is to be dropped."""
         envelope = decode_envelope(frame)
         if envelope.target != self._inbox_id:
-            raise ProtocolError(f"for inbox {envelope.target!r}, which is not this life's")
+            raise ProtocolError(f"for inbox {envelope.target!r}, which is not this incarnation's")
         if envelope.job != self._job_id and envelope.sender:  # a relay serves all jobs, and has no name of its own
             raise ProtocolError(f"from worker {envelope.worker} of job {envelope.job!r}, and this is {self._job_id!r}")
         if envelope.kind is not Kind.WAITS:
@@ -121,7 +121,9 @@ class Admission:
         seen = self._seen.get(envelope.sender)
         if seen is None:
             if envelope.sender in self._tombstones:
-                raise ProtocolError(f"call {envelope.call_id} of a life of worker {envelope.worker} that is over")
+                raise ProtocolError(
+                    f"call {envelope.call_id} of an incarnation of worker {envelope.worker} that is over"
+                )
             if envelope.worker.startswith(OUTSIDE):
                 self._meet_outsider(envelope.sender)
             seen = self._seen[envelope.sender] = SeenCalls()
@@ -149,8 +151,8 @@ class Admission:
         """Count a message that was dropped; the first of each kind is logged."""
         self.num_rejected += 1
         kind = (type(error), *_raised_at(error.__traceback__))
-        if kind not in self._told:
-            self._told.add(kind)
+        if kind not in self._logged:
+            self._logged.add(kind)
             logger.warning(
                 "worker=%s event=mail-rejected reason=%r (further ones like it are only counted)",
                 self._worker,
@@ -348,7 +350,7 @@ class Dispatcher(TransportEvents):
     def idle(self) -> None:
         self._sender.release()
 
-    def room_came(self, link: UnixConnection) -> None:
+    def became_writable(self, link: UnixConnection) -> None:
         self._server.resume(link)
 
     def connection_lost(self, link: UnixConnection, reason: str) -> None:

@@ -193,9 +193,9 @@ class CallTable:
         if self._closed:
             raise RpcCancelledError(self._closed)
         call = _OpenCall(call_id, target, method, now, timeout_s)
-        life = self._ready.get(target)
-        if life is not None and (incarnation is None or incarnation == life[1]):
-            call.inbox, call.incarnation = life
+        ready = self._ready.get(target)
+        if ready is not None and (incarnation is None or incarnation == ready[1]):
+            call.inbox, call.incarnation = ready
             call.sent_at = now
         else:
             entry = self.directory.get(target)
@@ -261,23 +261,23 @@ class CallTable:
         Ask again when they are sent, for those that were made meanwhile. An empty list: that is all, until another
         `SendWaiting`.
         """
-        life = self._life_of(target)
+        incarnation = self._incarnation_of(target)
         waiting = None
-        if life is not None and ("retry", target) not in self._timers:
+        if incarnation is not None and ("retry", target) not in self._timers:
             waiting = self._waiting.pop(target, None)
             if waiting is None:
-                self._ready[target] = life
-        if life is None or waiting is None:
+                self._ready[target] = incarnation
+        if incarnation is None or waiting is None:
             self._sending.discard(target)
             return []
         released = []
         for call_id, call in sorted(waiting.items()):  # one that was given back has come after later ones
-            call.inbox, call.incarnation = life
+            call.inbox, call.incarnation = incarnation
             call.sent_at = now
             released.append(SendCall(call_id=call_id, inbox=call.inbox, timeout_s=call.left(now)))
         return released
 
-    def _life_of(self, worker: str) -> tuple[Inbox, int] | None:
+    def _incarnation_of(self, worker: str) -> tuple[Inbox, int] | None:
         """Return the inbox and the incarnation of a worker that can be called; None: it cannot."""
         entry = self.directory.get(worker)
         if entry is None or entry.state is not Reachability.ALIVE or entry.inbox is None:
@@ -289,7 +289,7 @@ class CallTable:
         call.inbox = None
         if 0 <= call.incarnation <= self.directory.newest_over(call.target):
             raise WorkerDiedError(
-                f"worker {call.target} (life {call.incarnation}) died before {call.method!r} was called."
+                f"worker {call.target} (incarnation {call.incarnation}) died before {call.method!r} was called."
             )
         entry = self.directory.get(call.target)
         is_early = call.incarnation > (-1 if entry is None else entry.incarnation)
@@ -397,15 +397,15 @@ class CallTable:
 
     def _late(self, now: float, call: _OpenCall) -> RpcTimeoutError:
         if call.call_id in self._early.get(call.target, {}):
-            state = f"its life {call.incarnation} has not begun"
-        elif self._life_of(call.target) is None:
+            state = f"its incarnation {call.incarnation} has not begun"
+        elif self._incarnation_of(call.target) is None:
             state = self.directory.why_waiting(call.target).rstrip(".")
         elif call.num_refused:
             state = f"the relay has not known it in {call.num_refused} attempts"
         elif call.inbox is None:
             state = "calls that were made before it are still to be sent"
         else:
-            state = f"life {call.incarnation} has had the call for {now - call.sent_at:.3g} s"
+            state = f"incarnation {call.incarnation} has had the call for {now - call.sent_at:.3g} s"
         return RpcTimeoutError(
             f"worker {call.target} did not answer {call.method!r} within {call.timeout_s:g} s: {state}. "
             f"`unified explain {call.target}` says what it does."
@@ -415,7 +415,7 @@ class CallTable:
 def _died(call: _OpenCall, death: IncarnationDied) -> WorkerDiedError:
     where = f" on node {death.node}" if death.node else ""
     return WorkerDiedError(
-        f"worker {call.target} (life {call.incarnation}{where}) died before it answered {call.method!r}: "
+        f"worker {call.target} (incarnation {call.incarnation}{where}) died before it answered {call.method!r}: "
         f"{death.reason.rstrip('.')}. `unified explain {call.target}` says more."
     )
 
@@ -428,7 +428,7 @@ def _broken(call: _OpenCall) -> RouteLostError:
 
 
 def _ended_for_good(call: _OpenCall, end: WorkerEnded) -> WorkerDiedError:
-    reason = end.reason.rstrip(".") or f"life {end.incarnation} was its last"
+    reason = end.reason.rstrip(".") or f"incarnation {end.incarnation} was its last"
     return WorkerDiedError(
         f"worker {call.target} has ended for good, so {call.method!r} cannot be called: "
         f"{reason}. `unified explain {call.target}` says more.",

@@ -171,7 +171,7 @@ class Sender:
         self._directory = directory
         self._trimmer = trimmer
         self._limit_bytes = limit_bytes
-        self._places = itertools.count(1)
+        self._positions = itertools.count(1)
         self.holding: set[UnixConnection] = set()
         """Links that keep small messages back, to send several at once."""
         self.is_closing = False
@@ -192,7 +192,7 @@ class Sender:
         argument takes as long as many small calls.
         """
         shared, buffers = self._share(connection, payload)
-        call.place = call.place or next(self._places)
+        call.place = call.place or next(self._positions)
         envelope = Envelope(
             BUS_VERSION,
             Kind.CALL,

@@ -190,7 +190,7 @@ class CallServer:
         """Begin a call, on the thread that received it."""
         if len(call.chain) > MAX_CHAIN:
             what = f"the call of {call.method!r} in worker {self._worker} was refused: {len(call.chain)} handlers"
-            why = "each waiting for the next, led to it. Do they call one another in a circle?"
+            why = "each waiting for the next, led to it. Do they call one another in a cycle?"
             self._fail(call, RpcError(f"{what}, {why}"))
             return
         function = self._registry.get(call.method)

@@ -94,9 +94,9 @@ class UnreadErrors:
             unread = reference()
             if unread is not None and unread.was_read():
                 self.lost(unread)
-        told = threading.Event()
-        self._background.put(told.set)  # behind all of them
-        told.wait(_TELL_WITHIN_S)
+        flushed = threading.Event()
+        self._background.put(flushed.set)  # behind all of them
+        flushed.wait(_TELL_WITHIN_S)
         return self.total
 
     def close(self) -> None:

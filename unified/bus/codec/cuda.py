@@ -23,7 +23,7 @@ HANDLE, BYTES = "handle", "bytes"
 """Ways of a tensor: the first word of the first of its two frames. The second has the bytes, or is empty."""
 
 
-def choose_way(device: str, seen_by_reader: Collection[str], *, is_same_process: bool = False) -> str:
+def choose_route(device: str, seen_by_reader: Collection[str], *, is_same_process: bool = False) -> str:
     """Choose how a tensor on the device of this UUID travels: by handle to another process that sees the device, else
     by bytes. A reader on another host sees none, and a process cannot open a handle of its own."""
     return HANDLE if device and device in seen_by_reader and not is_same_process else BYTES
@@ -35,8 +35,8 @@ def settle(buffers: Sequence[Any], seen_by_reader: Collection[str], *, is_same_p
     frames: list[Buffer] = []
     for index, buffer in enumerate(buffers):
         if isinstance(buffer, DeviceTensor):
-            way = choose_way(_uuid(buffer.tensor), seen_by_reader, is_same_process=is_same_process)
-            frames += _by_handle(buffer.tensor) if way == HANDLE else _by_bytes(buffer.tensor)
+            route = choose_route(_uuid(buffer.tensor), seen_by_reader, is_same_process=is_same_process)
+            frames += _by_handle(buffer.tensor) if route == HANDLE else _by_bytes(buffer.tensor)
         elif not (index and isinstance(buffers[index - 1], DeviceTensor)):  # the place of its second frame
             frames.append(buffer)
     return frames

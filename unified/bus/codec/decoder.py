@@ -99,14 +99,14 @@ class ValueDecoder:
         if code == SERIALIZED:
             return self._serialized(*content)
         if code == BODY:
-            return self.unpack(self._taking(content), depth + 1)
+            return self.unpack(self._lock(content), depth + 1)
         if code == DEVICE:
             number, requires_grad = content
             return self._device(number).requires_grad_(requires_grad)
         raise ProtocolError(f"extension type {code} is not known here.")
 
     def _found(self, where: Any) -> Buffer:
-        return where if isinstance(where, bytes) else self._taking(where)
+        return where if isinstance(where, bytes) else self._lock(where)
 
     def _whole(self, where: Any, nbytes: int) -> Buffer:
         data = self._found(where)
@@ -118,7 +118,7 @@ class ValueDecoder:
             raise ProtocolError(f"the body wants buffer {number} of {len(self._buffers)}.")
         return self._buffers[number]
 
-    def _taking(self, number: int) -> Buffer:
+    def _lock(self, number: int) -> Buffer:
         """A buffer that is here for one thing: a body that named it a million times would be copied as often."""
         buffer = self._buffer(number)
         if number in self._taken:
@@ -146,7 +146,7 @@ class ValueDecoder:
             elif kind == TENSOR_MEMORY:
                 wanted.append(self._memory(number))
             else:
-                wanted.append(memoryview(self._taking(number)).toreadonly())
+                wanted.append(memoryview(self._lock(number)).toreadonly())
         return pickle.loads(data, buffers=wanted)
 
     def _tensor(self, dtype: str, shape: list[int], requires_grad: bool, where: int | bytes) -> Any:
@@ -157,11 +157,11 @@ class ValueDecoder:
         """A CUDA tensor, or its copy on the CPU: of its two frames one is empty."""
         from unified.bus.codec.cuda import rebuild
 
-        return rebuild(self._taking(number), self._taking(number + 1), self._windows)
+        return rebuild(self._lock(number), self._lock(number + 1), self._windows)
 
     def _serialized(self, where: int | bytes, first: int, count: int) -> SerializedValue:
         if not 0 <= first <= first + count <= len(self._buffers):
             raise ProtocolError(f"a serialized value wants buffers {first} to {first + count} of {len(self._buffers)}.")
         return SerializedValue(
-            bytes(self._found(where)), [self._taking(number) for number in range(first, first + count)]
+            bytes(self._found(where)), [self._lock(number) for number in range(first, first + count)]
         )

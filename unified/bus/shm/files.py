@@ -95,7 +95,7 @@ class _Found(NamedTuple):
 
 
 class Sweeper:
-    """Removes what dead processes left. It remembers what it spared, so keep one for the life of a daemon.
+    """Removes what dead processes left. It remembers what it spared, so keep one as long as the daemon runs.
 
     Attributes:
         due_at: when to sweep again, on the clock of `now`, because something was spared; None: no need.

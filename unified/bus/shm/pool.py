@@ -23,7 +23,7 @@ from unified.bus.shm.export import Export, ExportedBuffers, ReaderReference, Sou
 from unified.bus.shm.files import DIRECTORY, is_alive, own_mark
 from unified.bus.shm.layout import MIN_WIDTH, NUM_CELLS
 from unified.bus.shm.reader import BorrowedBuffer, borrowed_behind
-from unified.bus.shm.segment import Segment, places, space_for
+from unified.bus.shm.segment import Segment, extents, space_for
 from unified.bus.shm.slots import Plan, Slot, SlotTable
 from unified.errors import UsageError
 from unified.memory.copy import address_of
@@ -256,7 +256,7 @@ class SharedPool:
 
     def _filled(self, parts: Sequence[memoryview], num_readers: int) -> Slot | None:
         """Copy the parts into a slot and return it, pinned; None if there is none to be had."""
-        layout = places([part.nbytes for part in parts])
+        layout = extents([part.nbytes for part in parts])
         found = self._slot_for(space_for(layout))
         if found is None:
             return None

@@ -39,7 +39,7 @@ from unified.bus.shm.layout import (
     PARTS_WORD,
     ReaderReferences,
 )
-from unified.bus.shm.segment import Mapping, array_type, places
+from unified.bus.shm.segment import Mapping, array_type, extents
 from unified.errors import ProtocolError
 from unified.memory.copy import address_of
 from unified.threads import own_pid
@@ -88,13 +88,13 @@ class SharedSegment:
     def data_bytes(self) -> int:
         return self.readable.size - HEADER_BYTES
 
-    def read_places(self) -> list[tuple[int, int]]:
+    def read_extents(self) -> list[tuple[int, int]]:
         """Return start and length of each part of the present use; ProtocolError: they are not there."""
         count = self._words[PARTS_WORD]
         if count * 8 > self.data_bytes:
             raise ProtocolError(f"{self.path} claims {count} parts.")
         sizes = self._lengths[:count].tolist()
-        found = places(sizes)
+        found = extents(sizes)
         if any(start + size > self.data_bytes for start, size in found):
             raise ProtocolError(f"{self.path} claims parts beyond its end.")
         return found
@@ -133,7 +133,7 @@ class SharedSegment:
 class HeldReference:
     """Cell of a segment, held by this process."""
 
-    __slots__ = ("_own_pid", "_pid", "cell", "is_sole", "num_forwarded", "places", "segment", "tag")
+    __slots__ = ("_own_pid", "_pid", "cell", "extents", "is_sole", "num_forwarded", "segment", "tag")
 
     def __init__(self, segment: SharedSegment, cell: int, tag: int, *, is_sole: bool) -> None:
         self.segment = segment
@@ -145,7 +145,7 @@ class HeldReference:
         self._own_pid = own_pid
         self._pid = own_pid()
         try:
-            self.places = segment.read_places()
+            self.extents = segment.read_extents()
         except BaseException:
             self.release()
             raise
@@ -180,7 +180,7 @@ class BorrowedBuffer:
 
     def part(self, index: int) -> memoryview:
         """One part, read-only; it keeps the borrowed buffer."""
-        return self._view(*self.reference.places[index])
+        return self._view(*self.reference.extents[index])
 
     def range(self, start: int, nbytes: int) -> memoryview:
         """Part of the data, read-only; it keeps the borrowed buffer. ProtocolError: it is not there."""
@@ -191,7 +191,7 @@ class BorrowedBuffer:
     def part_of(self, view: memoryview) -> int | tuple[int, int]:
         """Return the number of the part, or the range of the data, that a view of this buffer shows."""
         place = (self._offset(view), view.nbytes)
-        return next((index for index, each in enumerate(self.reference.places) if each == place), place)
+        return next((index for index, each in enumerate(self.reference.extents) if each == place), place)
 
     def _view(self, start: int, nbytes: int) -> memoryview:
         whole: Any = self
@@ -365,7 +365,7 @@ class SharedReader:
             if isinstance(first, list):
                 buffers.append(borrowed.range(*first))
                 return
-            num_parts = len(borrowed.reference.places)
+            num_parts = len(borrowed.reference.extents)
             if not 0 <= first <= first + count <= num_parts:
                 raise ProtocolError(f"a message names parts {first} to {first + count} of {num_parts}.")
             buffers += [borrowed.part(index) for index in range(first, first + count)]

@@ -159,7 +159,7 @@ class Segment:
         remove_if_unreferenced(self.path, self.references)
 
 
-def places(sizes: Sequence[int]) -> list[tuple[int, int]]:
+def extents(sizes: Sequence[int]) -> list[tuple[int, int]]:
     """Start and length of each part, from the start of the data."""
     found: list[tuple[int, int]] = []
     start = 8 * len(sizes)

@@ -115,7 +115,7 @@ class StreamFeed:
         self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._num_pushed = 0
         self._num_taken = 0
-        self._num_told = 0
+        self._num_acknowledged = 0
         """Number of the items taken that the callee has been told of."""
         self._bytes_untold = 0
 
@@ -172,9 +172,9 @@ class StreamFeed:
             item = self._items.popleft()
             self._num_taken += 1
             self._bytes_untold += item.nbytes
-            num_told = self._tell()
-        if num_told:
-            self._send_more(num_told)
+            num_acknowledged = self._tell()
+        if num_acknowledged:
+            self._send_more(num_acknowledged)
         return item
 
     def open(self, item: _StreamItem) -> Any:
@@ -269,11 +269,11 @@ class StreamFeed:
 
     def _tell(self) -> int:
         """Return how many items were consumed in all, every half a window, which keeps both sides busy; else 0."""
-        half = 2 * (self._num_taken - self._num_told) >= WINDOW_ITEMS or 2 * self._bytes_untold >= WINDOW_BYTES
+        half = 2 * (self._num_taken - self._num_acknowledged) >= WINDOW_ITEMS or 2 * self._bytes_untold >= WINDOW_BYTES
         if self.is_over or not half:
             return 0
-        self._num_told, self._bytes_untold = self._num_taken, 0
-        return self._num_told
+        self._num_acknowledged, self._bytes_untold = self._num_taken, 0
+        return self._num_acknowledged
 
     def _lost(self, evidence: str) -> RpcError:
         return RpcError(f"item {self._num_pushed} of {self.what} was lost on its way: {evidence}.")

@@ -168,8 +168,8 @@ class ConnectionTable:
         with self._lock:
             if self._is_closed:
                 raise RpcCancelledError(f"the bus of worker {self._identity.worker} was closed.")
-            if inbox.inbox_id in self.tombstones:  # whoever still writes to it was overtaken by the news
-                raise WorkerDiedError(f"inbox {inbox.inbox_id} belongs to a life that is over.")
+            if inbox.inbox_id in self.tombstones:  # a writer that has not heard of the death yet
+                raise WorkerDiedError(f"inbox {inbox.inbox_id} belongs to an incarnation that is over.")
             if route.kind == "relay":
                 self._relayed.add(inbox.inbox_id)
             connection = self._connections.get(key)

@@ -100,12 +100,12 @@ class PieceJoiner:
         piece = decode_piece(message.body)
         if envelope.series is None or len(message.buffers) != 1:
             raise ProtocolError(f"a PIECE with {len(message.buffers)} buffers, of the series {envelope.series}")
-        way = envelope.sender, message.is_relayed
-        series = self._unfinished.get(way)
+        route = envelope.sender, message.is_relayed
+        series = self._unfinished.get(route)
         if series is None or series.number < envelope.series.number:
             series = _Unfinished(envelope.series.number)
             with self._lock:
-                self._unfinished[way] = series
+                self._unfinished[route] = series
         elif series.number > envelope.series.number:
             raise ProtocolError("a PIECE that came behind a newer series of its sender: its connection broke")
         buffer = series.buffers.get(piece.index)
@@ -127,12 +127,12 @@ class PieceJoiner:
         """Return the buffers of a message, with those that went ahead; PayloadGoneError: not all of them came."""
         if envelope.series is None:
             return message.buffers
-        way = envelope.sender, message.is_relayed
+        route = envelope.sender, message.is_relayed
         with self._lock:
             deposited = self._deposited.get(envelope.sender, {}).pop(envelope.series.number, None)
-            series = self._unfinished.get(way)
+            series = self._unfinished.get(route)
             if series is not None and series.number == envelope.series.number:
-                del self._unfinished[way]
+                del self._unfinished[route]
             else:
                 series = deposited
         if series is None:
@@ -154,9 +154,9 @@ class PieceJoiner:
     def trim(self, now: float) -> bool:
         """Give back what is idle for long; return whether there is anything left, idle or used."""
         with self._lock:
-            for way, series in list(self._unfinished.items()):
+            for route, series in list(self._unfinished.items()):
                 if series.newest + _UNFINISHED_S <= now:
-                    del self._unfinished[way]
+                    del self._unfinished[route]
             for sender, waiting in list(self._deposited.items()):
                 for number, series in list(waiting.items()):
                     if series.newest + _UNFINISHED_S <= now:

@@ -28,7 +28,7 @@ from unified.protocol.records import Inbox
 SPIN_S = 0.0002
 """Several times the cost of sleeping and waking: so the answer to a call with a payload of a megabyte is seen as well.
 With 40 µs such calls took a third longer, and single items through a queue twice as long."""
-_PATIENCE = 3  # failures in a row
+_MAX_FAILED = 3  # failures in a row
 _MOST_LEFT_OUT = 64
 
 
@@ -54,8 +54,8 @@ class Spin:
     def note(self, is_found: bool) -> None:
         """Take in whether it came while somebody looked."""
         self._num_failed = 0 if is_found else min(self._num_failed + 1, 16)
-        if self._num_failed > _PATIENCE:
-            self._num_to_leave_out = min(2 ** (self._num_failed - _PATIENCE), _MOST_LEFT_OUT)
+        if self._num_failed > _MAX_FAILED:
+            self._num_to_leave_out = min(2 ** (self._num_failed - _MAX_FAILED), _MOST_LEFT_OUT)
 
     def look(self, look: Callable[[int], list[Any]]) -> list[Any]:
         """Return what `look(0)` finds within `SPIN_S`; nothing, without looking, where that is not worth it."""
@@ -96,7 +96,7 @@ class TransportEvents(Protocol):
     def idle(self) -> None:
         """All that had come was handed on, and the I/O thread is about to wait."""
 
-    def room_came(self, connection: UnixConnection) -> None:
+    def became_writable(self, connection: UnixConnection) -> None:
         """The connection is not full any more."""
 
     def connection_lost(self, connection: UnixConnection, reason: str) -> None:
@@ -198,7 +198,7 @@ class UnixConnection:
         """Time of the last call on it; kept by the sender."""
         self._backlog: deque[memoryview] = deque()
         self.backlog_bytes = 0
-        self._room = threading.Condition(self._sending)
+        self._writable = threading.Condition(self._sending)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if is_ours else -1
         self._waking = threading.Lock()
         """Guards against a write to a number that has become another file's."""
@@ -264,11 +264,11 @@ class UnixConnection:
 
     def wait_for_room(self, limit_bytes: int, give_up: Callable[[], bool]) -> bool:
         """Wait until less than `limit_bytes` are in the backlog; False if `give_up` said so before."""
-        with self._room:
+        with self._writable:
             while self.backlog_bytes >= limit_bytes and not self.is_lost:
                 if give_up():
                     return False
-                self._room.wait(0.05)
+                self._writable.wait(0.05)
         return True
 
     def flush(self) -> None:
@@ -292,9 +292,9 @@ class UnixConnection:
             has_room = self.is_full and 2 * self.backlog_bytes <= self._full_bytes
             if has_room:
                 self.is_full = False
-            self._room.notify_all()
+            self._writable.notify_all()
         if has_room:
-            self._events.room_came(self)
+            self._events.became_writable(self)
 
     def read(self, most: int = 16) -> bool:
         """Receive what is there (at most so many times) and hand it on; return False if another thread is at it."""
@@ -433,7 +433,7 @@ class UnixConnection:
         self.is_full = False
         self._backlog.clear()
         self.backlog_bytes = 0
-        self._room.notify_all()
+        self._writable.notify_all()
 
     def _keep(self, pieces: Sequence[Buffer], sent: int = 0) -> None:
         for piece in pieces:

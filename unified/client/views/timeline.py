@@ -58,7 +58,7 @@ class Timeline:
         """Add what was decided: stages, rounds and incarnations as slices, and everything as instants."""
         stage = _OpenSlice("waiting", self._begin, JOB, "stages")
         rounds: dict[str, _OpenSlice] = {}
-        lives: dict[str, _OpenSlice] = {}
+        incarnations: dict[str, _OpenSlice] = {}
         for event in events:
             at, word = event.at, event.event
             following = STAGES.get(word, stage.name)
@@ -70,21 +70,21 @@ class Timeline:
             if word in ROUND_ENDS or word == "round-sealed":
                 self._close(rounds, [event.role], at, word)
             if word in (*WAITS, "worker-failed", "worker-exited", "worker-starts"):
-                self._close(lives, list(lives) if word in WAITS else [event.worker], at, event.reason)
+                self._close(incarnations, list(incarnations) if word in WAITS else [event.worker], at, event.reason)
             if word == "round-sealed":
                 name = f"round {_number(event.reason)}"
                 rounds[event.role] = _OpenSlice(name, at, JOB, f"rounds of {event.role}")
             elif word == "worker-starts":
                 number = _number(event.reason)
                 self._nodes[event.worker, number] = event.node
-                lives[event.worker] = _OpenSlice(f"incarnation {number}", at, f"node {event.node}", event.worker)
+                incarnations[event.worker] = _OpenSlice(f"incarnation {number}", at, f"node {event.node}", event.worker)
             args = {"reason": event.reason, "role": event.role, "worker": event.worker, "node": event.node}
             lane = "failures" if word in FAILURES else "checkpoints" if "checkpoint" in word else "decisions"
             self._put("i", word, at, JOB, lane, s="t", args=args)
             if lane == "failures" and event.worker and event.node:
                 self._put("i", word, at, f"node {event.node}", event.worker, s="t", args=args)
         self._slice(stage, self._end)
-        for left in (rounds, lives):
+        for left in (rounds, incarnations):
             self._close(left, list(left), self._end, "")
 
     def add_series(self, worker: str, reports: Iterable[WorkerReport]) -> None:

@@ -126,7 +126,7 @@ class CoordinatorCore:
             case protocol.RegisterDataset():
                 return datasets.register(step, space, request)
             case protocol.RestorePosition():
-                return positions.restore(step, space, request, event.lives)
+                return positions.restore(step, space, request, event.incarnations)
             case protocol.SetDataWorker():
                 return datasets.set_worker(step, space, request, self.heartbeats.timeout_s)
             case protocol.AdvanceEpoch():

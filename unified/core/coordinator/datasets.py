@@ -68,15 +68,15 @@ def mark_done(step: CoordinatorStep, space: Space, request: protocol.MarkDone) -
     dataset = asked(space, request)
     if not request.session and space.id_of(request.worker_id) in space.present:
         raise UsageError(
-            f"worker {space.id_of(request.worker_id)} is registered, and only that life of it says what it has read. "
+            f"worker {space.id_of(request.worker_id)} is registered, and only that incarnation says what it has read. "
             "This call is of another process, or was made after it deregistered: make it where it registered."
         )
     hear(step, space, dataset, request.worker_id)
     revision = dataset.ledger.revision
     counted = dataset.ledger.mark_done(request.epoch, request.worker_id, request.shard_ids)
     if counted:
-        if request.life >= 0:
-            dataset.marked[request.worker_id] = request.life
+        if request.incarnation >= 0:
+            dataset.marked[request.worker_id] = request.incarnation
         dataset.ready.pop((request.worker_id, request.epoch), None)
         if dataset.ledger.revision == revision and dataset.num_marks < MAX_MARKS:
             mark = dataset.mark(space.name, request.epoch, counted)

@@ -21,7 +21,7 @@ class RequestCame(Value, frozen=True, kw_only=True):
 
     token: Token
     request: CoordinatorRequest
-    lives: dict[str, int] | None = None
+    incarnations: dict[str, int] | None = None
     """With a `RestorePosition`: incarnation of each worker that runs in the space. None: nobody runs them."""
 
 

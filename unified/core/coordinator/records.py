@@ -129,7 +129,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
     process: str
     number: int
-    life: int
+    incarnation: int
     session: str
 
 

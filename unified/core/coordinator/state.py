@@ -81,7 +81,7 @@ class Space:
         self.unknown = HeartbeatResponse(is_known=False, revision=revision)
 
 
-REPLACED = "has a newer life, which registered after this one: this one should end."
+REPLACED = "has a newer incarnation, which registered after this one: this one should end."
 
 
 def heard(space: Space, presence: Presence, now: float) -> None:

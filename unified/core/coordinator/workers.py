@@ -47,7 +47,7 @@ def register(
     _check(step, space, request, known, presence)
     if presence is None or presence.session != request.session:
         if presence is not None:
-            remove(step, space, presence, "a new life of it registered", "worker-replaced")
+            remove(step, space, presence, "a new incarnation of it registered", "worker-replaced")
         presence = _begin(step, space, request, known, timeout_s)
     elif presence.worker.info != request:
         _free_rank_slot(space, presence.worker)
@@ -81,7 +81,7 @@ def deregister(step: CoordinatorStep, space: Space, request: DeregisterWorker) -
     """Deregister an incarnation; asked again, or by one that is over already, nothing happens."""
     presence = space.present.get(request.worker_id)
     if presence is None or presence.session != request.session:
-        return Done(note="this life of the worker was not registered any more")
+        return Done(note="this incarnation of the worker was not registered any more")
     remove(step, space, presence, "it deregistered", "worker-left")
     return Done()
 
@@ -162,7 +162,7 @@ def _begin(
     for dataset in space.datasets.values():
         datasets.hear(step, space, dataset, worker.member)
     step.save(WORKER, row_key(space.name, request.worker_id), worker)
-    step.report("worker-registered", f"life {worker.incarnation} of it has begun", space.name, request.worker_id)
+    step.report("worker-registered", f"incarnation {worker.incarnation} of it has begun", space.name, request.worker_id)
     return presence
 
 

@@ -18,7 +18,7 @@ MAX_THREADS = 100
 _THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)(?: \[(.*)\])? \(most recent call first\):")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 _RUNTIME = re.compile(r"(^|/)(unified|zmq)/|/lib/python3\.\d+/(?!site-packages/|dist-packages/)|^<frozen ")
-_SITE = re.compile(r"^.*/(?:site|dist)-packages/")
+_PACKAGES = re.compile(r"^.*/(?:site|dist)-packages/")
 _LAUNCHER = re.compile(r"(^|/)unified/(worker|threads)|/runpy\.py:|^<frozen ")
 
 
@@ -45,7 +45,7 @@ class StackGroup(NamedTuple):
 
 def frame(file: str, line: int | str, function: str) -> str:
     """Return the line of one frame; a file of an installed package is named from the package on."""
-    return f"{_SITE.sub('', file)}:{line} in {function}"
+    return f"{_PACKAGES.sub('', file)}:{line} in {function}"
 
 
 def add_threads(worker: WorkerStacks, threads: Iterable[Thread]) -> StackReport:

@@ -170,13 +170,13 @@ def spread_files(sizes: Sequence[int], world_size: int, order: Sequence[int]) ->
         world_size: how many ranks there are, 1 or more.
         order: every file once, as the epoch reads them.
     """
-    places: list[list[int]] = [[] for _ in range(world_size)]
+    positions: list[list[int]] = [[] for _ in range(world_size)]
     loads = [(0, 0, rank) for rank in range(world_size)]
     heapify(loads)
     for place in sorted(range(len(order)), key=lambda place: -sizes[order[place]]):  # stable: equal ones in order
         num_rows, num_files, rank = loads[0]
         if not sizes[order[place]]:
             break
-        places[rank].append(place)
+        positions[rank].append(place)
         heapreplace(loads, (num_rows + sizes[order[place]], num_files + 1, rank))
-    return [[order[place] for place in sorted(mine)] for mine in places]
+    return [[order[place] for place in sorted(mine)] for mine in positions]

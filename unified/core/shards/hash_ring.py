@@ -28,7 +28,7 @@ def spread(
     if len(names) < 2:
         return {name: array("I", shard_ids) for name in names}
     points = sorted(point << 32 | index for index, name in enumerate(names) for point in points_of(name))
-    in_order, places = along_the_ring(salt, shard_ids, num_shards)
+    in_order, positions = along_the_ring(salt, shard_ids, num_shards)
     lists = [array("I") for _ in names]
     left = [capacities[name] for name in names]
     # Each point's worker takes, as far as its capacity goes, the shards since the point before, and those that were too
@@ -41,7 +41,7 @@ def spread(
                 end = begin + capacity
                 if not is_second_round:
                     stop = ((point >> 32) * num_shards >> 32) + 1  # the place after this point
-                    end = min(end, stop if places is None else bisect_left(places, stop, begin))
+                    end = min(end, stop if positions is None else bisect_left(positions, stop, begin))
                 if begin < end:
                     lists[index] += in_order[begin:end]
                     left[index] = capacity - (end - begin)

@@ -38,7 +38,7 @@ class LedgerSnapshot(Value, frozen=True, kw_only=True):
     complete: list[int]
     """Epochs from the current one on in which everything is done."""
     epochs: list[OwnersSnapshot]
-    homes: OwnersSnapshot | None = None
+    initial: OwnersSnapshot | None = None
     """The lists with which each epoch begins without `shuffle`."""
 
 
@@ -104,21 +104,21 @@ class Ledger:
         workers do not reach the end of an epoch together."""
         self.revision = 0
         """Number that grows when the shards of any worker may have changed other than by its own reports."""
-        self._tickets: dict[str, bytes] = {}
-        self._tickets = self._ticketed(workers)
+        self._tie_breaks: dict[str, bytes] = {}
+        self._tie_breaks = self._ticketed(workers)
         self._epochs: dict[int, _EpochProgress] = {}
         self._complete: set[int] = set()
         """Open epochs in which everything is done; nothing else is kept of them."""
-        self._homes: Owners | None = None
+        self._initial: Owners | None = None
         """The lists with which an epoch begins without `shuffle`."""
         if not plan.shuffle:
-            self._homes = Owners(f"0/{plan.dataset_id}", plan.num_shards, None, is_read=False)
-            self._homes.begin(self._tickets)
+            self._initial = Owners(f"0/{plan.dataset_id}", plan.num_shards, None, is_read=False)
+            self._initial.begin(self._tie_breaks)
 
     @property
     def workers(self) -> Sequence[str]:
         """Owners of the shards, in the order of their names."""
-        return list(self._tickets)
+        return list(self._tie_breaks)
 
     @property
     def open_epochs(self) -> Sequence[int]:
@@ -137,13 +137,13 @@ class Ledger:
         workers does not matter.
         """
         tie_breaks = self._ticketed(workers)
-        if tie_breaks == self._tickets:
+        if tie_breaks == self._tie_breaks:
             return False
-        self._tickets = tie_breaks
+        self._tie_breaks = tie_breaks
         for each in self._epochs.values():
-            each.owners.change(self._tickets)
-        if self._homes is not None:
-            self._homes.change(self._tickets)
+            each.owners.change(self._tie_breaks)
+        if self._initial is not None:
+            self._initial.change(self._tie_breaks)
         self.revision += 1
         return True
 
@@ -153,10 +153,10 @@ class Ledger:
         The first `limit` take a time that does not depend on how many there are; 0: all. DatasetError: the epoch is
         past or below 0, or the worker is none of this dataset's.
         """
-        if worker not in self._tickets:
+        if worker not in self._tie_breaks:
             raise DatasetError(
                 f"Worker {worker!r} has no part in dataset {self.plan.dataset_id!r}, which is spread over "
-                f"{len(self._tickets)} workers; add it to them first.{nearest(worker, self._tickets)}"
+                f"{len(self._tie_breaks)} workers; add it to them first.{nearest(worker, self._tie_breaks)}"
             )
         self._check_epoch(epoch)
         if epoch < self.epoch:
@@ -178,7 +178,7 @@ class Ledger:
         wanted = list(dict.fromkeys(shard_ids))
         for shard_id in wanted:
             self.plan.bounds(shard_id)
-        if epoch < self.epoch or epoch in self._complete or worker not in self._tickets:
+        if epoch < self.epoch or epoch in self._complete or worker not in self._tie_breaks:
             return []
         state = self._open(epoch)
         owned = state.owners.lists[worker]
@@ -243,25 +243,27 @@ class Ledger:
         """Return a snapshot. A store needs a new one when `revision` has changed, and later shards for `redo`."""
         return LedgerSnapshot(
             plan=self.plan,
-            workers=list(self._tickets),
+            workers=list(self._tie_breaks),
             epoch=self.epoch,
             revision=self.revision,
             complete=sorted(self._complete),
-            epochs=[take_snapshot(state.owners, self._tickets, epoch) for epoch, state in sorted(self._epochs.items())],
-            homes=None if self._homes is None else take_snapshot(self._homes, self._tickets),
+            epochs=[
+                take_snapshot(state.owners, self._tie_breaks, epoch) for epoch, state in sorted(self._epochs.items())
+            ],
+            initial=None if self._initial is None else take_snapshot(self._initial, self._tie_breaks),
         )
 
     @classmethod
     def restore(cls, snapshot: LedgerSnapshot) -> Ledger:
         """Return a ledger that goes on from a snapshot; InvariantError: it is damaged."""
         ledger = cls(snapshot.plan)
-        ledger._tickets = {name: tie_break(snapshot.plan.dataset_id, name) for name in snapshot.workers}
+        ledger._tie_breaks = {name: tie_break(snapshot.plan.dataset_id, name) for name in snapshot.workers}
         ledger.epoch = snapshot.epoch
         ledger.revision = snapshot.revision
         ledger._complete = set(snapshot.complete)
         num_shards = snapshot.plan.num_shards
-        if snapshot.homes is not None and ledger._homes is not None:
-            restore(ledger._homes, snapshot.homes, snapshot.workers)
+        if snapshot.initial is not None and ledger._initial is not None:
+            restore(ledger._initial, snapshot.initial, snapshot.workers)
         for each in snapshot.epochs:
             state = _EpochProgress(ledger._new_owners(each.epoch), num_shards)
             restore(state.owners, each, snapshot.workers)
@@ -275,14 +277,14 @@ class Ledger:
     def check(self) -> list[str]:
         """Return the rules of a ledger that this one breaks; none, unless there is a defect."""
         broken = [f"epoch {each} is past, and kept" for each in {*self._epochs, *self._complete} if each < self.epoch]
-        if list(self._tickets) != sorted(self._tickets):
+        if list(self._tie_breaks) != sorted(self._tie_breaks):
             broken.append("workers are not in order")
         every = [(f"epoch {epoch}", state.owners, state.is_done) for epoch, state in self._epochs.items()]
-        if self._homes is not None:
-            every.append(("every epoch", self._homes, bytearray(self.plan.num_shards)))
+        if self._initial is not None:
+            every.append(("every epoch", self._initial, bytearray(self.plan.num_shards)))
         for what, owners, is_done in every:
             broken += [f"{what}: {rule}" for rule in owners.broken_rules()]
-            if owners.lists.keys() != self._tickets.keys():
+            if owners.lists.keys() != self._tie_breaks.keys():
                 broken.append(f"{what}: lists are not of the workers")
             if sorted(owners.all_shards()) != [shard_id for shard_id, done in enumerate(is_done) if not done]:
                 broken.append(f"{what}: what is unfinished is not what the lists hold")
@@ -296,16 +298,16 @@ class Ledger:
         state = self._epochs.get(epoch)
         if state is None:
             state = _EpochProgress(self._new_owners(epoch), self.plan.num_shards)
-            if self._homes is not None:
-                state.owners.copy_from(self._homes)
+            if self._initial is not None:
+                state.owners.copy_from(self._initial)
             else:
-                state.owners.begin(self._tickets)
+                state.owners.begin(self._tie_breaks)
             self._epochs[epoch] = state
             self._forget_idle(epoch)
         return state
 
     def _ticketed(self, workers: Iterable[str]) -> dict[str, bytes]:
-        known = self._tickets
+        known = self._tie_breaks
         return {name: known.get(name) or tie_break(self.plan.dataset_id, name) for name in sorted(set(workers))}
 
     def _new_owners(self, epoch: int) -> Owners:

@@ -31,7 +31,7 @@ class Consumers:
         consumer = handle.consumers.get(event.consumer)
         if consumer is None:
             consumer = handle.consumers[event.consumer] = Consumer(event.consumer, event.handle)
-        if event.number < consumer.number:  # overtaken by a newer one: nobody waits for its answer
+        if event.number < consumer.number:  # a newer one came first: nobody waits for its answer
             self._answer(event.request_id, messages.Outcome.WAITING)
             return None
         lease = consumer.lease

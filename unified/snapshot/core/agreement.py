@@ -58,9 +58,9 @@ def _sources(
     for stored in reports[0 if is_replicated else rank].stored:
         series = SnapshotSeries(job_id, role, len(reports), 0 if is_replicated else rank)
         found[stored] = SnapshotSource(series=series)
-    places = [(report.server, report.held) for report in reports]
-    places += [(report.copy_node, report.held_by_copy_node) for report in reports if report.copy_node is not None]
-    for server, snapshots in sorted(places, key=lambda place: place[0].node == own.node):
+    found_at = [(report.server, report.held) for report in reports]
+    found_at += [(report.copy_node, report.held_by_copy_node) for report in reports if report.copy_node is not None]
+    for server, snapshots in sorted(found_at, key=lambda place: place[0].node == own.node):
         if not server.url and server.node != own.node:
             continue
         for held in sorted(snapshots, key=lambda held: not held.is_copy):

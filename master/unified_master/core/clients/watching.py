@@ -16,7 +16,7 @@ FEW_PARTS = 40
 """The same for one who has missed little: half a millisecond, so that heartbeats wait for no more than that."""
 LITTLE = 2000
 """Changes that are little."""
-MAX_TOLD = 500
+MAX_SENT_EVENTS = 500
 """Events in one answer, the newest."""
 
 
@@ -89,7 +89,7 @@ def changes_since(step: MasterStep, job_id: str, after: int, *, has_workers: boo
         nodes=nodes,
         gone_jobs=[part.job_id for part in of_kind.get("gone-job", ())],
         gone_nodes=[part.name for part in of_kind.get("gone-node", ())],
-        events=events[-MAX_TOLD:],
+        events=events[-MAX_SENT_EVENTS:],
     )
 
 
@@ -118,9 +118,9 @@ def _tell(step: MasterStep, key: TimerKey, parked: ParkedWatch) -> None:
     if not watches:
         del step.cluster.watches[parked.job_id]
     step.cluster.timers.cancel(key)
-    told: Changes | Refused
+    answer: Changes | Refused
     if _is_gone(step.cluster, parked):
-        told = Refused(code="not-found", reason=f"job {parked.job_id} ended long ago and is not known any more.")
+        answer = Refused(code="not-found", reason=f"job {parked.job_id} ended long ago and is not known any more.")
     else:
-        told = changes_since(step, parked.job_id, parked.after_version, has_workers=parked.has_workers)
-    step.send(parked.peer, told, parked.request_id)
+        answer = changes_since(step, parked.job_id, parked.after_version, has_workers=parked.has_workers)
+    step.send(parked.peer, answer, parked.request_id)

@@ -90,8 +90,8 @@ def diagnosed(step: MasterStep, collection: StackCollection | None) -> None:
     blamed = [there[each.worker] for each in verdict.culprits if each.worker in there]
     worker = blamed[0] if blamed else next(worker for worker in there.values() if _runs(worker))
     findings = verdict.findings or ["none of its ranks waits in a collective"]
-    places = [f"{ranks_text(each.workers)} in {_place(each)}" for each in _main_groups(report)]
-    text = "; ".join([*findings, *places])
+    groups = [f"{ranks_text(each.workers)} in {_place(each)}" for each in _main_groups(report)]
+    text = "; ".join([*findings, *groups])
     step.report("hang-diagnosed", text[:MAX_REASON], job, role_name, worker.name, worker.node)
     incarnations.end(step, job, worker)
     failure = Failure(

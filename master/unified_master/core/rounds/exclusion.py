@@ -96,7 +96,7 @@ def group_overdue(step: MasterStep, job: JobRecord, name: str) -> None:
         if node.info.labels.get(label) in values and node.name not in job.excluded
     )
     failed = ", ".join(sorted(record.failed_groups))
-    told = f"role {name} does not run again {role.failover_timeout_s:g} s after {failed} failed"
+    failure = f"role {name} does not run again {role.failover_timeout_s:g} s after {failed} failed"
     groups = ", ".join(f"{label}={value}" for value in sorted(values))
     before, job.excluded = job.excluded, [*job.excluded, *group]
     if not waiting.could_ever_fit(step.cluster, job):
@@ -104,12 +104,12 @@ def group_overdue(step: MasterStep, job: JobRecord, name: str) -> None:
         record.group_due_at = step.now + role.failover_timeout_s
         step.cluster.timers.arm(("group", job.job_id, name), record.group_due_at)
         step.touch_job(job)
-        text = f"{told}; the other nodes with {groups} are kept, since the job does not fit on what is left"
+        text = f"{failure}; the other nodes with {groups} are kept, since the job does not fit on what is left"
         step.report("node-group-kept", text, job, name)
         return
     give_up(step, job, group)
     _forget_groups(step, job, name)
-    why = f"{told}: all nodes with {groups} are given up for this job ({', '.join(group) or 'they were before'})"
+    why = f"{failure}: all nodes with {groups} are given up for this job ({', '.join(group) or 'they were before'})"
     step.wants_schedule = True
     if not job.is_placed:
         step.decide("node-group-given-up", why, job, name)

@@ -56,7 +56,7 @@ def begin(step: MasterStep, job: JobRecord, worker: WorkerRecord, reason: str) -
     worker.began_at = step.now
     worker.reason = reason
     node = step.cluster.nodes[worker.node]
-    node.incarnations[worker.life] = worker
+    node.incarnations[worker.incarnation_id] = worker
     step.touch_node(node.name)
     step.touch_worker(job, worker)
     # The old process is given its grace first, and the agent, which sees more, the first word about one that hangs.
@@ -77,10 +77,10 @@ def end(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> None:
     step.cluster.timers.cancel(start_timer(worker))
     step.cluster.timers.cancel(join_timer(worker))
     node = step.cluster.nodes.get(worker.node)
-    if node is not None and node.incarnations.pop(worker.life, None) is not None:
+    if node is not None and node.incarnations.pop(worker.incarnation_id, None) is not None:
         step.touch_node(node.name)
         if worker.state is not WorkerState.EXITED:
-            expect_end(step, node, worker.life, worker.allocation)
+            expect_end(step, node, worker.incarnation_id, worker.allocation)
     step.touch_worker(job, worker)
     directory.publish(step, job, worker)
 
@@ -88,30 +88,34 @@ def end(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> None:
 def expect_end(
     step: MasterStep,
     node: NodeRecord,
-    life: JobWorkerIncarnation,
+    incarnation: JobWorkerIncarnation,
     allocation: Allocation | None,
     *,
     is_unknown: bool = False,
 ) -> None:
     """Expect the end of an incarnation; a report of the next generation that lacks it is proof."""
     leaving = Leaving(
-        life=life, node=node.name, generation=node.generation + 1, allocation=allocation, is_unknown=is_unknown
+        incarnation=incarnation,
+        node=node.name,
+        generation=node.generation + 1,
+        allocation=allocation,
+        is_unknown=is_unknown,
     )
     step.cluster.add_leaving(node, leaving)
 
 
-def confirm_end(step: MasterStep, node: NodeRecord, life: JobWorkerIncarnation) -> None:
+def confirm_end(step: MasterStep, node: NodeRecord, incarnation: JobWorkerIncarnation) -> None:
     """Take for gone what the agent knows no longer, or reports as exited."""
-    if not step.cluster.remove_leaving(node, life):
+    if not step.cluster.remove_leaving(node, incarnation):
         return
     step.wants_schedule = True
-    job = step.cluster.jobs.get(life.job_id)
+    job = step.cluster.jobs.get(incarnation.job_id)
     if job is None:
         return
     step.to_advance[job.job_id] = None
     step.show_job(job)
-    worker = job.workers.get(life.worker)
-    if worker is not None and worker.life == life and worker.state is not WorkerState.EXITED:
+    worker = job.workers.get(incarnation.worker)
+    if worker is not None and worker.incarnation_id == incarnation and worker.state is not WorkerState.EXITED:
         worker.state = WorkerState.EXITED
         step.touch_worker(job, worker)
         directory.publish(step, job, worker)
@@ -162,6 +166,6 @@ def _forget_old(worker: WorkerRecord) -> None:
 
 def _remember(worker: WorkerRecord) -> None:
     if worker.incarnation >= 0 and worker.node:
-        life = PastIncarnation(incarnation=worker.incarnation, node=worker.node, log_file=worker.log_file)
+        incarnation = PastIncarnation(incarnation=worker.incarnation, node=worker.node, log_file=worker.log_file)
         known = [past for past in worker.past if past.incarnation != worker.incarnation]
-        worker.past = [*known, life][-MAX_PAST:]
+        worker.past = [*known, incarnation][-MAX_PAST:]

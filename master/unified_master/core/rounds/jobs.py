@@ -1,4 +1,4 @@
-"""The life of a job: accepted, ready, running, stopping, stopped. Each next stage is read off the job's workers."""
+"""Stages of a job: accepted, ready, running, stopping, stopped. Each next stage is read off the job's workers."""
 
 from __future__ import annotations
 
@@ -142,15 +142,15 @@ def fail(step: MasterStep, job: JobRecord, worker: WorkerRecord, failure: Failur
     begin_stop(step, job, EXIT_FAILED, f"failed: {worker.name} on {worker.node}: {failure.summary.rstrip('.')}; {why}")
 
 
-def cut_short(step: MasterStep, life: JobWorkerIncarnation, node: NodeRecord, failure: Failure) -> None:
+def cut_short(step: MasterStep, incarnation: JobWorkerIncarnation, node: NodeRecord, failure: Failure) -> None:
     """Take in that a stop has cut short what a program does at its end: a job that went well so far did not."""
-    job = step.cluster.jobs.get(life.job_id)
-    worker = job.workers.get(life.worker) if job is not None else None
-    if job is None or worker is None or life not in node.leaving:
+    job = step.cluster.jobs.get(incarnation.job_id)
+    worker = job.workers.get(incarnation.worker) if job is not None else None
+    if job is None or worker is None or incarnation not in node.leaving:
         return
-    text = f"incarnation {life.incarnation} on {node.name}: {failure.summary}"
+    text = f"incarnation {incarnation.number} on {node.name}: {failure.summary}"
     step.report("worker-failed", text, job, worker.role, worker.name, node.name)
-    if job.stage is not Stage.STOPPING or job.outcome != 0 or worker.incarnation != life.incarnation:
+    if job.stage is not Stage.STOPPING or job.outcome != 0 or worker.incarnation != incarnation.number:
         return
     job.outcome = EXIT_FAILED
     limit = f"stop_grace_s={job.spec.stop_grace_s:g}"

@@ -31,7 +31,7 @@ def gather(step: MasterStep, job: JobRecord) -> None:
             behind = [worker for worker in workers if _is_left_behind(worker) or is_on_leave(step, worker)]
             restart_along(step, job, behind)
         elif kinds or has_range(role):
-            _change(step, job, role, workers, is_told=bool(kinds))
+            _change(step, job, role, workers, is_notified=bool(kinds))
 
 
 def restart_along(step: MasterStep, job: JobRecord, workers: list[WorkerRecord]) -> None:
@@ -40,8 +40,8 @@ def restart_along(step: MasterStep, job: JobRecord, workers: list[WorkerRecord])
         return
     names = [worker.name for worker in workers]
     first = workers[0]
-    told = f"{', '.join(names)}: restarts for the next round of role {first.role}"
-    why = f"{told}: round {job.roles[first.role].round} is broken"
+    text = f"{', '.join(names)}: restarts for the next round of role {first.role}"
+    why = f"{text}: round {job.roles[first.role].round} is broken"
     restart(step, job, names, Cause("worker-restarts-along", why, first.role, first.name, first.node))
 
 
@@ -89,8 +89,8 @@ def announce(step: MasterStep, job: JobRecord, role: RoleSpec, reason: str, with
     if record.change_due_at is None or due_at < record.change_due_at:
         record.change_due_at = due_at
         step.cluster.timers.arm(("change", job.job_id, role.name), due_at)
-    told = f"{reason}; its workers have {within_s:g} s to leave round {record.round}"
-    step.decide("round-changes", told, job, role.name)
+    text = f"{reason}; its workers have {within_s:g} s to leave round {record.round}"
+    step.decide("round-changes", text, job, role.name)
 
 
 def growth_due(step: MasterStep, job: JobRecord, name: str) -> None:
@@ -137,11 +137,13 @@ def _is_left_behind(worker: WorkerRecord) -> bool:
     return is_over or (worker.is_desired and worker.state is WorkerState.RUNNING and not worker.can_rejoin)
 
 
-def _change(step: MasterStep, job: JobRecord, role: RoleSpec, workers: list[WorkerRecord], *, is_told: bool) -> None:
+def _change(
+    step: MasterStep, job: JobRecord, role: RoleSpec, workers: list[WorkerRecord], *, is_notified: bool
+) -> None:
     """Take the next step of a planned change."""
     new = [worker for worker in workers if worker.run is None]
     old = [worker for worker in workers if worker.run is not None and worker.is_desired]
-    if not old or not (new or is_told):
+    if not old or not (new or is_notified):
         return
     if has_range(role) and any(worker.is_done for worker in old):
         for worker in new:
@@ -151,7 +153,7 @@ def _change(step: MasterStep, job: JobRecord, role: RoleSpec, workers: list[Work
         return
     if all(worker.is_done for worker in old) and (has_range(role) or not new):
         return
-    if is_told:
+    if is_notified:
         _end_round(step, job, role, workers, old)
     elif all(map(rendezvous.is_ready, new)) and not any(worker.is_done for worker in old):
         groups = count(len(workers) // role.per_group, "node")
@@ -200,7 +202,7 @@ def _is_steady(job: JobRecord, role: RoleSpec) -> bool:
 def _grow_later(step: MasterStep, job: JobRecord, role: RoleSpec) -> None:
     """Arm the time at which a role grows for which there is room now."""
     key, times, grown_at = ("grow", job.job_id, role.name), step.cluster.intervals, job.roles[role.name].grown_at
-    if key in step.cluster.timers or not _places(step, job, role, is_growth=True).assignments:
+    if key in step.cluster.timers or not _placement(step, job, role, is_growth=True).assignments:
         return
     earliest = grown_at + times.grow_every_s if grown_at is not None else step.now
     step.cluster.timers.arm(key, max(step.now + times.grow_settle_s, earliest))
@@ -208,20 +210,20 @@ def _grow_later(step: MasterStep, job: JobRecord, role: RoleSpec) -> None:
 
 def _fill(step: MasterStep, job: JobRecord, role: RoleSpec, reason: str) -> None:
     """Give places to groups that have none, and begin their workers."""
-    found = _places(step, job, role, is_growth=job.roles[role.name].waits_until is None)
+    found = _placement(step, job, role, is_growth=job.roles[role.name].waits_until is None)
     if not found.fits or not found.assignments:
         return
     workers = [job.workers[one.worker] for one in found.assignments]
     for one, worker in zip(found.assignments, workers, strict=True):
         incarnations.allocate(step, job, worker, step.cluster.nodes[one.node], one.allocation)
     nodes = ", ".join(sorted({worker.node for worker in workers}))
-    told = f"{count(len(workers), 'worker')} of role {role.name} on {nodes}: {reason}"
-    step.decide("role-grows", told, job, role.name)
+    text = f"{count(len(workers), 'worker')} of role {role.name} on {nodes}: {reason}"
+    step.decide("role-grows", text, job, role.name)
     for worker in workers:
         incarnations.begin(step, job, worker, reason)
 
 
-def _places(step: MasterStep, job: JobRecord, role: RoleSpec, *, is_growth: bool) -> PlacementPlan:
+def _placement(step: MasterStep, job: JobRecord, role: RoleSpec, *, is_growth: bool) -> PlacementPlan:
     """Plan places for groups of a role that have none, as many as there is room for."""
     absent = {worker.name for worker in job.absent(role)}
     units = [unit for unit in units_of(job.spec) if unit.members[0].worker in absent]

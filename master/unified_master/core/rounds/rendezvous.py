@@ -125,8 +125,8 @@ def break_round(step: MasterStep, job: JobRecord, role: str, reason: str) -> Non
     notice = RoundNotice(round=job.roles[role].round, kind="broken", reason=reason)
     for worker in job.ranks(role):
         known = worker.notice
-        is_told = known is not None and known.round == notice.round and (known.kind == "broken" or has_left(worker))
-        if worker.rejoins and not is_told:
+        is_notified = known is not None and known.round == notice.round and (known.kind == "broken" or has_left(worker))
+        if worker.rejoins and not is_notified:
             worker.notice = notice
             step.cluster.timers.cancel(incarnations.join_timer(worker))
             step.touch_worker(job, worker)

@@ -158,7 +158,7 @@ def begin_held(step: MasterStep, job: JobRecord) -> None:
     for worker in list(job.workers.values()):
         if worker.is_held:
             incarnations.begin(step, job, worker, worker.reason)
-    rendezvous.settle_store(step, job, "its last life or its node is gone")
+    rendezvous.settle_store(step, job, "its last incarnation or its node is gone")
 
 
 def _widen(step: MasterStep, job: JobRecord, names: set[str]) -> tuple[set[str], list[Unit]]:

@@ -305,7 +305,7 @@ def _shortage(unit: Unit, units: Sequence[Unit], nodes: list[NodeCapacity], num_
     if not nodes:
         pair = "label" if "=" in unit.isolation else "resource or label"
         return f"{unit.label} may only be on a node with the {pair} {unit.isolation!r}, and there is none"
-    if all(node.free_places < len(unit.members) for node in nodes):
+    if all(node.num_free_workers < len(unit.members) for node in nodes):
         most = max(node.resources.max_workers for node in nodes)
         wanted = count(len(unit.members), "process", "processes")
         return f"{needs} {wanted}; a node has at most {most} (--max-workers of its agent)"

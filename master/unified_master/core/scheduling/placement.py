@@ -10,7 +10,7 @@ import msgspec
 
 from unified.errors import listed
 from unified.job.names import parse_worker
-from unified.job.spec import JobSpec, Resources, RoleSpec, has_range, places_store
+from unified.job.spec import JobSpec, Resources, RoleSpec, has_placed_store, has_range
 from unified_master.core.node_capacity import Member, NodeCapacity, Unit
 from unified_master.core.scheduling.packing import PlacementPlan, plan
 from unified_master.core.state import STORE, Cluster, JobRecord, NodeRecord
@@ -59,7 +59,7 @@ def _max_ranks(spec: JobSpec, roles: Sequence[RoleSpec]) -> int:
 
 def control_unit(spec: JobSpec) -> Unit | None:
     """Return the unit of the job's store host, if the job says where it goes; else it goes with the first rank."""
-    if not places_store(spec) or not any(role.kind == "elastic" and role.total > 0 for role in spec.roles):
+    if not has_placed_store(spec) or not any(role.kind == "elastic" and role.total > 0 for role in spec.roles):
         return None
     needs = Resources(cpu=spec.master_cpu, memory_mb=spec.master_memory_mb)
     return Unit(

@@ -19,13 +19,15 @@ _WORDS = {**_AMOUNTS, "accelerator": "devices", "processes": "processes"}
 def plan_for(cluster: Cluster, job: JobRecord) -> PlacementPlan:
     """Return places for all workers of a job that has none, or the reason why there are none."""
     last = job.attempt
-    if last is not None and last.room == cluster.room:
+    if last is not None and last.capacity_version == cluster.capacity_version:
         return PlacementPlan(reason=last.reason)
     reason = _lack(cluster, job)
     found = PlacementPlan(reason=reason) if reason else place_within_ranges(cluster, job, all_units(job.spec))
     nodes = _nodes(cluster, job)
     known = last.could_fit if last is not None and last.nodes == nodes else None
-    job.attempt = PlacementAttempt(room=cluster.room, reason=found.reason, nodes=nodes, could_fit=known)
+    job.attempt = PlacementAttempt(
+        capacity_version=cluster.capacity_version, reason=found.reason, nodes=nodes, could_fit=known
+    )
     return found
 
 
@@ -37,7 +39,9 @@ def could_ever_fit(cluster: Cluster, job: JobRecord) -> bool:
     is_lacking = bool(_lack(cluster, job, of_empty=True))
     fits = not is_lacking and place_within_ranges(cluster, job, all_units(job.spec), is_empty=True).fits
     if last is not None:
-        job.attempt = PlacementAttempt(room=last.room, reason=last.reason, nodes=nodes, could_fit=fits)
+        job.attempt = PlacementAttempt(
+            capacity_version=last.capacity_version, reason=last.reason, nodes=nodes, could_fit=fits
+        )
     return fits
 
 
@@ -80,7 +84,7 @@ def _total(nodes: list[NodeCapacity], name: str) -> float:
     if name in _AMOUNTS:
         return float(sum(getattr(node, name) for node in nodes))
     if name == "processes":
-        return sum(node.free_places for node in nodes)
+        return sum(node.num_free_workers for node in nodes)
     if name == "accelerator":
         return sum(min(node.device_share, node.device_cap) for node in nodes)
     return sum(node.user_defined.get(name, 0.0) for node in nodes)

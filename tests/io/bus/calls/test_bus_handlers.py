@@ -233,7 +233,7 @@ def test_circle_of_calls_works_until_it_is_absurd(world: World) -> None:
     a, _ = ring(world)
     assert call(a, "down", 3) == 3
     assert call(a, "down", 50) == 50  # deeper than there are threads
-    with pytest.raises(RpcError, match="Do they call one another in a circle"):
+    with pytest.raises(RpcError, match="Do they call one another in a cycle"):
         call(a, "down", 10_000)
     assert call(a, "down", 5) == 5
 

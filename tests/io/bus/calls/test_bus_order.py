@@ -17,9 +17,9 @@ from unified.testing import eventually
 def test_caller_of_a_call_that_came_too_late_to_be_believed_is_told(world: World) -> None:
     ran: list[int] = []
     a, b = world.pair({"note": ran.append})
-    a._sender._places = itertools.count(10 * SeenCalls.KEPT)
+    a._sender._positions = itertools.count(10 * SeenCalls.KEPT)
     a.call("b", "note", (1,), {}).result(PATIENCE_S)
-    a._sender._places = itertools.count(1)
+    a._sender._positions = itertools.count(1)
     with pytest.raises(RouteLostError, match="the call of 'note' reached worker b behind so many later ones"):
         a.call("b", "note", (2,), {}).result(PATIENCE_S)
     assert ran == [1]
@@ -85,7 +85,7 @@ def test_calls_that_waited_for_their_worker_go_before_those_that_are_made_while_
     assert started == list(range(60))
 
 
-def test_calls_of_a_life_that_is_over_are_not_run(world: World) -> None:
+def test_calls_of_an_incarnation_that_is_over_are_not_run(world: World) -> None:
     ran: list[int] = []
     a, b = world.cast({"a": {}, "b": {"note": ran.append}}).values()
     a.call("b", "note", (1,), {}).result(PATIENCE_S)

@@ -24,7 +24,7 @@ def retried(
     return with_retries(bus.call("b", method, args, {}, timeout=timeout), again, RetryPolicy(retries=retries))
 
 
-def test_next_life_answers_when_the_first_died_with_the_call(world: World) -> None:
+def test_next_incarnation_answers_when_the_first_died_with_the_call(world: World) -> None:
     a, first = world.pair_with_process()
     assert retried(a, "pid").result(PATIENCE_S) == first.popen.pid
     first.kill(signal.SIGSTOP)
@@ -45,7 +45,7 @@ def test_worker_that_ended_for_good_is_not_called_again(world: World) -> None:
     assert not getattr(caught.value, "__notes__", None)
 
 
-def test_deadline_ends_the_wait_for_a_next_life_that_does_not_come(world: World) -> None:
+def test_deadline_ends_the_wait_for_a_next_incarnation_that_does_not_come(world: World) -> None:
     release = threading.Event()
     a, _ = world.pair({"hold": lambda: release.wait(PATIENCE_S)})
     future = retried(a, "hold", timeout=PATIENCE_S)

@@ -289,7 +289,7 @@ def test_death_of_the_callee_comes_after_what_had_come(world: World) -> None:
     assert [next(items) for _ in range(5)] == list(range(5))
     process.kill()
     a.update_directory([entry("b", None, 0, Reachability.DEAD, "killed by SIGKILL")])
-    with pytest.raises(WorkerDiedError, match=r"worker b \(life 0 on node n1\) died"):
+    with pytest.raises(WorkerDiedError, match=r"worker b \(incarnation 0 on node n1\) died"):
         next(items)
 
 

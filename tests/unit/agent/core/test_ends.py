@@ -34,7 +34,7 @@ COUNTED = Evidence(is_memory_counted=True)
     ],
 )
 def test_the_sender_of_a_signal_as_far_as_it_is_known(code: int, evidence: Evidence, words: str) -> None:
-    assert how(WorkerExited(life=W0, code=code, evidence=evidence)) == words
+    assert how(WorkerExited(incarnation=W0, code=code, evidence=evidence)) == words
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_the_sender_of_a_signal_as_far_as_it_is_known(code: int, evidence: Evide
 def test_the_memory_of_the_last_minute(samples: list[tuple[float, float]], peak_mb: float, words: str) -> None:
     memory = [MemorySample(*sample) for sample in samples]
     evidence = Evidence(out_of_memory="R", memory=memory, peak_mb=peak_mb)
-    assert how(WorkerExited(life=W0, code=-SIGKILL, evidence=evidence)) == f", out of memory: R{words}"
+    assert how(WorkerExited(incarnation=W0, code=-SIGKILL, evidence=evidence)) == f", out of memory: R{words}"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_the_memory_of_the_last_minute(samples: list[tuple[float, float]], peak_
 )
 def test_the_last_words(lines: str, error: str, words: str) -> None:
     for code in (3, -SIGABRT):
-        assert how(WorkerExited(life=W0, code=code, last_lines=lines, error=error, evidence=COUNTED)) == words
+        assert how(WorkerExited(incarnation=W0, code=code, last_lines=lines, error=error, evidence=COUNTED)) == words
 
 
 def ended(**facts: Any) -> Failure:
@@ -72,7 +72,7 @@ def ended(**facts: Any) -> Failure:
     driver.say(W0, Running(round=1))
     if "said" in facts:
         driver.say(W0, Failed(failure=facts.pop("said")))
-    driver.step(WorkerExited(life=W0, **facts))
+    driver.step(WorkerExited(incarnation=W0, **facts))
     failure = driver.observed()[f"{W0.worker}#0"].failure
     assert failure is not None
     return failure

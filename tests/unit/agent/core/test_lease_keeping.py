@@ -159,8 +159,8 @@ def test_no_worker_outlives_the_lease_and_none_ends_while_the_node_is_heard(seed
 def test_an_agent_whose_lease_ended_kills_all_and_comes_back_as_one_without_workers() -> None:
     driver = launched(wanted(W0, run=1))
     driver.step(LeaseLost(reason="cut off for 12.0 s"))
-    assert driver.notable() == [SignalWorker(life=W0, how="kill")]
-    driver.step(WorkerExited(life=W0, code=-9))
+    assert driver.notable() == [SignalWorker(incarnation=W0, how="kill")]
+    driver.step(WorkerExited(incarnation=W0, code=-9))
     driver.pass_time(1.1)
     asked = [action.message for action in driver.take() if isinstance(action, SendMaster)]
     assert {type(message) for message in asked} == {RegisterAgent}
@@ -170,8 +170,8 @@ def test_an_agent_whose_lease_ended_kills_all_and_comes_back_as_one_without_work
 def test_orders_from_before_the_end_of_a_lease_are_void() -> None:
     driver = launched(wanted(W0, run=1))
     driver.step(LeaseLost(reason="cut off for 12.0 s"))
-    driver.step(WorkerExited(life=W0, code=-9))
-    driver.desire(wanted(W0._replace(incarnation=1)))
+    driver.step(WorkerExited(incarnation=W0, code=-9))
+    driver.desire(wanted(W0._replace(number=1)))
     assert started(driver.take()) == []
     driver.step(MasterReached())
     assert sent(driver.take()) == ["RegisterAgent"]
@@ -179,8 +179,8 @@ def test_orders_from_before_the_end_of_a_lease_are_void() -> None:
     driver.pass_time(0.1)
     assert started(driver.take()) == [], "what was desired before is not desired now"
     driver.hear(DesiredWorkers(generation=1, workers=[], jobs=[]))
-    driver.desire(wanted(W0._replace(incarnation=2)))
-    assert started(driver.take()) == [W0._replace(incarnation=2)]
+    driver.desire(wanted(W0._replace(number=2)))
+    assert started(driver.take()) == [W0._replace(number=2)]
 
 
 def test_the_lease_counts_from_the_sending_of_what_was_answered() -> None:

@@ -5,7 +5,7 @@ import os
 import msgspec
 import pytest
 
-from tests.support.agent_core import FACTS, SPEC, STORE, W0, W1, Driver, launched, next_life, sent, wanted
+from tests.support.agent_core import FACTS, SPEC, STORE, W0, W1, Driver, launched, next_incarnation, sent, wanted
 from unified.protocol.agent_master import (
     AgentHeartbeat,
     AgentRefused,
@@ -47,7 +47,7 @@ def test_news_of_the_directory_reach_every_worker_of_the_job_once() -> None:
     driver.take()
     news = DirectoryChanged(job_id="job-1", entries=[entry("x", 0)])
     driver.hear(news)
-    assert driver.notable() == [TellWorker(life=W0, message=DirectoryNews(entries=[entry("x", 0)]))]
+    assert driver.notable() == [TellWorker(incarnation=W0, message=DirectoryNews(entries=[entry("x", 0)]))]
     driver.hear(news)
     driver.hear(DirectoryChanged(job_id="job-2", entries=[entry("y", 0)]))
     assert driver.notable() == []
@@ -74,7 +74,7 @@ def test_an_interpreter_is_kept_while_its_job_or_a_worker_of_it_lives() -> None:
     assert KeepInterpreters(pythons=["/venv/bin/python"]) in driver.take()
     driver.hear(DesiredWorkers(generation=9, workers=[], jobs=[]))
     assert not any(isinstance(action, KeepInterpreters) for action in driver.take())
-    driver.step(WorkerExited(life=W0, code=-9))
+    driver.step(WorkerExited(incarnation=W0, code=-9))
     assert KeepInterpreters(pythons=[]) in driver.take()
 
 
@@ -203,7 +203,7 @@ def test_a_refusal_for_good_ends_it_and_a_refusal_for_now_does_not() -> None:
     driver = Driver(registered=False)
     driver.pass_time(0)
     driver.take()
-    driver.hear(AgentRefused(reason="the old life's lease runs", retry_after_s=3))
+    driver.hear(AgentRefused(reason="the old incarnation's lease runs", retry_after_s=3))
     driver.pass_time(2.9)
     assert sent(driver.take()) == []
     driver.pass_time(0.2)
@@ -292,7 +292,7 @@ def driver() -> Driver:
     return launched(wanted(W0), wanted(W1))
 
 
-def test_the_newest_claims_of_each_life_are_told_with_its_state(driver: Driver) -> None:
+def test_the_newest_claims_of_each_incarnation_are_told_with_its_state(driver: Driver) -> None:
     driver.say(W0, Claimed(claims=claims(1, "x")), Claimed(claims=claims(2, "y")), Claimed(claims=claims(1, "x")))
     driver.say(W1, Claimed(claims=claims(1, "x")))
     observed = driver.observed()
@@ -310,11 +310,11 @@ def test_claims_are_told_at_once(driver: Driver) -> None:
     assert driver.core.next_deadline - before <= 0.002
 
 
-def test_the_next_life_claims_nothing_yet(driver: Driver) -> None:
+def test_the_next_incarnation_claims_nothing_yet(driver: Driver) -> None:
     driver.say(W0, Claimed(claims=claims(5, "x")))
-    driver.step(WorkerExited(life=W0, code=-9))
-    driver.desire(wanted(next_life(W0)), wanted(W1))
-    driver.start(next_life(W0))
+    driver.step(WorkerExited(incarnation=W0, code=-9))
+    driver.desire(wanted(next_incarnation(W0)), wanted(W1))
+    driver.start(next_incarnation(W0))
     assert driver.observed()[f"{W0.worker}#1"].claims == NameClaims()
 
 
@@ -325,7 +325,7 @@ def test_answers_are_news_and_older_ones_are_not(driver: Driver) -> None:
     for entry in (first, refused, granted):
         driver.hear(DirectoryChanged(job_id="job-1", entries=[entry]))
         news = DirectoryNews(entries=[entry])
-        assert driver.notable() == [TellWorker(life=W0, message=news), TellWorker(life=W1, message=news)]
+        assert driver.notable() == [TellWorker(incarnation=W0, message=news), TellWorker(incarnation=W1, message=news)]
     driver.hear(DirectoryChanged(job_id="job-1", entries=[refused, first, granted]))
     assert driver.notable() == []
     dead = DirectoryEntry(worker="a", incarnation=0, state=Reachability.DEAD)
@@ -336,25 +336,25 @@ def test_answers_are_news_and_older_ones_are_not(driver: Driver) -> None:
 
 
 def test_neighbours_hear_of_an_end_before_the_master_does(driver: Driver) -> None:
-    driver.step(WorkerExited(life=W0, code=-9))
+    driver.step(WorkerExited(incarnation=W0, code=-9))
     (told,) = driver.notable()
     assert isinstance(told, TellWorker)
     assert isinstance(told.message, DirectoryNews)
     (entry,) = told.message.entries
-    assert told.life == W1
+    assert told.incarnation == W1
     assert (entry.worker, entry.incarnation, entry.state) == (W0.worker, 0, Reachability.DEAD)
     assert entry.reason == "killed by SIGKILL"
     driver.hear(DirectoryChanged(job_id="job-1", entries=[msgspec.structs.replace(entry, reason="as the master says")]))
     assert driver.notable() == [], "it is no news"
     ended = msgspec.structs.replace(entry, state=Reachability.ENDED)
     driver.hear(DirectoryChanged(job_id="job-1", entries=[ended]))
-    assert driver.notable() == [TellWorker(life=W1, message=DirectoryNews(entries=[ended]))]
+    assert driver.notable() == [TellWorker(incarnation=W1, message=DirectoryNews(entries=[ended]))]
 
 
 def test_the_end_of_a_worker_that_was_stopped_is_left_to_the_master_to_tell(driver: Driver) -> None:
     driver.desire(wanted(W1))
     driver.take()
-    driver.step(WorkerExited(life=W0, code=0))
+    driver.step(WorkerExited(incarnation=W0, code=0))
     assert driver.notable() == []
 
 

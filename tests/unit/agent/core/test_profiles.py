@@ -7,11 +7,11 @@ from unified.protocol.worker_agent import RecordStep, StepRecorded
 from unified_agent.core.messages import MasterSaid, SampleWorker, SendLog, TellWorker, WorkerExited
 
 
-def ask(driver: Driver, life: JobWorkerIncarnation, kind: ProfileKind = "torch", request_id: int = 9) -> None:
+def ask(driver: Driver, incarnation: JobWorkerIncarnation, kind: ProfileKind = "torch", request_id: int = 9) -> None:
     order = ReadAgentLog(
-        job_id=life.job_id,
-        worker=life.worker,
-        worker_incarnation=life.incarnation,
+        job_id=incarnation.job_id,
+        worker=incarnation.worker,
+        worker_incarnation=incarnation.number,
         stream="profile",
         offset=0,
         max_bytes=10,
@@ -30,13 +30,13 @@ def test_a_profile_from_outside_is_the_shells() -> None:
     ask(driver, W0, "flamegraph")
     (action,) = driver.notable()
     assert isinstance(action, SampleWorker)
-    assert (action.life, action.pid, action.order.take, action.request_id) == (W0, 7, "flamegraph", 9)
+    assert (action.incarnation, action.pid, action.order.take, action.request_id) == (W0, 7, "flamegraph", 9)
 
 
 def test_a_step_is_the_workers() -> None:
     driver = launched(wanted(W0, 1), wanted(W1, 1))
     ask(driver, W0)
-    assert driver.notable() == [TellWorker(life=W0, message=RecordStep(within_s=5.0))]
+    assert driver.notable() == [TellWorker(incarnation=W0, message=RecordStep(within_s=5.0))]
     ask(driver, W0, request_id=10)
     assert answers(driver) == [(10, "it is recording a step already")]
     driver.say(W1, StepRecorded())
@@ -55,7 +55,7 @@ def test_a_worker_that_is_not_there() -> None:
     ask(driver, W1, "flamegraph")
     assert answers(driver) == [(9, "its process has not said hello yet")]
     ask(driver, W0)
-    driver.step(WorkerExited(life=W0, code=-9))
+    driver.step(WorkerExited(incarnation=W0, code=-9))
     ((number, error),) = answers(driver)
     assert number == 9
     assert error.startswith("it ended before a step was recorded: ")

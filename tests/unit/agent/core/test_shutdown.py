@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.agent_core import W0, W1, Driver, launched, next_life, sent, wanted
+from tests.support.agent_core import W0, W1, Driver, launched, next_incarnation, sent, wanted
 from unified.config.settings import Intervals
 from unified.protocol.agent_master import (
     AgentHeartbeat,
@@ -52,7 +52,7 @@ def vacating() -> Driver:
 
 
 def stopped(driver: Driver) -> bool:
-    return SignalWorker(life=W0, how="terminate") in driver.take()
+    return SignalWorker(incarnation=W0, how="terminate") in driver.take()
 
 
 def test_workers_go_on_until_the_master_has_moved_them() -> None:
@@ -64,7 +64,7 @@ def test_workers_go_on_until_the_master_has_moved_them() -> None:
     assert all(beat.stops == "SIGTERM" and 0 < beat.stops_in_s < VACATE_S for beat in told), "it is said again"
     driver.desire()
     assert stopped(driver)
-    driver.step(WorkerExited(life=W0, code=0))
+    driver.step(WorkerExited(incarnation=W0, code=0))
     assert driver.take()[-1] == Exit(code=0, reason="SIGTERM")
 
 
@@ -95,11 +95,11 @@ def test_a_master_that_does_not_answer_is_not_waited_for() -> None:
 def test_it_leaves_when_its_workers_are_gone() -> None:
     driver = launched(wanted(W0), wanted(W1))
     stop(driver)
-    assert sum(action == SignalWorker(life=W0, how="terminate") for action in driver.take()) == 1
-    driver.step(WorkerExited(life=W0, code=0))
-    driver.desire(wanted(W0), wanted(next_life(W0)))
+    assert sum(action == SignalWorker(incarnation=W0, how="terminate") for action in driver.take()) == 1
+    driver.step(WorkerExited(incarnation=W0, code=0))
+    driver.desire(wanted(W0), wanted(next_incarnation(W0)))
     assert driver.notable() == []
-    driver.step(WorkerExited(life=W1, code=0))
+    driver.step(WorkerExited(incarnation=W1, code=0))
     actions = driver.take()
     assert sent(actions)[-2:] == ["ObservedWorkers", "AgentLeaving"]
     assert actions[-1] == Exit(code=0, reason="SIGTERM")
@@ -118,7 +118,7 @@ def test_a_stop_at_once_kills(events: list[AgentEvent]) -> None:
     driver = launched(wanted(W0))
     for event in events:
         driver.step(event)
-    assert driver.notable()[-1] == SignalWorker(life=W0, how="kill")
+    assert driver.notable()[-1] == SignalWorker(incarnation=W0, how="kill")
 
 
 @pytest.mark.parametrize(("stop_first", "category"), [(True, "node"), (False, None)])
@@ -128,12 +128,12 @@ def test_what_returns_because_the_agent_ends_has_not_done_its_work(stop_first: b
     driver.start(W0)
     driver.start(W1)  # it keeps the agent from leaving meanwhile
     driver.say(W0, Running(round=1))
-    events: list[AgentEvent] = [StopAsked(reason="SIGTERM"), WorkerSaid(life=W0, word=Finished())]
+    events: list[AgentEvent] = [StopAsked(reason="SIGTERM"), WorkerSaid(incarnation=W0, word=Finished())]
     for event in events if stop_first else reversed(events):
         driver.step(event)
         if isinstance(event, StopAsked):
             driver.pass_time(ANSWER_S)
-    driver.step(WorkerExited(life=W0, code=0))
+    driver.step(WorkerExited(incarnation=W0, code=0))
     failure = driver.observed()[f"{W0.worker}#0"].failure
     assert (failure.category if failure else None) == category
 
@@ -146,15 +146,17 @@ def test_an_end_gives_workers_the_whole_grace_of_their_job(told: float | None, g
     driver.take()
     stop(driver)
     if grace is None:
-        assert driver.notable() == [SignalWorker(life=W0, how="kill")]
+        assert driver.notable() == [SignalWorker(incarnation=W0, how="kill")]
         return
     order, signal = driver.notable()
-    assert order == TellWorker(life=W0, message=Stop(grace_s=grace, save_grace_s=60, reason="the agent stops: SIGTERM"))
-    assert signal == SignalWorker(life=W0, how="terminate")
+    assert order == TellWorker(
+        incarnation=W0, message=Stop(grace_s=grace, save_grace_s=60, reason="the agent stops: SIGTERM")
+    )
+    assert signal == SignalWorker(incarnation=W0, how="terminate")
     driver.pass_time(grace - 0.1, answered=True)
     assert driver.notable() == []
     driver.pass_time(0.2, answered=True)
-    assert driver.notable() == [SignalWorker(life=W0, how="kill")]
+    assert driver.notable() == [SignalWorker(incarnation=W0, how="kill")]
 
 
 @pytest.mark.parametrize("is_suspended", [True, False])
@@ -167,7 +169,7 @@ def test_it_waits_for_a_checkpoint_that_is_being_written(is_suspended: bool) -> 
     driver.pass_time(65, answered=True)
     assert not any(isinstance(action, Exit) for action in driver.take())
     driver.say(W0, Saving(is_over=True))
-    driver.step(WorkerExited(life=W0, code=0))
+    driver.step(WorkerExited(incarnation=W0, code=0))
     assert [action.code for action in driver.take() if isinstance(action, Exit)] == [0]
 
 
@@ -185,8 +187,8 @@ def test_it_leaves_once_what_its_workers_have_left_in_memory_is_on_storage() -> 
     driver.step(SnapshotsReported(is_to_persist=True))
     stop(driver)
     driver.take()
-    driver.step(WorkerExited(life=W0, code=0))
-    driver.desire(wanted(W0), wanted(next_life(W0)))
+    driver.step(WorkerExited(incarnation=W0, code=0))
+    driver.desire(wanted(W0), wanted(next_incarnation(W0)))
     assert driver.notable() == [PersistHeld()]
     driver.step(SnapshotsReported(is_to_persist=False))
     assert driver.take()[-1] == Exit(code=0, reason="SIGTERM")
@@ -202,10 +204,10 @@ def test_the_master_hears_of_ends_once_what_workers_have_left_in_memory_is_on_st
     else:
         stop(driver)
     driver.take()
-    driver.step(WorkerExited(life=W0, code=0))
+    driver.step(WorkerExited(incarnation=W0, code=0))
     driver.desire(wanted(W1))
     driver.pass_time(1.0, answered=True)
-    driver.step(WorkerExited(life=W1, code=1))
+    driver.step(WorkerExited(incarnation=W1, code=1))
     driver.desire()
     driver.pass_time(1.0, answered=True)
     assert {worker.state for worker in reported(driver)[-1]} == {WorkerState.STOPPING}
@@ -224,7 +226,7 @@ def test_it_does_not_wait_for_ever_for_storage(is_hurried: bool) -> None:
     driver = launched(wanted(W0))
     driver.step(SnapshotsReported(is_to_persist=True))
     stop(driver)
-    driver.step(WorkerExited(life=W0, code=0))
+    driver.step(WorkerExited(incarnation=W0, code=0))
     driver.pass_time(9.9, answered=True)
     assert not any(isinstance(action, Exit) for action in driver.take())
     if is_hurried:

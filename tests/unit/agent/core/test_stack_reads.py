@@ -14,22 +14,22 @@ from unified_agent.core.messages import HeldStacksRead, MasterSaid, ReadHeldStac
 from unified_agent.core.stacks import ANSWER_S, MAX_OPEN
 
 
-def ask(driver: Driver, request_id: int, *lives: JobWorkerIncarnation, within_s: float = 5.0) -> None:
-    order = ReadStacks(job_id="job-1", workers=[life.worker for life in lives], within_s=within_s)
+def ask(driver: Driver, request_id: int, *incarnations: JobWorkerIncarnation, within_s: float = 5.0) -> None:
+    order = ReadStacks(job_id="job-1", workers=[incarnation.worker for incarnation in incarnations], within_s=within_s)
     driver.step(MasterSaid(message=order, request_id=request_id))
 
 
 def dumps(driver: Driver) -> dict[JobWorkerIncarnation, int]:
     """Workers that were asked, with the number of the request."""
     return {
-        action.life: action.message.number
+        action.incarnation: action.message.number
         for action in driver.take()
         if isinstance(action, TellWorker) and isinstance(action.message, DumpStacks)
     }
 
 
-def own(life: JobWorkerIncarnation) -> StackReport:
-    worker = WorkerStacks(worker=life.worker, incarnation=life.incarnation, rank=0, source="interpreter")
+def own(incarnation: JobWorkerIncarnation) -> StackReport:
+    worker = WorkerStacks(worker=incarnation.worker, incarnation=incarnation.number, rank=0, source="interpreter")
     return add_threads(worker, [Thread("MainThread", ["train.py:1 in run"], True)])
 
 
@@ -62,11 +62,11 @@ def test_one_whose_interpreter_is_held_is_read_from_outside() -> None:
     driver.say(W0, StacksDumped(number=asked[W0], report=own(W0)))
     driver.pass_time(ANSWER_S)
     held = [action for action in driver.take() if isinstance(action, ReadHeldStacks)]
-    assert [action.life for action in held] == [W1]
+    assert [action.incarnation for action in held] == [W1]
     assert held[0].worker.pid == 7
     assert held[0].within_s == pytest.approx(5.0 - ANSWER_S)
     outside = add_threads(held[0].worker, [Thread("MainThread", ["c.py:1 in f"], True)])
-    driver.step(HeldStacksRead(life=W1, number=held[0].number, report=outside))
+    driver.step(HeldStacksRead(incarnation=W1, number=held[0].number, report=outside))
     driver.say(W1, StacksDumped(number=held[0].number, report=own(W1)))  # too late: the first counts
     assert len(answers(driver)[9].workers) == 2
 
@@ -74,7 +74,7 @@ def test_one_whose_interpreter_is_held_is_read_from_outside() -> None:
 def test_one_that_ends_or_says_nothing_at_all_is_no_reason_to_wait() -> None:
     driver = launched(wanted(W0, 1), wanted(W1, 1))
     ask(driver, 9, W0, W1)
-    driver.step(WorkerExited(life=W0, code=-9))
+    driver.step(WorkerExited(incarnation=W0, code=-9))
     driver.pass_time(4.9)
     assert answers(driver) == {}
     driver.pass_time(0.2)
@@ -114,19 +114,19 @@ def test_each_request_has_one_answer(seed: int) -> None:
                 taken = list(driver.actions)
                 told |= answers(driver)
                 open_dumps += [
-                    (each.life, each.message.number)
+                    (each.incarnation, each.message.number)
                     for each in taken
                     if isinstance(each, TellWorker) and isinstance(each.message, DumpStacks)
                 ]
                 match draw.randrange(4):
                     case 0 if open_dumps:
-                        life, dump = draw.choice(open_dumps)
-                        driver.say(life, StacksDumped(number=dump, report=own(life)))
+                        incarnation, dump = draw.choice(open_dumps)
+                        driver.say(incarnation, StacksDumped(number=dump, report=own(incarnation)))
                     case 1 if open_dumps:
-                        life, dump = draw.choice(open_dumps)
-                        driver.step(HeldStacksRead(life=life, number=dump, report=own(life)))
+                        incarnation, dump = draw.choice(open_dumps)
+                        driver.step(HeldStacksRead(incarnation=incarnation, number=dump, report=own(incarnation)))
                     case 2 if draw.random() < 0.2:
-                        driver.step(WorkerExited(life=draw.choice([W0, W1]), code=-9))
+                        driver.step(WorkerExited(incarnation=draw.choice([W0, W1]), code=-9))
                     case _:
                         driver.pass_time(draw.uniform(0, 3))
         driver.pass_time(20)

@@ -102,7 +102,7 @@ def test_what_is_for_somebody_else_is_refused_and_told_once(caplog: pytest.LogCa
         admission.check_new(right)
     with pytest.raises(ProtocolError, match="of job 'job-2', and this is 'job-1'"):
         admission.read(encode_envelope(Envelope(BUS_VERSION, Kind.CALL, 2, "a", "a", "me", "m", job="job-2")))
-    with pytest.raises(ProtocolError, match="not this life's"):
+    with pytest.raises(ProtocolError, match="not this incarnation's"):
         admission.read(encode_envelope(Envelope(BUS_VERSION, Kind.CALL, 3, "a", "a", "you", "m", job="job-1")))
     newer = encode_envelope(Envelope(BUS_VERSION + 1, Kind.CALL, 3, "a", "a", "me", "m", job="job-1"))
     for _ in range(3):
@@ -120,7 +120,7 @@ def test_calls_of_the_dead_are_refused_however_old() -> None:
     departed.add("a")
     admission.forget("a")
     for number in (1, 2):
-        with pytest.raises(ProtocolError, match=f"call {number} of a life of worker w that is over"):
+        with pytest.raises(ProtocolError, match=f"call {number} of an incarnation of worker w that is over"):
             admission.check_new(call(number, number))
     assert not admission._seen
     admission.check_new(call(1, 1, "a2"))

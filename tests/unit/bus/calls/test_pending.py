@@ -116,7 +116,7 @@ def test_call_is_sent_and_its_answer_accepted_once() -> None:
     assert story.table.next_deadline is None
 
 
-def test_answer_of_another_life_is_ignored() -> None:
+def test_answer_of_another_incarnation_is_ignored() -> None:
     story = Story(news("alive"), Made())
     assert not story.answer("b1")
     assert len(story.table._open) == 1
@@ -128,7 +128,7 @@ def test_call_to_an_unknown_worker_waits_and_is_sent_with_what_is_left() -> None
     assert story.tell(news("alive"), after_s=2) == [SendCall(call_id=1, inbox=Inbox(inbox_id="b0"), timeout_s=3)]
 
 
-def test_call_between_two_lives_waits_for_the_next() -> None:
+def test_call_between_two_incarnations_waits_for_the_next() -> None:
     story = Story(news("alive"), news("dead"))
     assert story.tell(Made()) == []
     assert story.tell(news("alive", 1)) == [SendCall(call_id=1, inbox=Inbox(inbox_id="b1"), timeout_s=None)]
@@ -141,7 +141,8 @@ def test_death_fails_what_was_sent_and_names_who_died_and_why() -> None:
     assert isinstance(fail, FailCall)
     assert isinstance(fail.error, WorkerDiedError)
     assert str(fail.error) == (
-        "worker b (life 0 on node n1) died before it answered 'm': killed by SIGKILL. `unified explain b` says more."
+        "worker b (incarnation 0 on node n1) died before it answered 'm': killed by SIGKILL. "
+        "`unified explain b` says more."
     )
 
 
@@ -149,7 +150,7 @@ def test_death_fails_what_was_sent_and_names_who_died_and_why() -> None:
     ("event", "error"),
     [(news("alive", 1), WorkerDiedError), (DeliveryFailed(call_id=1, code="overloaded"), BusOverloadedError)],
 )
-def test_new_life_or_an_overloaded_relay_fails_the_call(event: Told, error: type[RpcError]) -> None:
+def test_new_incarnation_or_an_overloaded_relay_fails_the_call(event: Told, error: type[RpcError]) -> None:
     assert isinstance(Story(news("alive"), Made()).fails(event), error)
 
 
@@ -165,8 +166,8 @@ def test_ended_worker_fails_waiting_and_new_calls_at_once() -> None:
     ("events", "state"),
     [
         ([], "it has not started yet"),
-        ([news("alive", 2), news("dead", 2, reason="r")], r"its life 2 ended \(r\) and the next has not begun"),
-        ([news("alive", 2)], "life 2 has had the call for 5 s"),
+        ([news("alive", 2), news("dead", 2, reason="r")], r"its incarnation 2 ended \(r\) and the next has not begun"),
+        ([news("alive", 2)], "incarnation 2 has had the call for 5 s"),
     ],
 )
 def test_deadline_says_what_was_awaited(events: list[News], state: str) -> None:
@@ -231,7 +232,7 @@ def test_call_that_the_relay_gave_back_has_its_old_place_again() -> None:
     assert [type(each) for each in story.tell(Made(5))] == [SendCall]
 
 
-def test_call_that_the_relay_gave_back_ends_with_the_life_that_it_was_for() -> None:
+def test_call_that_the_relay_gave_back_ends_with_the_incarnation_that_it_was_for() -> None:
     story = Story(news("alive"), Made(1))
     story.tell(DeliveryFailed(call_id=1, code="unknown-target"))
     assert story.tell(Made(2)) == []
@@ -241,7 +242,7 @@ def test_call_that_the_relay_gave_back_ends_with_the_life_that_it_was_for() -> N
     assert story.tell(news("alive", 1)) == [never_sent_to_the_old_one]
 
 
-def test_calls_that_waited_are_sent_to_the_life_that_is_there() -> None:
+def test_calls_that_waited_are_sent_to_the_incarnation_that_is_there() -> None:
     story = Story(Made(1))
     assert tell(story.table, story.now, news("alive")) == [SendWaiting(target="b")]
     tell(story.table, story.now, news("dead"))
@@ -251,7 +252,7 @@ def test_calls_that_waited_are_sent_to_the_life_that_is_there() -> None:
     assert [each.inbox.inbox_id for each in story.release()] == ["b2"]
 
 
-def test_call_for_one_life_goes_to_no_other() -> None:
+def test_call_for_one_incarnation_goes_to_no_other() -> None:
     story = Story(news("alive"))
     assert [type(each) for each in story.tell(Made(1, incarnation=0))] == [SendCall]
     assert story.tell(Made(2, incarnation=1)) == [], "it has not begun"
@@ -262,29 +263,29 @@ def test_call_for_one_life_goes_to_no_other() -> None:
     assert [(each.call_id, each.inbox.inbox_id) for each in sent] == [(2, "b1"), (4, "b1")]
 
 
-def test_call_for_a_life_that_is_over_is_refused() -> None:
+def test_call_for_an_incarnation_that_is_over_is_refused() -> None:
     story = Story(news("alive", 1))
     error = story.fails(Made(incarnation=0))
     assert isinstance(error, WorkerDiedError)
     assert not error.is_final
-    assert str(error) == "worker b (life 0) died before 'm' was called."
+    assert str(error) == "worker b (incarnation 0) died before 'm' was called."
     assert len(story.table._open) == 0
 
 
 @pytest.mark.parametrize("passed", [news("dead", 2, reason="r"), news("alive", 3)])
-def test_call_for_a_life_that_passes_by_ends_with_it(passed: News) -> None:
+def test_call_for_an_incarnation_that_passes_by_ends_with_it(passed: News) -> None:
     story = Story(Made(incarnation=2), Made(2))
     assert isinstance(story.fails(passed), WorkerDiedError)
     assert len(story.table._open) == 1
 
 
-def test_deadline_of_a_call_for_a_life_that_did_not_begin() -> None:
+def test_deadline_of_a_call_for_an_incarnation_that_did_not_begin() -> None:
     story = Story(news("alive"), Made(timeout_s=5, incarnation=1))
-    with pytest.raises(RpcTimeoutError, match="within 5 s: its life 1 has not begun"):
+    with pytest.raises(RpcTimeoutError, match="within 5 s: its incarnation 1 has not begun"):
         raise story.fails(TimePassed(), after_s=5)
 
 
-def test_all_calls_of_a_life_end_before_the_next_is_called() -> None:
+def test_all_calls_of_an_incarnation_end_before_the_next_is_called() -> None:
     story = Story(news("alive"), Made(1), Made(2, incarnation=0))
     story.tell(DeliveryFailed(call_id=1, code="unknown-target"))
     story.tell(Made(3))
@@ -364,7 +365,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.bound: dict[int, int] = {}
         """Incarnation that a call is for, or was sent to."""
         self.early: set[int] = set()
-        """Calls for a life that had not begun, which others may overtake."""
+        """Calls for an incarnation that had not begun, which others may overtake."""
 
     def tell(self, event: Told) -> None:
         actions = tell(self.table, self.now, event)

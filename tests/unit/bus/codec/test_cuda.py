@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from unified.bus.codec.codec import decode, encode
-from unified.bus.codec.cuda import BYTES, HANDLE, choose_way, rebuild, settle
+from unified.bus.codec.cuda import BYTES, HANDLE, choose_route, rebuild, settle
 from unified.bus.codec.tensors import DeviceTensor, Outgoing, Windows
 from unified.devices import cuda_devices, visible
 from unified.errors import ProtocolError
@@ -52,7 +52,7 @@ def test_no_device_is_seen_where_there_is_none(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_the_way_of_a_tensor(device: str, seen: list[str], is_same_process: bool, way: str) -> None:
-    assert choose_way(device, seen, is_same_process=is_same_process) == way
+    assert choose_route(device, seen, is_same_process=is_same_process) == way
 
 
 @pytest.fixture

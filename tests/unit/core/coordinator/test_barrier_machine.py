@@ -27,7 +27,7 @@ class Model:
         """By worker and arrival: where it is answered, how long it waits, and until when."""
         self.generation = 0
         self.answered: dict[str, tuple[int, int, BarrierResponse]] = {}
-        """By worker: its life, its last arrival, and what all were told."""
+        """By worker: its incarnation, its last arrival, and what all were told."""
 
     @property
     def deadline(self) -> float:
@@ -40,22 +40,22 @@ class BarrierMachine(RuleBasedStateMachine):
         self.story = Story()
         self.models = {barrier_id: Model() for barrier_id in BARRIERS}
         self.tick = 0
-        self.lives: dict[str, int] = {}
+        self.incarnations: dict[str, int] = {}
         self.came: dict[str, int] = {}
         self.gone: dict[str, int] = {}
         self.arrivals = 0
 
     @rule(name=name_of)
     def register(self, name: str) -> None:
-        """A first life, or a new one, which ends the one that is there."""
-        life = self.lives.get(name, -1) + 1
+        """A first incarnation, or a new one, which ends the one that is there."""
+        incarnation = self.incarnations.get(name, -1) + 1
         if name in self.came:
             self._note_end(name)
-        self.story.send(self._info(name, life))
+        self.story.send(self._info(name, incarnation))
         if name in self.gone:
             self._expect(after_loss_of=name)
         self.tick += 1
-        self.lives[name] = life
+        self.incarnations[name] = incarnation
         self.came[name] = self.tick
         self.gone.pop(name, None)
         self._expect()
@@ -98,18 +98,18 @@ class BarrierMachine(RuleBasedStateMachine):
     @rule(name=name_of, barrier_id=barrier_of)
     def ask_again_when_answered(self, name: str, barrier_id: str) -> None:
         """Its answer was lost: it is told the same."""
-        life, arrival, response = self.models[barrier_id].answered.get(name, (-1, 0, None))
-        if name in self.came and life == self.lives[name] and name not in self.models[barrier_id].waiting:
+        incarnation, arrival, response = self.models[barrier_id].answered.get(name, (-1, 0, None))
+        if name in self.came and incarnation == self.incarnations[name] and name not in self.models[barrier_id].waiting:
             assert self.story.ask(self._wait(name, barrier_id, arrival, None), BarrierResponse) == response
 
     @precondition(lambda self: self.came)
     @rule(data=st.data(), is_orderly=st.booleans())
     def go(self, data: st.DataObject, is_orderly: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.came)))
-        life = self.lives[name]
+        incarnation = self.incarnations[name]
         self._note_end(name)
         if is_orderly:
-            self.story.send(DeregisterWorker(worker_id=name, session=f"{name}/{life}"))
+            self.story.send(DeregisterWorker(worker_id=name, session=f"{name}/{incarnation}"))
         else:
             self.story.tell(WorkerGone(space="", worker_id=name, reason="it was killed"))
         self._expect(after_loss_of=name, own="closed" if is_orderly else "lost")
@@ -150,15 +150,15 @@ class BarrierMachine(RuleBasedStateMachine):
         assert self.story.core.next_deadline is None
 
     @staticmethod
-    def _info(name: str, life: int) -> Any:
-        return worker(name, life, world_size=WORLD, timeout_s=1e6)
+    def _info(name: str, incarnation: int) -> Any:
+        return worker(name, incarnation, world_size=WORLD, timeout_s=1e6)
 
     def _wait(self, name: str, barrier_id: str, arrival: int, timeout_s: float | None) -> Any:
         return wait(
             name,
             arrival,
             barrier_id=barrier_id,
-            life=self.lives[name],
+            incarnation=self.incarnations[name],
             world_size=WORLD,
             timeout_s=timeout_s,
             on_loss=BARRIERS[barrier_id],
@@ -180,7 +180,7 @@ class BarrierMachine(RuleBasedStateMachine):
         ]
 
     def _leave(self, name: str, barrier_id: str, arrival: int) -> None:
-        session = f"{name}/{self.lives.get(name, 0)}"
+        session = f"{name}/{self.incarnations.get(name, 0)}"
         self.story.ask(LeaveBarrier(barrier_id=barrier_id, worker_id=name, session=session, arrival=arrival), Done)
 
     def _note_end(self, name: str) -> None:
@@ -221,7 +221,7 @@ class BarrierMachine(RuleBasedStateMachine):
         assert first.missing == ([] if released_by == "arrived" else sorted(self.came.keys() - set(arrived)))
         assert (first.reason == "") == (len(arrived) == WORLD)
         model.generation += 1
-        model.answered.update({name: (self.lives[name], max(model.waiting[name]), first) for name in arrived})
+        model.answered.update({name: (self.incarnations[name], max(model.waiting[name]), first) for name in arrived})
         model.waiting = {}
 
 

@@ -67,9 +67,9 @@ def test_loss_releases_the_others_and_names_who_is_lost_and_who_is_missing(story
 def test_who_arrives_after_a_loss_does_not_wait_for_the_lost_one(story: Story) -> None:
     story.tell(killed("w3"))
     assert story.told(story.send(wait("w0"))).lost == ["w3"]
-    story.send(worker("w3", life=1))
+    story.send(worker("w3", incarnation=1))
     tokens = [story.send(wait(name, 2)) for name in NAMES[:3]]
-    tokens.append(story.send(wait("w3", life=1)))
+    tokens.append(story.send(wait("w3", incarnation=1)))
     assert story.told(tokens[0]).released_by == "arrived"
 
 
@@ -91,10 +91,10 @@ def test_barrier_shrinks_by_choice(story: Story) -> None:
     assert "without w3" in answer.reason
     again = [story.send(wait(name, 2, on_loss="shrink")) for name in ("w0", "w1")]
     assert story.answers.keys().isdisjoint(again)
-    story.send(worker("w3", life=1))
+    story.send(worker("w3", incarnation=1))
     again.append(story.send(wait("w2", 2, on_loss="shrink")))
     assert story.answers.keys().isdisjoint(again)
-    again.append(story.send(wait("w3", 1, life=1, on_loss="shrink")))
+    again.append(story.send(wait("w3", 1, incarnation=1, on_loss="shrink")))
     assert story.told(again[0]) == BarrierResponse(released_by="arrived", generation=1, arrived=NAMES)
 
 
@@ -123,23 +123,23 @@ def test_losses_of_an_earlier_run_do_not_count_in_the_next(story: Story) -> None
         story.tell(killed(name))
     tokens = []
     for name in NAMES:
-        story.send(worker(name, life=1))
-        tokens.append(story.send(wait(name, life=1)))
+        story.send(worker(name, incarnation=1))
+        tokens.append(story.send(wait(name, incarnation=1)))
     assert story.told(tokens[0]).released_by == "arrived"
 
 
 def test_loss_that_only_the_lost_have_seen_counts_no_more(story: Story) -> None:
     story.tell(killed("w2"))
-    story.send(worker("w1", life=1))
-    token = story.send(wait("w1", life=1, on_loss="shrink"))
+    story.send(worker("w1", incarnation=1))
+    token = story.send(wait("w1", incarnation=1, on_loss="shrink"))
     story.send(wait("w0", on_loss="shrink"))
     story.tell(killed("w0"))
     for name in ("w0", "w3"):
-        story.send(worker(name, life=1))
-        story.send(wait(name, life=1, on_loss="shrink"))
+        story.send(worker(name, incarnation=1))
+        story.send(wait(name, incarnation=1, on_loss="shrink"))
     assert story.release(token) is None
-    story.send(worker("w2", life=1))
-    story.send(wait("w2", life=1, on_loss="shrink"))
+    story.send(worker("w2", incarnation=1))
+    story.send(wait("w2", incarnation=1, on_loss="shrink"))
     assert story.told(token) == BarrierResponse(released_by="arrived", generation=0, arrived=NAMES)
 
 
@@ -192,12 +192,12 @@ def test_worlds_of_different_sizes_do_not_meet(story: Story) -> None:
     assert "x0 waits at barrier 'b' of 2, where w0 waits for 4" in refusal.reason
 
 
-def test_worker_has_to_be_registered_and_its_newest_life() -> None:
+def test_worker_has_to_be_registered_and_its_newest_incarnation() -> None:
     story = Story()
     assert story.refused(wait("w0")).code == "unknown-worker"
     assert story.core.spaces == {}
     story.send(worker("w0"))
-    story.send(worker("w0", life=1))
+    story.send(worker("w0", incarnation=1))
     assert story.refused(wait("w0")).code == "replaced"
     story.send(worker("w9", rank=-1, world_size=0))
     assert "world_size=0" in story.refused(wait("w9")).reason

@@ -165,15 +165,15 @@ def test_unfinished_shards_of_a_lost_worker_go_to_others_until_it_is_back(story:
     assert everything(story, "w0", "w1", "w2") == sorted(set(ALL) - {mine[0]})
     story.refuses(get("w3"), "unknown-worker", "it was killed")
     assert story.refused(done("w3", mine[1])).code == "unknown-worker"
-    story.send(worker("w3", life=1))
+    story.send(worker("w3", incarnation=1))
     assert everything(story, *NAMES) == sorted(set(ALL) - {mine[0]})
     assert story.ask(GetDatasets(), Datasets).datasets[0].workers == NAMES
 
 
-def test_new_life_reads_on_where_the_old_one_was(story: Story) -> None:
+def test_new_incarnation_reads_on_where_the_old_one_was(story: Story) -> None:
     mine = {name: story.shards("d", name) for name in NAMES}
     story.send(done("w3", mine["w3"][0]))
-    story.send(worker("w3", life=1))
+    story.send(worker("w3", incarnation=1))
     assert story.shards("d", "w3") == mine["w3"][1:]
     assert story.shards("d", "w0") == mine["w0"]
 
@@ -206,8 +206,8 @@ def test_a_look_may_ask_for_the_first_ones_and_tells_how_many_are_left_in_all() 
 
 def test_worker_that_left_in_order_is_in_its_datasets_no_more(story: Story) -> None:
     story.send(DeregisterWorker(worker_id="w3", session="w3/0"))
-    story.send(worker("w3", life=1))
-    story.refuses(get("w3", life=1), "not-found", "over w0, w1 and w2")
+    story.send(worker("w3", incarnation=1))
+    story.refuses(get("w3", incarnation=1), "not-found", "over w0, w1 and w2")
 
 
 def test_nobody_gives_shards_to_a_worker_that_is_lost(story: Story) -> None:
@@ -217,13 +217,13 @@ def test_nobody_gives_shards_to_a_worker_that_is_lost(story: Story) -> None:
     assert everything(story, "w0", "w1", "w2") == ALL
     story.ask(SetDataWorker(dataset_id="d", worker_id="w3", is_member=False), Done)
     story.restart()
-    story.send(worker("w3", life=1))
-    assert story.refused(get("w3", life=1)).code == "not-found"
+    story.send(worker("w3", incarnation=1))
+    assert story.refused(get("w3", incarnation=1)).code == "not-found"
 
 
-def test_a_life_that_was_replaced_can_neither_ask_nor_mark_nor_leave(story: Story) -> None:
+def test_an_incarnation_that_was_replaced_can_neither_ask_nor_mark_nor_leave(story: Story) -> None:
     mine = story.shards("d", "w3")
-    story.send(worker("w3", life=1))
+    story.send(worker("w3", incarnation=1))
     writes = story.num_writes
     for is_restarted in (False, True):
         if is_restarted:
@@ -233,14 +233,16 @@ def test_a_life_that_was_replaced_can_neither_ask_nor_mark_nor_leave(story: Stor
             done("w3", mine[0]),
             SetDataWorker(dataset_id="d", worker_id="w3", session="w3/0", is_member=False),
         ):
-            story.refuses(request, "replaced", "newer life")
+            story.refuses(request, "replaced", "newer incarnation")
     assert story.num_writes == writes
-    assert story.ask(done("w3", mine[0], life=1), ShardsDone).shard_ids == [mine[0]]
+    assert story.ask(done("w3", mine[0], incarnation=1), ShardsDone).shard_ids == [mine[0]]
 
 
 def test_only_a_registered_worker_itself_says_what_it_has_read_and_anybody_may_ask(story: Story) -> None:
     mine = story.shards("d", "w3")
-    story.refuses(MarkDone(dataset_id="d", worker_id="w3", epoch=0, shard_ids=mine), "bad-request", "only that life")
+    story.refuses(
+        MarkDone(dataset_id="d", worker_id="w3", epoch=0, shard_ids=mine), "bad-request", "only that incarnation"
+    )
     assert story.shards("d", "w3") == mine
     story.ask(SetDataWorker(dataset_id="d", worker_id="w3", is_member=False), Done)
     assert everything(story, "w0", "w1", "w2") == ALL
@@ -255,11 +257,11 @@ def test_a_worker_that_registered_elsewhere_is_known_here_by_its_id() -> None:
 def test_another_run_may_count_on_workers_of_which_the_last_one_was_lost(story: Story) -> None:
     for name in NAMES:
         story.tell(WorkerGone(space="", worker_id=name, reason="it was killed"))
-    story.send(worker("w0", life=1))
+    story.send(worker("w0", incarnation=1))
     for name in NAMES:
         assert story.ask(SetDataWorker(dataset_id="d", worker_id=name), Done) == Done()
     assert everything(story, *NAMES) == ALL
-    story.send(worker("w1", life=1))
+    story.send(worker("w1", incarnation=1))
     assert everything(story, *NAMES) == ALL
 
 
@@ -368,12 +370,12 @@ class Reader:
     """A worker that reads as it should: it reports each shard before it begins the next, and goes on to the next epoch
     when nothing is left of this one, whoever had it."""
 
-    def __init__(self, story: Story, name: str, life: int, at_once: int) -> None:
+    def __init__(self, story: Story, name: str, incarnation: int, at_once: int) -> None:
         self.story = story
         self.name = name
-        self.life = life
-        story.send(worker(name, life, world_size=0))
-        story.send(SetDataWorker(dataset_id="d", worker_id=name, session=f"{name}/{life}"))
+        self.incarnation = incarnation
+        story.send(worker(name, incarnation, world_size=0))
+        story.send(SetDataWorker(dataset_id="d", worker_id=name, session=f"{name}/{incarnation}"))
         self.known = ShardCache(at_once)
         self.epoch = 0
         self.reading: int | None = None
@@ -388,7 +390,7 @@ class Reader:
             return None
         shards = self.known.take(self.epoch)
         if shards is None:
-            request = replace(get(self.name, self.epoch, self.life), limit=self.known.at_once)
+            request = replace(get(self.name, self.epoch, self.incarnation), limit=self.known.at_once)
             answer = self.story.ask(request, DataShards)
             shards = self.known.learn(self.epoch, answer)
             self.epoch += answer.num_left == 0 and self.epoch + 1 < EPOCHS
@@ -398,18 +400,22 @@ class Reader:
     def end(self) -> list[tuple[int, int]]:
         if self.reading is None:
             return []
-        answer = self.story.ask(done(self.name, self.reading, epoch=self.epoch, life=self.life), ShardsDone)
+        answer = self.story.ask(
+            done(self.name, self.reading, epoch=self.epoch, incarnation=self.incarnation), ShardsDone
+        )
         self.known.finish(self.epoch, [self.reading], answer)
         self.reading = None
         return [(self.epoch, shard_id) for shard_id in answer.shard_ids]
 
     def go_on_after_the_end(self) -> None:
-        """Its life is over, and it does not know: whatever it does changes nothing."""
+        """Its incarnation is over, and it does not know: whatever it does changes nothing."""
         known = list(self.story.store.items())
         for request in (
-            get(self.name, life=self.life),
-            done(self.name, *range(SHARDS), life=self.life),
-            SetDataWorker(dataset_id="d", worker_id=self.name, session=f"{self.name}/{self.life}", is_member=False),
+            get(self.name, incarnation=self.incarnation),
+            done(self.name, *range(SHARDS), incarnation=self.incarnation),
+            SetDataWorker(
+                dataset_id="d", worker_id=self.name, session=f"{self.name}/{self.incarnation}", is_member=False
+            ),
         ):
             assert self.story.refused(request).code in ("replaced", "unknown-worker")
         assert list(self.story.store.items()) == known
@@ -426,7 +432,7 @@ def test_each_shard_is_read_once_but_for_what_the_lost_had_begun(
 ) -> None:
     story = spread(Story(), shuffle=shuffle, total_samples=SHARDS * 10)
     readers: dict[str, Reader] = {}
-    lives: dict[str, int] = {}
+    incarnations: dict[str, int] = {}
     begun: list[tuple[int, int]] = []
     counted: list[tuple[int, int]] = []
     given_up: list[tuple[int, int]] = []
@@ -437,11 +443,11 @@ def test_each_shard_is_read_once_but_for_what_the_lost_had_begun(
         if what == "restart":
             story.restart()
         elif what == "join" and reader is None:
-            lives[name] = lives.get(name, -1) + 1
-            readers[name] = Reader(story, name, lives[name], at_once)
+            incarnations[name] = incarnations.get(name, -1) + 1
+            readers[name] = Reader(story, name, incarnations[name], at_once)
         elif what == "haunt":
             for ghost in ghosts:
-                if lives[ghost.name] - ghost.life <= MAX_PAST_SESSIONS:
+                if incarnations[ghost.name] - ghost.incarnation <= MAX_PAST_SESSIONS:
                     ghost.go_on_after_the_end()
         elif reader is None:
             return
@@ -454,10 +460,10 @@ def test_each_shard_is_read_once_but_for_what_the_lost_had_begun(
                 given_up.append(reader.place)
             ghosts.append(reader)
             if what == "replace":
-                lives[name] += 1
-                readers[name] = Reader(story, name, lives[name], at_once)
+                incarnations[name] += 1
+                readers[name] = Reader(story, name, incarnations[name], at_once)
                 return
-            session = f"{name}/{lives[name]}"
+            session = f"{name}/{incarnations[name]}"
             if what == "crash":
                 story.tell(WorkerGone(space="", worker_id=name, reason="it was killed"))
             else:

@@ -30,8 +30,8 @@ def load(name: str, *shard_ids: int, process: str = "", number: int = 1, **field
     return RestorePosition(done=list(shard_ids), process=process or name, number=number, **values)
 
 
-def mark(name: str, *shard_ids: int, life: int = -1) -> MarkDone:
-    return MarkDone(dataset_id="d", worker_id=name, epoch=0, shard_ids=list(shard_ids), life=life)
+def mark(name: str, *shard_ids: int, incarnation: int = -1) -> MarkDone:
+    return MarkDone(dataset_id="d", worker_id=name, epoch=0, shard_ids=list(shard_ids), incarnation=incarnation)
 
 
 def left(story: Story, *names: str, epoch: int = 0) -> list[int]:
@@ -104,44 +104,44 @@ def test_where_nobody_knows_who_runs_a_new_process_of_one_is_a_new_round_of_all(
     assert left(story, *NAMES) == without(2, mine)
 
 
-def test_a_new_life_of_one_joins_those_that_run_and_cannot_take_the_data_back_from_them() -> None:
-    lives = {"w0": 0, "w1": 0}
+def test_a_new_incarnation_of_one_joins_those_that_run_and_cannot_take_the_data_back_from_them() -> None:
+    incarnations = {"w0": 0, "w1": 0}
     story = spread(Story(), "w0", "w1")
-    for name in lives:
-        story.ask(load(name, 2, life=0), Done, lives)
+    for name in incarnations:
+        story.ask(load(name, 2, incarnation=0), Done, incarnations)
     mine = story.shards("d", "w0")[0]
-    story.send(mark("w0", mine, life=0))
-    lives["w1"] = 1
-    assert "w0 loaded another" in story.refused(load("w1", process="1 of w1", life=1), lives).reason
-    story.ask(load("w1", 2, process="1 of w1", life=1), Done, lives)
+    story.send(mark("w0", mine, incarnation=0))
+    incarnations["w1"] = 1
+    assert "w0 loaded another" in story.refused(load("w1", process="1 of w1", incarnation=1), incarnations).reason
+    story.ask(load("w1", 2, process="1 of w1", incarnation=1), Done, incarnations)
     assert left(story, "w0", "w1") == without(2, mine)
-    lives = {"w1": 2}  # w0 has come to its end
-    story.ask(load("w1", 7, process="2 of w1", life=2), Done, lives)
+    incarnations = {"w1": 2}  # w0 has come to its end
+    story.ask(load("w1", 7, process="2 of w1", incarnation=2), Done, incarnations)
     assert left(story, "w0", "w1") == without(7)
 
 
 def test_who_reads_on_without_a_position_is_not_taken_back_by_another() -> None:
-    lives = {"w0": 0, "w1": 1}
+    incarnations = {"w0": 0, "w1": 1}
     story = spread(Story(), "w0", "w1")
     mine = story.shards("d", "w0")[0]
-    story.send(mark("w0", mine, life=0))
-    story.refuses(load("w1", life=1), "bad-request", "alone: w0 read on", lives=lives)
+    story.send(mark("w0", mine, incarnation=0))
+    story.refuses(load("w1", incarnation=1), "bad-request", "alone: w0 read on", incarnations=incarnations)
     assert left(story, "w0", "w1") == without(mine)
-    story.ask(load("w1", life=1), Done, {"w0": 1, "w1": 1})
+    story.ask(load("w1", incarnation=1), Done, {"w0": 1, "w1": 1})
     assert left(story, "w0", "w1") == without()
 
 
 def test_reading_on_counts_from_the_last_time_that_all_went_back() -> None:
-    lives = {"w0": 0, "w1": 0}
+    incarnations = {"w0": 0, "w1": 0}
     story = spread(Story(), "w0", "w1")
-    for name in lives:
-        story.send(mark(name, story.shards("d", name)[0], life=0))
-    story.ask(load("w0", 2, life=0), Done, lives)
-    lives["w0"] = 1
-    story.ask(load("w0", 2, process="1 of w0", life=1), Done, lives)
-    story.send(mark("w1", story.shards("d", "w1")[0], life=0))
-    lives["w0"] = 2
-    assert "w1 read on" in story.refused(load("w0", 2, process="2 of w0", life=2), lives).reason
+    for name in incarnations:
+        story.send(mark(name, story.shards("d", name)[0], incarnation=0))
+    story.ask(load("w0", 2, incarnation=0), Done, incarnations)
+    incarnations["w0"] = 1
+    story.ask(load("w0", 2, process="1 of w0", incarnation=1), Done, incarnations)
+    story.send(mark("w1", story.shards("d", "w1")[0], incarnation=0))
+    incarnations["w0"] = 2
+    assert "w1 read on" in story.refused(load("w0", 2, process="2 of w0", incarnation=2), incarnations).reason
 
 
 def test_registered_workers_are_known_to_run_until_they_are_lost() -> None:
@@ -150,19 +150,19 @@ def test_registered_workers_are_known_to_run_until_they_are_lost() -> None:
         story.ask(load(name, 2, session=f"{name}/0"), Done)
     mine = story.shards("d", "w0")[0]
     story.ask(done("w0", mine), ShardsDone)
-    story.send(worker("w1", life=1))
+    story.send(worker("w1", incarnation=1))
     story.ask(load("w1", 2, session="w1/1", process="1 of w1"), Done)
     assert left(story, "w0", "w1") == without(2, mine)
     assert story.refused(load("w1", session="w1/0")).code == "replaced"
     story.tell(WorkerGone(space="", worker_id="w0", reason="it was killed"))
-    story.send(worker("w1", life=2))
+    story.send(worker("w1", incarnation=2))
     story.ask(load("w1", 5, session="w1/2", process="2 of w1"), Done)
     assert left(story, "w1") == without(5)
 
 
 def test_a_smaller_world_takes_over_and_those_that_run_stay() -> None:
     story = spread(Story(), *NAMES, "other")
-    story.ask(load("w0", world=["w0", "w1"], life=1), Done, {"w0": 1, "w1": 1, "other": 0})
+    story.ask(load("w0", world=["w0", "w1"], incarnation=1), Done, {"w0": 1, "w1": 1, "other": 0})
     assert story.ask(GetDatasets(), Listing).datasets[0].workers == ["other", "w0", "w1"]
     assert left(story, "other", "w0", "w1") == without()
 
@@ -190,26 +190,28 @@ STEPS = st.tuples(st.sampled_from(["read", "load", "save", "crash", "restart"]),
 def test_a_model_that_goes_back_with_its_data_learns_from_every_shard_once(
     shuffle: bool, script: list[tuple[str, int]]
 ) -> None:
-    """Ranks of an elastic role: each life loads when it comes to it, reads, and dies with all others."""
+    """Ranks of an elastic role: each incarnation loads when it comes to it, reads, and dies with all others."""
     story = spread(Story(), *NAMES, shuffle=shuffle)
     saved: list[int] = []
     model: Counter[int] = Counter()
-    life, loaded = 0, set[str]()
+    incarnation, loaded = 0, set[str]()
 
     def play(what: str, name: str) -> None:
-        nonlocal saved, model, life, loaded
+        nonlocal saved, model, incarnation, loaded
         if what == "restart":
             story.restart()
         elif what == "save" and len(loaded) == len(NAMES):
             saved = sorted(model)
         elif what == "crash":
-            life, loaded, model = life + 1, set(), Counter(saved)
+            incarnation, loaded, model = incarnation + 1, set(), Counter(saved)
         elif what in ("load", "read") and name not in loaded:
-            request = load(name, *saved, process=f"{name}/{life}", number=life % 2, life=life)
-            story.ask(request, Done, dict.fromkeys(NAMES, life))
+            request = load(
+                name, *saved, process=f"{name}/{incarnation}", number=incarnation % 2, incarnation=incarnation
+            )
+            story.ask(request, Done, dict.fromkeys(NAMES, incarnation))
             loaded.add(name)
         elif what == "read":
-            about: dict[str, Any] = {"dataset_id": "d", "worker_id": name, "life": life, "epoch": 0}
+            about: dict[str, Any] = {"dataset_id": "d", "worker_id": name, "incarnation": incarnation, "epoch": 0}
             if shards := story.shards("d", name):
                 model.update(story.ask(MarkDone(shard_ids=shards[:1], **about), ShardsDone).shard_ids)
             story.send(GetDataShard(**about))

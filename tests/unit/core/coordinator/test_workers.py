@@ -1,4 +1,4 @@
-"""Registration, heartbeats, silence, new lives, and what of it outlives the coordinator."""
+"""Registration, heartbeats, silence, new incarnations, and what of it outlives the coordinator."""
 
 from typing import Any
 
@@ -65,7 +65,7 @@ def test_registering_again_changes_nothing_and_is_not_persisted_again(story: Sto
     assert (story.num_writes, story.core.spaces[""].revision) == (writes, revision)
 
 
-def test_same_life_may_correct_what_it_said_and_frees_its_rank(story: Story) -> None:
+def test_same_incarnation_may_correct_what_it_said_and_frees_its_rank(story: Story) -> None:
     story.send(worker("w0"))
     assert registered(story, worker("w0", rank=1)).incarnation == 0
     assert registered(story, worker("other", rank=0)).incarnation == 0
@@ -90,25 +90,30 @@ def test_heartbeat_of_a_space_or_worker_that_nobody_knows(story: Story) -> None:
     assert not story.core.heartbeat(story.now, Heartbeat(worker_id="w0", session="another")).is_known
 
 
-def test_new_life_takes_the_place_of_the_old_which_can_not_come_back(story: Story) -> None:
+def test_new_incarnation_takes_the_place_of_the_old_which_can_not_come_back(story: Story) -> None:
     story.send(worker("w0"))
-    assert registered(story, worker("w0", life=1)).incarnation == 1
+    assert registered(story, worker("w0", incarnation=1)).incarnation == 1
     assert story.beat("w0") == [False]
-    story.refuses(worker("w0"), "replaced", "newer life")
+    story.refuses(worker("w0"), "replaced", "newer incarnation")
     assert there(story) == ["w0"]
     story.restart()
     assert story.refused(worker("w0")).code == "replaced"
-    assert registered(story, worker("w0", life=1)).incarnation == 1
-    assert registered(story, worker("w0", life=2)).incarnation == 2
-    assert [story.refused(worker("w0", life=life)).code for life in (0, 1)] == ["replaced", "replaced"]
+    assert registered(story, worker("w0", incarnation=1)).incarnation == 1
+    assert registered(story, worker("w0", incarnation=2)).incarnation == 2
+    assert [story.refused(worker("w0", incarnation=incarnation)).code for incarnation in (0, 1)] == [
+        "replaced",
+        "replaced",
+    ]
 
 
-@pytest.mark.parametrize("life", [0, 1])
-def test_lost_life_may_register_again_with_its_session_but_not_after_a_newer_one(story: Story, life: int) -> None:
+@pytest.mark.parametrize("incarnation", [0, 1])
+def test_lost_incarnation_may_register_again_with_its_session_but_not_after_a_newer_one(
+    story: Story, incarnation: int
+) -> None:
     story.send(worker("w0"))
     story.after(30)
-    assert registered(story, worker("w0", life=life)).incarnation == 1
-    if life:
+    assert registered(story, worker("w0", incarnation=incarnation)).incarnation == 1
+    if incarnation:
         assert story.refused(worker("w0")).code == "replaced"
     else:
         assert story.beat("w0") == [True]
@@ -213,7 +218,7 @@ def test_restarted_coordinator_knows_who_is_there_and_gives_them_their_time() ->
     story.beat("w0")
     story.after(2)
     assert there(story) == ["w0"]
-    assert registered(story, worker("w1", life=1)).incarnation == 1
+    assert registered(story, worker("w1", incarnation=1)).incarnation == 1
 
 
 def test_spaces_see_nothing_of_each_other_and_are_forgotten_whole() -> None:
@@ -221,7 +226,7 @@ def test_spaces_see_nothing_of_each_other_and_are_forgotten_whole() -> None:
     for i in range(4):
         story.send(worker(f"w{i}", space="job/1"))
     kept = dict(story.store)
-    story.send(worker("w0", space="job", life=7))
+    story.send(worker("w0", space="job", incarnation=7))
     assert there(story, "job") == ["w0"]
     assert len(story.store) == len(kept) + 1
     story.tell(SpaceClosed(space="job"))

@@ -71,7 +71,7 @@ class Reading(RuleBasedStateMachine):
     @precondition(lambda self: self.readers)
     @rule(which=WHICH)
     def start_again(self, which: int) -> None:
-        """A new life of a worker that was never missed: it does not know where the last one was."""
+        """A new incarnation of a worker that was never missed: it does not know where the last one was."""
         name = self.reader(which).name
         self.readers[name] = Reader(name, self.ledger.epoch)
 

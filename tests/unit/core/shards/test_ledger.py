@@ -217,9 +217,9 @@ def test_a_damaged_snapshot_is_refused() -> None:
             Ledger.restore(replace(kept, epochs=[replace(epoch, lists=lists)]))
     with pytest.raises(InvariantError, match="is past, and kept"):
         Ledger.restore(replace(kept, epoch=3))
-    assert kept.homes is not None
+    assert kept.initial is not None
     with pytest.raises(InvariantError, match="what is unfinished is not what the lists hold"):
-        Ledger.restore(replace(kept, homes=replace(kept.homes, lists=[b"", b""])))
+        Ledger.restore(replace(kept, initial=replace(kept.initial, lists=[b"", b""])))
     assert Ledger.restore(kept).snapshot() == kept
 
 

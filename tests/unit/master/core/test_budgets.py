@@ -286,7 +286,7 @@ def test_the_same_error_at_the_same_line_before_any_step_twice_is_permanent() ->
     assert bench.job.reason.endswith(
         "KeyError: 'lr'; permanent: the same error at the same line before any step, twice"
     )
-    assert bench.lives() == {"e-0": 1, "e-1": 1}
+    assert bench.incarnations() == {"e-0": 1, "e-1": 1}
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_a_failure_after_a_step_is_not_permanent() -> None:
     for attempt in range(1, 4):
         at_step(bench, attempt, rank=1)
         bench.restart("s", 0, BUG)  # a peer has reported a step
-        assert bench.lives() == {"s-0": attempt, "s-1": 0}
+        assert bench.incarnations() == {"s-0": attempt, "s-1": 0}
     bench.restart("s", 1, CRASH)
     at_step(bench, 4)
     bench.restart("s", 0, BUG)  # it had reported one itself
@@ -348,7 +348,7 @@ def test_ranks_that_fail_at_once_are_one_failure_without_a_new_step() -> None:
             bench.world.say("n1", bench.agent().end("job-1", bench.worker("s", rank).name, CRASH))
         bench.world.run(0.002)
         bench.running()
-    assert bench.lives() == {"s-0": 2, "s-1": 2, "s-2": 2}
+    assert bench.incarnations() == {"s-0": 2, "s-1": 2, "s-2": 2}
     assert bench.job.roles["s"].num_fruitless == 2
 
 
@@ -371,6 +371,6 @@ def test_ranks_that_fail_alike_at_first_are_restarted_once_each() -> None:
     bench = Bench(simple(total=2, restart_alone=True))
     bench.restart("s", 0, BUG)
     bench.restart("s", 1, BUG)
-    assert bench.lives() == {"s-0": 1, "s-1": 1}
+    assert bench.incarnations() == {"s-0": 1, "s-1": 1}
     bench.end("s", 0, BUG)
     assert bench.limit() == "permanent"

@@ -265,7 +265,7 @@ def test_logs_come_from_the_agent(world: World) -> None:
     assert "its newest is 0" in world.get(Refused, ReadLog(job="job", worker="a-0", incarnation=5)).reason
 
 
-def test_the_log_of_an_earlier_life_is_read_where_it_was(world: World) -> None:
+def test_the_log_of_an_earlier_incarnation_is_read_where_it_was(world: World) -> None:
     running(world)
     world.request(RestartWorkers(job="job", workers=["a-0"]))
     world.run(1)
@@ -355,7 +355,7 @@ def test_a_node_id_on_another_host_is_refused_while_the_lease_lives(world: World
     assert world.core.cluster.nodes["n1"].info.host_id == "other"
 
 
-def test_an_agent_of_the_same_host_replaces_the_old_life(world: World) -> None:
+def test_an_agent_of_the_same_host_replaces_the_old_incarnation(world: World) -> None:
     assert any(isinstance(one, DesiredWorkers) for one in register(world))
     assert world.core.cluster.nodes["n1"].info.incarnation == "z"
 
@@ -405,9 +405,9 @@ def test_a_master_that_lost_its_memory_is_obeyed_again(world: World) -> None:
     world.restart_master()
     world.run(5)
     agent = world.sim_agent("n1")
-    assert agent.lives == {}
+    assert agent.incarnations == {}
     running(world, "next")
-    assert len(agent.lives) == 1
+    assert len(agent.incarnations) == 1
 
 
 def test_ended_jobs_are_forgotten_in_the_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,14 @@ from unified.protocol.records import Stage
 from unified.protocol.snapshots import SnapshotHost, token_of
 
 
-def host(node: str, life: str = "a") -> SnapshotHost:
-    return SnapshotHost(f"tcp://{node}:1", f"{node}{life}".encode())
+def host(node: str, incarnation: str = "a") -> SnapshotHost:
+    return SnapshotHost(f"tcp://{node}:1", f"{node}{incarnation}".encode())
 
 
-def agent(node: str, life: str = "a", *, host_id: str = "", devices: int = 2) -> SimAgent:
-    return SimAgent(node, resources(devices=devices), incarnation=life, host_id=host_id, snapshots=host(node, life))
+def agent(node: str, incarnation: str = "a", *, host_id: str = "", devices: int = 2) -> SimAgent:
+    return SimAgent(
+        node, resources(devices=devices), incarnation=incarnation, host_id=host_id, snapshots=host(node, incarnation)
+    )
 
 
 Start = Callable[..., World]
@@ -60,7 +62,7 @@ def told(world: World, node: str) -> str:
     return copy_node.node
 
 
-def test_a_role_on_one_node_has_a_copy_node_elsewhere_and_keeps_it_in_its_next_life(start: Start) -> None:
+def test_a_role_on_one_node_has_a_copy_node_elsewhere_and_keeps_it_in_its_next_incarnation(start: Start) -> None:
     world = start(*(agent(f"n{number}") for number in range(1, 5)))
     first, copy_node = where(world), world.job("job").copy_node
     assert copy_node not in ("", first)

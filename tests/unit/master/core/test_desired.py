@@ -15,7 +15,7 @@ from unified.protocol.client_master import SubmitJob
 def desired(bench: Bench, role: str) -> dict[tuple[int, int], DesiredWorker]:
     """The workers of a role that agents keep, by rank and incarnation."""
     agents = [agent for agent in bench.world.agents.values() if isinstance(agent, SimAgent)]
-    kept = [life.wanted for agent in agents for life in agent.lives.values()]
+    kept = [incarnation.wanted for agent in agents for incarnation in agent.incarnations.values()]
     return {(one.rank, one.worker_incarnation): one for one in kept if one.role == role}
 
 
@@ -44,7 +44,7 @@ def test_a_worker_that_restarts_alone_is_told_the_same_devices_while_its_mate_wa
     bench = Bench(role, failover_exec=2)
     for rank in (0, 1):
         bench.restart("c", rank, CRASH)
-    assert [one.group_devices for (_, life), one in desired(bench, "c").items() if life] == [[0, 1]] * 2
+    assert [one.group_devices for (_, incarnation), one in desired(bench, "c").items() if incarnation] == [[0, 1]] * 2
 
 
 class Listener(SimAgent):

@@ -54,8 +54,8 @@ class NameBench(Bench):
         agent = self.agent(worker.node)
         ((_, report),) = agent.report_progress("job-1", worker.name, 1)
         assert isinstance(report, ObservedWorkers)
-        lives = [msgspec.structs.replace(one, claims=claims) for one in report.workers]
-        report = msgspec.structs.replace(report, workers=lives)
+        incarnations = [msgspec.structs.replace(one, claims=claims) for one in report.workers]
+        report = msgspec.structs.replace(report, workers=incarnations)
         self.world.step(Received(peer=b"x", message=report))
 
     def holders(self) -> dict[str, int]:
@@ -128,7 +128,7 @@ def test_a_report_that_was_overtaken_does_not_bring_an_earlier_state_back(bench:
     assert bench.holders() == {"x": 0}
 
 
-def test_a_name_is_free_when_its_holder_died_and_the_next_life_may_claim_it(bench: NameBench) -> None:
+def test_a_name_is_free_when_its_holder_died_and_the_next_incarnation_may_claim_it(bench: NameBench) -> None:
     bench.claim(0, "x")
     bench.end("s", 0, CRASH)
     assert bench.holders() == {}
@@ -190,7 +190,7 @@ def test_a_restored_master_knows_the_holders_and_decides_what_came_meanwhile_ali
     assert bench.holders()["x"] == 0
     assert [rank for rank in range(3) if "y" in bench.entry(rank=rank).names] == [bench.holders()["y"]]
     assert sum("y" in bench.entry(rank=rank).refused for rank in range(3)) == 2
-    assert bench.lives() == {"s-0": 0, "s-1": 0, "s-2": 0}
+    assert bench.incarnations() == {"s-0": 0, "s-1": 0, "s-2": 0}
 
 
 def test_a_worker_that_claims_without_end_does_not_drown_the_log(bench: NameBench) -> None:
@@ -293,8 +293,8 @@ def test_a_node_without_workers_of_the_job_is_told_nothing() -> None:
     assert {node for node, _, _ in bench.told} == {"n1", "n2"}
 
 
-def test_the_entry_of_a_life_says_how_the_one_before_it_ended(bench: NameBench) -> None:
-    """Who asks only now and then sees the new life alone, and its calls to the old one fail with the evidence."""
+def test_the_entry_of_an_incarnation_says_how_the_one_before_it_ended(bench: NameBench) -> None:
+    """Who asks only now and then sees the new incarnation alone, and its calls to the old fail with the evidence."""
     assert bench.entry("s", 0).reason == ""
     bench.restart("s", 0, CRASH, settle_s=2)
     entry = bench.entry("s", 0)

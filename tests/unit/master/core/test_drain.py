@@ -29,11 +29,13 @@ def test_workers_move_without_a_charge_and_others_stay(failover_exec: Any) -> No
     drain(bench, away, reason="a new disk")
     bench.world.run(1)
     assert [worker.incarnation for worker in bench.job.ranks("s") if worker.node == away] == []
-    assert bench.lives()["e-0"] == bench.lives()["e-1"] == 0, "a round is left when its workers say so, or in 30 s"
+    assert bench.incarnations()["e-0"] == bench.incarnations()["e-1"] == 0, (
+        "a round is left when its workers say so, or in 30 s"
+    )
     bench.world.run(30)
     bench.running()
     assert away not in {worker.node for worker in bench.job.workers.values()}
-    assert bench.lives()["e-0"] == bench.lives()["e-1"] == 1
+    assert bench.incarnations()["e-0"] == bench.incarnations()["e-1"] == 1
     stayed = {worker.name: worker.node for worker in bench.job.ranks("s") if worker.incarnation == 0}
     assert stayed == {name: node for name, node in before.items() if node != away}
     assert (in_use(bench.job), bench.job.stage, bench.job.num_restarts) == ([], Stage.RUNNING, 0)
@@ -76,7 +78,7 @@ def test_a_job_that_fits_nowhere_else_waits_for_room() -> None:
     bench.world.until_stage("other", Stage.RUNNING)
 
 
-def test_a_node_that_is_lost_while_its_workers_leave_it_holds_their_next_lives_up_no_longer() -> None:
+def test_a_node_that_is_lost_while_its_workers_leave_it_holds_their_next_incarnations_up_no_longer() -> None:
     bench = Bench(elastic(total=1, accelerator=1), nodes=2, devices=1)
     bench.agent("n1").delays = Delays(stop=1000)
     drain(bench, "n1")
@@ -102,7 +104,7 @@ def test_work_that_is_done_is_not_done_again() -> None:
     bench.finish("s", 0)
     drain(bench, bench.worker("s", 0).node)
     bench.world.run(1)
-    assert bench.lives() == {"s-0": 0, "s-1": 0}
+    assert bench.incarnations() == {"s-0": 0, "s-1": 0}
     bench.finish("s", 1)
     assert bench.stopped().exit_code == 0
 

@@ -44,7 +44,7 @@ def test_a_role_that_stands_still_is_diagnosed_and_restarts() -> None:
     assert told["hang-diagnosed"].startswith(finding)
     assert f"{names[1]} on n1: hang: no progress for 60 s; {finding} (failure 1, 10 allowed)" in told["role-restarts"]
     assert "category hang" in told["worker-failed"]
-    assert this.lives() == {"e-0": 1, "e-1": 1, "s-0": 0}
+    assert this.incarnations() == {"e-0": 1, "e-1": 1, "s-0": 0}
     assert [this.worker("e", rank).num_failures for rank in (0, 1)] == [0, 1]
     this.running()
 
@@ -58,7 +58,7 @@ def test_a_rank_that_has_ended_is_to_blame_for_those_that_wait() -> None:
     finding = "rank 1 never entered all_reduce 4; the program of rank 1 had ended after 3 collectives"
     assert events(this)["hang-diagnosed"].startswith(finding)
     assert [this.worker("e", rank).num_failures for rank in (0, 1)] == [0, 1]
-    assert this.lives() == {"e-0": 1, "e-1": 1}
+    assert this.incarnations() == {"e-0": 1, "e-1": 1}
     this.running()
 
 
@@ -117,7 +117,7 @@ def test_one_worker_of_a_simple_role_is_watched_by_itself() -> None:
         this.world.run(40)
         report(this, "s", 0, number)
     this.world.run(10)
-    assert this.lives() == {"s-0": 0, "s-1": 2}, "60 s without progress, twice"
+    assert this.incarnations() == {"s-0": 0, "s-1": 2}, "60 s without progress, twice"
     assert "none of its ranks waits in a collective" in events(this)["hang-diagnosed"]
 
 
@@ -128,9 +128,9 @@ def test_progress_during_the_diagnosis_ends_the_suspicion() -> None:
     report(this, "e", 0, 1)
     this.world.run(WITHIN_S + 2)
     assert "role e goes on" in events(this)["hang-over"]
-    assert this.lives() == {"e-0": 0, "e-1": 0}
+    assert this.incarnations() == {"e-0": 0, "e-1": 0}
     this.world.run(70)
-    assert this.lives() == {"e-0": 1, "e-1": 1}, "watched again, and agents that say nothing save nobody"
+    assert this.incarnations() == {"e-0": 1, "e-1": 1}, "watched again, and agents that say nothing save nobody"
 
 
 def test_a_node_that_is_silent_is_its_leases_business() -> None:
@@ -185,7 +185,7 @@ def test_a_worker_that_ended_at_a_breakpoint_waits_no_more() -> None:
     report(this, "e", 1, 1, waits_for="somebody")
     this.end("e", 0, CRASH)
     this.running()
-    assert this.lives() == {"e-0": 1, "e-1": 1}
+    assert this.incarnations() == {"e-0": 1, "e-1": 1}
     assert "waits for somebody" not in reasons(this).values()
     this.world.run(80)
     assert "hang-suspected" in events(this)

@@ -169,11 +169,11 @@ def test_the_outcome_is_known_before_the_last_worker_is_gone() -> None:
     assert (answer.stage, answer.exit_code, answer.outcome) == (Stage.STOPPING, None, 0)
 
 
-def test_a_restart_on_request_says_which_lives_will_be() -> None:
+def test_a_restart_on_request_says_which_incarnations_will_be() -> None:
     cluster = world(n1={"devices": 0})
     submit(cluster, elastic(), simple(total=2))
     cluster.run(1)
     done = cluster.get(Done, RestartWorkers(job="job", workers=["e-1"]))
-    assert done.lives == {"e_2-0_1-0": 1, "e_2-1_1-0": 1}
+    assert done.incarnations == {"e_2-0_1-0": 1, "e_2-1_1-0": 1}
     done = cluster.get(Done, RestartWorkers(job="job", workers=[]))
-    assert done.lives == {"e_2-0_1-0": 2, "e_2-1_1-0": 2, "s_2-0_1-0": 1, "s_2-1_1-0": 1}
+    assert done.incarnations == {"e_2-0_1-0": 2, "e_2-1_1-0": 2, "s_2-0_1-0": 1, "s_2-1_1-0": 1}

@@ -16,36 +16,36 @@ from unified.protocol.records import JobWorkerIncarnation, Stage
 from unified_master.core import log_tails
 from unified_master.core.log_tails import STREAM_BYTES, KeptTails, TailPart
 
-LIFE = JobWorkerIncarnation("job-1", "w_1-0_1-0", 0)
+INCARNATION = JobWorkerIncarnation("job-1", "w_1-0_1-0", 0)
 
 
 def test_bytes_that_follow_each_other_are_one_part() -> None:
     kept = KeptTails()
-    assert kept.read(LIFE, "out", 0, 100) is None
-    kept.add(LIFE, "out", 100, b"one ")
-    kept.add(LIFE, "out", 104, b"two")
-    kept.add(LIFE, "out", 200, b"three")
-    assert kept.read(LIFE, "out", 0, 100) == TailPart(b"one two", 100, 205)
-    assert kept.read(LIFE, "out", 104, 2) == TailPart(b"tw", 104, 205)
-    assert kept.read(LIFE, "out", 107, 100) == TailPart(b"three", 200, 205)
-    assert kept.read(LIFE, "out", -3, 100) == TailPart(b"ree", 202, 205)
-    assert kept.read(LIFE, "out", 205, 100) == TailPart(b"", 205, 205)
-    assert kept.read(LIFE, "out", 5000, 100) == TailPart(b"", 5000, 5000)  # nobody is moved backwards
-    kept.add(LIFE, "out", 0, b"a new beginning")
-    assert kept.read(LIFE, "out", 0, 100) == TailPart(b"a new beginning", 0, 15)
+    assert kept.read(INCARNATION, "out", 0, 100) is None
+    kept.add(INCARNATION, "out", 100, b"one ")
+    kept.add(INCARNATION, "out", 104, b"two")
+    kept.add(INCARNATION, "out", 200, b"three")
+    assert kept.read(INCARNATION, "out", 0, 100) == TailPart(b"one two", 100, 205)
+    assert kept.read(INCARNATION, "out", 104, 2) == TailPart(b"tw", 104, 205)
+    assert kept.read(INCARNATION, "out", 107, 100) == TailPart(b"three", 200, 205)
+    assert kept.read(INCARNATION, "out", -3, 100) == TailPart(b"ree", 202, 205)
+    assert kept.read(INCARNATION, "out", 205, 100) == TailPart(b"", 205, 205)
+    assert kept.read(INCARNATION, "out", 5000, 100) == TailPart(b"", 5000, 5000)  # nobody is moved backwards
+    kept.add(INCARNATION, "out", 0, b"a new beginning")
+    assert kept.read(INCARNATION, "out", 0, 100) == TailPart(b"a new beginning", 0, 15)
     kept.forget("job-1")
-    assert kept.read(LIFE, "out", 0, 100) is None
+    assert kept.read(INCARNATION, "out", 0, 100) is None
 
 
 def test_of_a_stream_the_newest_bytes_are_kept() -> None:
     kept = KeptTails()
     for number in range(100):
-        kept.add(LIFE, "err", number * 1000, b"x" * (1000 - number % 3))  # some follow each other, some do not
-    part = kept.read(LIFE, "err", 0, STREAM_BYTES)
+        kept.add(INCARNATION, "err", number * 1000, b"x" * (1000 - number % 3))  # some follow each other, some do not
+    part = kept.read(INCARNATION, "err", 0, STREAM_BYTES)
     assert part is not None
     assert part.size == 99_000 + 1000 - 99 % 3
     offset, total = part.offset, 0
-    while (found := kept.read(LIFE, "err", offset, STREAM_BYTES)) and found.data:
+    while (found := kept.read(INCARNATION, "err", offset, STREAM_BYTES)) and found.data:
         offset, total = found.offset + len(found.data), total + len(found.data)
     assert STREAM_BYTES - 1000 < total <= STREAM_BYTES
 
@@ -53,10 +53,15 @@ def test_of_a_stream_the_newest_bytes_are_kept() -> None:
 def test_of_all_streams_those_are_dropped_that_were_not_added_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_tails, "TOTAL_BYTES", 3000)
     kept = KeptTails()
-    lives = [LIFE._replace(incarnation=number) for number in range(4)]
-    for life in [*lives[:3], lives[0], lives[3]]:
-        kept.add(life, "out", 0, b"x" * 1000)
-    assert [kept.read(life, "out", 0, 1) is not None for life in lives] == [True, False, True, True]
+    incarnations = [INCARNATION._replace(number=number) for number in range(4)]
+    for incarnation in [*incarnations[:3], incarnations[0], incarnations[3]]:
+        kept.add(incarnation, "out", 0, b"x" * 1000)
+    assert [kept.read(incarnation, "out", 0, 1) is not None for incarnation in incarnations] == [
+        True,
+        False,
+        True,
+        True,
+    ]
 
 
 @pytest.fixture

@@ -51,13 +51,13 @@ def test_loops_leave_their_round_first_and_stay_but_for_those_on_the_node(leave:
     bench.world.run(1)
     notices = [worker.notice for worker in bench.job.ranks("e")]
     assert {(each.round, each.kind) for each in notices if each is not None} == {(1, "planned")}
-    assert bench.lives() == {"e-0": 0, "e-1": 0}, "nobody is stopped before all have left"
+    assert bench.incarnations() == {"e-0": 0, "e-1": 0}, "nobody is stopped before all have left"
     assert bench.job.roles["e"].round == 1
     bench.agent(away).is_hung = False
-    bench.agent(away).lives[bench.worker("e", 1).life].left_round = 1
+    bench.agent(away).incarnations[bench.worker("e", 1).incarnation_id].left_round = 1
     bench.world.say(away, bench.agent(away).report_progress("job-1", bench.worker("e", 1).name, 1))
     in_round(bench, 2)
-    assert bench.lives() == {"e-0": 0, "e-1": 1}
+    assert bench.incarnations() == {"e-0": 0, "e-1": 1}
     assert away not in nodes(bench)
     assert (in_use(bench.job), bench.job.stage, bench.job.num_restarts) == ([], Stage.RUNNING, 0)
     bench.world.kill_agent(away)
@@ -71,10 +71,10 @@ def test_a_loop_that_does_not_leave_in_time_is_called_out_of_its_step() -> None:
     bench.agent(stays).is_hung = True
     stop(bench, away, in_s=5.0)
     bench.world.run(4.5)
-    assert bench.lives() == {"e-0": 0, "e-1": 0}
+    assert bench.incarnations() == {"e-0": 0, "e-1": 0}
     bench.agent(stays).is_hung = False  # from now on it leaves if it is called, but it is not at a boundary
     in_round(bench, 2)
-    assert bench.lives() == {"e-0": 0, "e-1": 1}
+    assert bench.incarnations() == {"e-0": 0, "e-1": 1}
     assert in_use(bench.job) == []
 
 
@@ -88,7 +88,7 @@ def test_a_range_goes_on_with_fewer_nodes_at_once() -> None:
     assert bench.world.now - at < bench.world.intervals.replace_s / 2, "nobody waits for a node in its place"
     in_round(bench, 2)
     assert nodes(bench) == {store}
-    assert bench.lives() == {"e-0": 0, "e-1": 0}
+    assert bench.incarnations() == {"e-0": 0, "e-1": 0}
     assert in_use(bench.job) == []
 
 
@@ -101,14 +101,14 @@ def test_the_store_moves_when_the_loops_of_all_roles_have_left() -> None:
     drain(bench, away)
     bench.world.run(5)
     assert (bench.store.node, bench.store.incarnation) == (away, 0)
-    assert set(bench.lives().values()) == {0}
+    assert set(bench.incarnations().values()) == {0}
     slow.is_hung = False
-    slow.lives[bench.worker(stays).life].left_round = 1
+    slow.incarnations[bench.worker(stays).incarnation_id].left_round = 1
     bench.world.say(slow.node, slow.report_progress("job-1", bench.worker(stays).name, 1))
     bench.world.until(lambda: bench.job.roles["e"].round == bench.job.roles["f"].round == 2, "new rounds")
     bench.running()
     assert bench.store.node != away
-    assert sorted(bench.lives().values()) == [0, 1]
+    assert sorted(bench.incarnations().values()) == [0, 1]
     assert in_use(bench.job) == []
 
 
@@ -137,7 +137,7 @@ def test_a_role_that_fits_nowhere_else_is_told_before_it_waits() -> None:
     bench.world.say(away, bench.agent(away).leave())
     bench.world.until(lambda: bench.world.core.cluster.nodes[away].state is NodeState.LOST, "its loss")
     bench.world.add(SimAgent(away, resources(devices=1), incarnation="b"))
-    bench.world.until(lambda: all_run(bench.job), "the job on the agent's next life")
+    bench.world.until(lambda: all_run(bench.job), "the job on the agent's next incarnation")
     assert in_use(bench.job) == []
 
 
@@ -158,7 +158,7 @@ def test_a_rank_that_finishes_while_another_moves_does_not_hold_the_role_up() ->
     bench = bench_of(rejoining(total=2, accelerator=1))
     away = bench.worker("e", 1).node
     drain(bench, away)
-    bench.world.until(lambda: bench.worker("e", 1).incarnation == 1, "its next life")
+    bench.world.until(lambda: bench.worker("e", 1).incarnation == 1, "its next incarnation")
     bench.finish("e", 0)
     bench.world.run(60)
     assert away not in nodes(bench)

@@ -39,7 +39,7 @@ def test_an_agent_that_stops_in_order_is_the_root_cause_of_what_its_peers_suffer
     assert bench.job.stage is Stage.RUNNING
     leave(bench, bench.worker("e", 1).node)
     bench.running()
-    assert bench.lives() == {"e-0": 1, "e-1": 1}
+    assert bench.incarnations() == {"e-0": 1, "e-1": 1}
     assert (bench.job.node_losses, [worker.num_failures for worker in bench.job.ranks("e")]) == ({"n2": 1}, [0, 0])
 
 
@@ -48,7 +48,7 @@ def test_a_driver_that_its_agent_took_along_has_not_finished() -> None:
     bench.end("s", 0, TAKEN_ALONG)
     leave(bench, bench.worker("s").node)
     bench.running()
-    assert bench.lives() == {"s-0": 1}
+    assert bench.incarnations() == {"s-0": 1}
     assert bench.job.exit_code is None
     events = [event.event for event in bench.world.core.cluster.events[bench.job.job_id]]
     assert events.count("worker-failed") == 1, "it is told once, not again when its node is given up"
@@ -61,7 +61,7 @@ def test_workers_of_an_agent_that_is_killed_while_it_stops_are_missed_too() -> N
     bench.world.kill_agent(node)
     bench.world.until(lambda: bench.world.core.cluster.nodes[node].state is NodeState.LOST, "the lease to run out")
     bench.running()
-    assert bench.lives() == {"s-0": 1}
+    assert bench.incarnations() == {"s-0": 1}
 
 
 def test_a_crash_on_a_node_that_stays_is_still_a_crash() -> None:
@@ -140,7 +140,7 @@ def test_an_agent_whose_process_ended_is_lost_at_once() -> None:
     bench.world.step(Received(peer=b"n1/1", request_id=7, message=died))
     bench.running()
     assert bench.world.now - at < 1
-    assert bench.lives() == {"s-0": 1}
+    assert bench.incarnations() == {"s-0": 1}
     assert bench.world.core.cluster.nodes[lost].reason == "its agent (pid 7) ended"
     assert keeper_says(bench, died) == [HeartbeatSeen()], "said again, it changes nothing and is answered all the same"
 
@@ -173,8 +173,8 @@ def test_an_agent_that_ended_its_workers_because_it_was_cut_off_has_lost_them() 
     bench = Bench(simple())
     agent = bench.agent()
     info = msgspec.structs.replace(bench.world.core.cluster.nodes["n1"].info, cut_off="cut off for 12.0 s")
-    agent.lives.clear()
+    agent.incarnations.clear()
     bench.world.step(Received(peer=b"n1/1", request_id=3, message=info))
     bench.running()
-    assert bench.lives() == {"s-0": 1}
+    assert bench.incarnations() == {"s-0": 1}
     assert bench.job.node_losses == {"n1": 1}

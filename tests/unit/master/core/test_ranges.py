@@ -57,12 +57,12 @@ def test_a_role_begins_with_the_nodes_that_are_there_and_grows_with_those_that_c
     bench.in_round(2, size=2)
     assert bench.world.now - came_at == pytest.approx(bench.world.intervals.grow_settle_s, abs=0.5)
     assert bench.ranks() == {"n1": 0, "n2": 1}
-    assert bench.lives() == {"e-0": 0, "e-1": 0, "e-2": -1}
+    assert bench.incarnations() == {"e-0": 0, "e-1": 0, "e-2": -1}
     bench.join("n3")
     joined_at = bench.world.now
     bench.in_round(3, size=3)
     assert bench.world.now - joined_at > bench.world.intervals.grow_every_s / 2, "it grew again too soon"
-    assert bench.lives() == {"e-0": 0, "e-1": 0, "e-2": 0}
+    assert bench.incarnations() == {"e-0": 0, "e-1": 0, "e-2": 0}
     bench.join("n4")
     bench.world.run(60)
     assert bench.job.roles["e"].round == 3
@@ -100,12 +100,12 @@ def test_processes_that_cannot_rejoin_are_restarted_when_all_have_left_or_the_ti
         bench.world.until(lambda: bench.worker("e").notice is not None, "a notice")  # noqa: B023  # called at once
         told_at = bench.world.now
         if has_left:
-            bench.agent("n1").lives[bench.worker("e").life].left_round = 1
+            bench.agent("n1").incarnations[bench.worker("e").incarnation_id].left_round = 1
             bench.world.say("n1", bench.agent("n1").report_progress("job-1", bench.worker("e").name, 1))
         bench.in_round(2, size=2)
         waited = bench.world.now - told_at
         assert waited < 1.0 if has_left else waited == pytest.approx(30.0, abs=1.0)
-        assert bench.lives() == {"e-0": 1, "e-1": 0}
+        assert bench.incarnations() == {"e-0": 1, "e-1": 0}
         assert bench.ranks() == {"n1": 0, "n2": 1}
         assert [worker.num_failures for worker in bench.job.ranks("e")] == [0, 0]
 
@@ -117,7 +117,7 @@ def test_a_loop_that_does_not_leave_even_a_broken_round_fails() -> None:
     bench.world.until(lambda: bool(bench.told("round-broken")), "the end of its time")
     assert bench.told("round-broken") == ["round 1 is broken off: not all left it in time"]
     bench.in_round(3, size=3)
-    assert bench.lives() == {"e-0": 0, "e-1": 1, "e-2": 0}
+    assert bench.incarnations() == {"e-0": 0, "e-1": 1, "e-2": 0}
     assert [worker.num_failures for worker in bench.job.ranks("e")] == [0, 1, 0]
 
 
@@ -133,7 +133,7 @@ def test_a_lost_node_that_none_replaces_makes_the_role_smaller(rejoins: bool) ->
     run = bench.members()[0].run
     assert run is not None
     assert run.world_size == 2
-    assert bench.lives() == ({"e-0": 0, "e-1": 0, "e-2": 0} if rejoins else {"e-0": 0, "e-1": 1, "e-2": 1})
+    assert bench.incarnations() == ({"e-0": 0, "e-1": 0, "e-2": 0} if rejoins else {"e-0": 0, "e-1": 1, "e-2": 1})
     gone = bench.worker("e", 0)
     assert gone.entry is not None
     assert gone.entry.state is Reachability.ENDED
@@ -151,7 +151,7 @@ def test_a_node_that_comes_in_time_replaces_a_lost_one_in_the_same_round() -> No
     bench.join("n4")
     bench.in_round(2, size=3)
     assert bench.ranks() == {"n4": 0, "n2": 1, "n3": 2}
-    assert bench.lives() == {"e-0": 1, "e-1": 0, "e-2": 0}
+    assert bench.incarnations() == {"e-0": 1, "e-1": 0, "e-2": 0}
 
 
 def test_an_agent_that_stops_in_order_makes_the_role_smaller() -> None:
@@ -159,7 +159,7 @@ def test_an_agent_that_stops_in_order_makes_the_role_smaller() -> None:
     bench.world.say("n2", bench.agent("n2").leave())
     bench.world.kill_agent("n2")
     bench.in_round(2, size=1)
-    assert bench.lives()["e-0"] == 0
+    assert bench.incarnations()["e-0"] == 0
 
 
 def test_a_node_that_leaves_and_comes_back_at_once_costs_one_round() -> None:
@@ -169,7 +169,7 @@ def test_a_node_that_leaves_and_comes_back_at_once_costs_one_round() -> None:
         bench.world.add(SimAgent("n2", resources(), incarnation=str(incarnation)))
         bench.in_round(1 + incarnation, size=2)
     assert bench.job.node_losses == {"n2": 3}, "limits are kept where no agent can lose them"
-    assert bench.lives() == {"e-0": 0, "e-1": 3}
+    assert bench.incarnations() == {"e-0": 0, "e-1": 3}
 
 
 def test_below_the_least_number_the_job_waits() -> None:
@@ -219,7 +219,7 @@ def test_a_newcomer_that_fails_disturbs_nobody(act: Callable[[Range], None]) -> 
     act(bench)
     bench.world.run(20.0)
     assert (bench.job.stage, bench.job.roles["e"].round) == (Stage.RUNNING, 1)
-    assert bench.lives()["e-0"] == 0
+    assert bench.incarnations()["e-0"] == 0
     assert bench.worker("e").notice is None
     assert "goes on without it" in bench.worker("e", 1).reason
     if act is not loses_newcomer:
@@ -242,7 +242,7 @@ def test_a_failure_during_a_planned_change_is_judged_and_the_round_follows() -> 
     bench.agent("n1").is_hung = False
     bench.end("e", 1, CRASH)
     bench.in_round(2, size=3)
-    assert bench.lives() == {"e-0": 0, "e-1": 1, "e-2": 0}
+    assert bench.incarnations() == {"e-0": 0, "e-1": 1, "e-2": 0}
     assert [worker.num_failures for worker in bench.job.ranks("e")] == [0, 1, 0]
 
 

@@ -17,7 +17,7 @@ from unified_master.core.messages import MasterTick, SaveRecord
 def test_strategy_2_restarts_the_role_of_an_elastic_worker_that_crashed() -> None:
     bench = Bench(elastic(), simple(), failover_exec=2)
     bench.restart("e", 1, CRASH)
-    assert bench.lives() == {"e-0": 1, "e-1": 1, "s-0": 0}
+    assert bench.incarnations() == {"e-0": 1, "e-1": 1, "s-0": 0}
     assert [bench.worker("e", rank).round for rank in (0, 1)] == [2, 2]
     assert bench.job.roles["e"].round == 2
     assert bench.worker("e").run != bench.worker("e", 1).run
@@ -34,7 +34,7 @@ def test_a_setup_failure_is_never_repaired() -> None:
     assert bench.limit() == "not restarted: a setup failure would happen again"
 
 
-def test_the_end_names_worker_life_node_failure_and_limit() -> None:
+def test_the_end_names_worker_incarnation_node_failure_and_limit() -> None:
     bench = Bench(elastic(max_restart=1))
     bench.restart("e", 1, CRASH, settle_s=2)
     bench.end("e", 1, CRASH)
@@ -51,7 +51,7 @@ def test_max_restart_is_counted_for_each_worker() -> None:
     bench = Bench(elastic(max_restart=1))
     bench.restart("e", 0, CRASH, settle_s=2)
     bench.restart("e", 1, CRASH)
-    assert bench.lives() == {"e-0": 2, "e-1": 2}
+    assert bench.incarnations() == {"e-0": 2, "e-1": 2}
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_role_max_restart_bounds_the_group_whoever_fails_and_wherever(failure: F
     bench = Bench(elastic(max_restart=6, role_max_restart=6), job_max_restart=2)
     for attempt in range(6):
         bench.restart("e", attempt % 2, failure)
-        assert bench.lives() == {"e-0": attempt + 1, "e-1": attempt + 1}
+        assert bench.incarnations() == {"e-0": attempt + 1, "e-1": attempt + 1}
         bench.world.run(2)
     assert bench.job.excluded == []
     bench.end("e", 1, failure)
@@ -119,7 +119,7 @@ def test_an_excluded_job_waits_if_the_others_are_only_busy() -> None:
 def test_a_lost_node_is_charged_to_that_node_and_not_to_the_worker() -> None:
     bench = Bench(elastic(accelerator=1), nodes=3, devices=1)
     bench.world.kill_agent("n2")
-    bench.world.until(lambda: bench.lives() == {"e-0": 1, "e-1": 1}, "the restart")
+    bench.world.until(lambda: bench.incarnations() == {"e-0": 1, "e-1": 1}, "the restart")
     bench.running()
     assert [worker.node for worker in bench.job.ranks("e")] == ["n1", "n3"]
     assert bench.job.node_losses == {"n2": 1}
@@ -194,7 +194,7 @@ def test_only_the_root_cause_is_charged_in_whatever_order_failures_come() -> Non
     bench = Bench(elastic(total=3))
     bench.end("e", 1, COLLATERAL)
     bench.end("e", 2, COLLATERAL)
-    assert bench.lives() == {"e-0": 0, "e-1": 0, "e-2": 0}
+    assert bench.incarnations() == {"e-0": 0, "e-1": 0, "e-2": 0}
     bench.restart("e", 0, CRASH)
     assert [worker.num_failures for worker in bench.job.ranks("e")] == [1, 0, 0]
     bench.world.run(2)
@@ -207,7 +207,7 @@ def test_a_suspect_waits_for_the_lease_of_a_node_that_is_late() -> None:
     bench.world.cut.add("n2")
     bench.world.run(2.5)
     bench.end("e", 0, COLLATERAL)
-    bench.world.until(lambda: bench.lives() == {"e-0": 1, "e-1": 1}, "the restart")
+    bench.world.until(lambda: bench.incarnations() == {"e-0": 1, "e-1": 1}, "the restart")
     assert [worker.num_failures for worker in bench.job.ranks("e")] == [0, 0]
     assert bench.job.node_losses == {"n2": 1}
 
@@ -218,7 +218,7 @@ def test_a_new_master_does_not_settle_before_every_node_has_reported_to_it() -> 
     bench.end("e", 0, COLLATERAL)
     bench.world.restart_master()
     bench.world.run(3)
-    assert bench.lives() == {"e-0": 0, "e-1": 0}
+    assert bench.incarnations() == {"e-0": 0, "e-1": 0}
     bench.world.cut.clear()
     bench.running()
     assert [worker.num_failures for worker in bench.job.ranks("e")] == [1, 0]
@@ -231,7 +231,7 @@ def test_a_master_that_was_not_there_to_listen_loses_no_node() -> None:
     world.step(MasterTick())
     assert world.core.cluster.nodes["n1"].state is NodeState.ALIVE
     world.run(20)
-    assert bench.lives() == {"e-0": 0, "e-1": 0}
+    assert bench.incarnations() == {"e-0": 0, "e-1": 0}
     assert bench.job.node_losses == {}
 
 
@@ -321,7 +321,7 @@ def test_a_failed_worker_shows_its_failure_and_the_others_why_they_were_stopped(
     assert reasons(bench) == {"s-0": f"stopped with its job: {why}", "s-1": "ValueError: boom"}
 
 
-def test_callers_are_told_why_a_life_ended() -> None:
+def test_callers_are_told_why_an_incarnation_ended() -> None:
     bench = Bench(elastic(), failover_exec=2)
     bench.end("e", 0, CRASH)
     entries = [worker.entry for worker in bench.job.ranks("e")]
@@ -336,7 +336,7 @@ def test_a_driver_that_has_finished_cannot_fail_any_more() -> None:
     bench.finish("s", 0)
     bench.end("s", 0, CRASH)
     bench.world.run(2)
-    assert bench.lives() == {"s-0": 0, "s-1": 0}
+    assert bench.incarnations() == {"s-0": 0, "s-1": 0}
     bench.finish("s", 1)
     assert bench.stopped().exit_code == 0
 
@@ -345,7 +345,7 @@ def test_a_service_that_has_returned_and_then_crashes_is_restarted() -> None:
     bench = Bench(simple("driver"), simple("service", is_driver=False), failover_exec=2)
     bench.finish("service")
     bench.restart("service", 0, CRASH)
-    assert bench.lives() == {"driver-0": 0, "service-0": 1}
+    assert bench.incarnations() == {"driver-0": 0, "service-0": 1}
 
 
 @pytest.mark.parametrize("failover_trigger", [1, 2])
@@ -354,7 +354,7 @@ def test_a_service_restarts_alone_and_is_charged_alone(failover_trigger: Any) ->
     for rank in (0, 1):
         bench.serve("s", rank)
     bench.restart("s", 1, CRASH)
-    assert bench.lives() == {"trainer-0": 0, "trainer-1": 0, "s-0": 0, "s-1": 1}
+    assert bench.incarnations() == {"trainer-0": 0, "trainer-1": 0, "s-0": 0, "s-1": 1}
     assert bench.job.num_charged_restarts == 0
     bench.end("s", 1, CRASH)
     assert bench.limit() == "max_restart"
@@ -363,7 +363,7 @@ def test_a_service_restarts_alone_and_is_charged_alone(failover_trigger: Any) ->
 def test_a_service_that_is_said_to_be_one_restarts_alone_before_it_serves() -> None:
     bench = Bench(simple("driver"), simple("s", is_service=True), failover_exec=1)
     bench.restart("s", 0, USER)
-    assert bench.lives() == {"driver-0": 0, "s-0": 1}
+    assert bench.incarnations() == {"driver-0": 0, "s-0": 1}
     bench.finish("driver")
     assert bench.stopped().exit_code == 0
 
@@ -372,7 +372,7 @@ def test_ranks_of_a_service_restart_together_and_nobody_else() -> None:
     bench = Bench(simple("driver"), elastic("s", is_service=True), failover_exec=1)
     bench.serve("s", 0)
     bench.restart("s", 1, CRASH)
-    assert bench.lives() == {"driver-0": 0, "s-0": 1, "s-1": 1}
+    assert bench.incarnations() == {"driver-0": 0, "s-0": 1, "s-1": 1}
 
 
 def test_a_job_of_services_alone_runs_until_it_is_stopped_or_all_have_ended() -> None:
@@ -405,7 +405,7 @@ def test_a_service_is_still_known_after_its_master_restarted() -> None:
     bench.world.restart_master()
     bench.world.run(5)
     bench.restart("s", 0, CRASH)
-    assert bench.lives() == {"driver-0": 0, "s-0": 1}
+    assert bench.incarnations() == {"driver-0": 0, "s-0": 1}
 
 
 def test_services_end_with_the_drivers() -> None:
@@ -422,7 +422,7 @@ def test_a_lost_store_gives_the_elastic_roles_a_new_round(failover_exec: Any) ->
     bench.end_worker(bench.store, CRASH)
     bench.running()
     is_of_job = int(failover_exec == 1)
-    assert bench.lives() == {"e-0": 1, "e-1": 1, "s-0": is_of_job}
+    assert bench.incarnations() == {"e-0": 1, "e-1": 1, "s-0": is_of_job}
     assert (bench.store.incarnation, bench.job.roles["e"].round, bench.job.num_charged_restarts) == (1, 2, is_of_job)
 
 
@@ -434,7 +434,7 @@ def test_ranks_that_wait_for_a_back_off_are_not_done() -> None:
         bench.world.run(0.2)
     assert (bench.job.stage, bench.job.exit_code) == (Stage.RUNNING, None)
     bench.world.run(2)
-    assert bench.lives() == {"e-0": 2, "e-1": 2}
+    assert bench.incarnations() == {"e-0": 2, "e-1": 2}
 
 
 def test_a_worker_that_never_says_hello_is_a_crash() -> None:
@@ -443,15 +443,15 @@ def test_a_worker_that_never_says_hello_is_a_crash() -> None:
     agent.never_starts = True
     bench.end("e", 0, CRASH)
     bench.world.run(100)
-    assert bench.lives() == {"e-0": 1, "e-1": 1}
+    assert bench.incarnations() == {"e-0": 1, "e-1": 1}
     agent.never_starts = False
     bench.world.run(40)
     bench.running()
-    assert bench.lives() == {"e-0": 2, "e-1": 2}
+    assert bench.incarnations() == {"e-0": 2, "e-1": 2}
     assert any("did not start within 120 s" in event.reason for event in bench.world.log)
 
 
-def test_the_directory_follows_the_lives() -> None:
+def test_the_directory_follows_the_incarnations() -> None:
     bench = Bench(simple(total=2, restart_alone=True))
     entry = bench.entry()
     assert (entry.incarnation, entry.state) == (0, Reachability.ALIVE)
@@ -472,19 +472,19 @@ def test_a_restart_on_request_is_not_charged() -> None:
     bench = Bench(elastic(max_restart=0), simple(), job_max_restart=0, failover_exec=2)
     bench.world.ask(RestartWorkers(job="job", workers=["e-1"]))
     bench.running()
-    assert bench.lives() == {"e-0": 1, "e-1": 1, "s-0": 0}
+    assert bench.incarnations() == {"e-0": 1, "e-1": 1, "s-0": 0}
     bench.world.ask(RestartWorkers(job="job", workers=[]))
     bench.running()
-    assert bench.lives() == {"e-0": 2, "e-1": 2, "s-0": 1}
+    assert bench.incarnations() == {"e-0": 2, "e-1": 2, "s-0": 1}
     assert (bench.job.num_restarts, bench.job.num_charged_restarts) == (1, 0)
 
 
-def test_errors_that_nobody_read_are_counted_over_all_lives_of_a_worker() -> None:
+def test_errors_that_nobody_read_are_counted_over_all_incarnations_of_a_worker() -> None:
     bench = Bench(simple())
     agent = bench.agent()
     for count in (3, 4):
-        for life, sim in agent.lives.items():
-            if life[2] == bench.worker("s").incarnation:
+        for incarnation, sim in agent.incarnations.items():
+            if incarnation[2] == bench.worker("s").incarnation:
                 sim.progress = Progress(step=1, num_unread_errors=count)
         bench.restart("s", 0, CRASH)
     assert job_status(bench.world.core.cluster, bench.job).workers[0].num_unread_errors == 7

@@ -18,7 +18,7 @@ def test_a_failure_follows_the_strategy(
 ) -> None:
     bench = Bench(*roles, failover_exec=exec_strategy)
     bench.restart("x", 0, failure)
-    assert bench.lives() == {"x-0": 1, "x-1": 1, "y-0": num_restarts}
+    assert bench.incarnations() == {"x-0": 1, "x-1": 1, "y-0": num_restarts}
     assert bench.job.num_restarts == num_restarts
 
 
@@ -26,10 +26,10 @@ def test_a_failure_follows_the_strategy(
 def test_workers_that_are_independent_restart_alone(exec_strategy: Any) -> None:
     bench = Bench(simple(total=3, restart_alone=True), simple("d"), nodes=2, failover_exec=exec_strategy)
     bench.restart("s", 1, CRASH)
-    assert bench.lives() == {"s-0": 0, "s-1": 1, "s-2": 0, "d-0": 0}
+    assert bench.incarnations() == {"s-0": 0, "s-1": 1, "s-2": 0, "d-0": 0}
     bench.restart("d", 0, CRASH)
     restarted = {"s-0": 1, "s-1": 2, "s-2": 1, "d-0": 1}
-    assert bench.lives() == (restarted if exec_strategy == 1 else {"s-0": 0, "s-1": 1, "s-2": 0, "d-0": 1})
+    assert bench.incarnations() == (restarted if exec_strategy == 1 else {"s-0": 0, "s-1": 1, "s-2": 0, "d-0": 1})
 
 
 def test_ranks_that_train_together_cannot_restart_alone() -> None:
@@ -71,11 +71,11 @@ def test_trigger_1_waits_for_the_others_of_the_role(role: RoleSpec, failure: Fai
     else:
         bench.finish("s", 1)
     bench.world.run(10)
-    assert bench.lives() == {"s-0": 0, "s-1": 0, "s-2": 0}
+    assert bench.incarnations() == {"s-0": 0, "s-1": 0, "s-2": 0}
     assert "decided when the others of role s are done" in bench.job.reason
     bench.finish("s", 2)
     bench.running()
-    assert bench.lives() == {"s-0": 1, "s-1": 1, "s-2": 1}
+    assert bench.incarnations() == {"s-0": 1, "s-1": 1, "s-2": 1}
     assert [worker.num_failures for worker in bench.job.ranks("s")] == [1, 0, 0]
 
 
@@ -83,11 +83,11 @@ def test_trigger_1_waits_for_the_others_of_a_lost_node() -> None:
     bench = Bench(simple(total=2), simple("d", 2), nodes=2, failover_trigger=1, failover_exec=2)
     bench.finish("d", 0)
     bench.world.kill_agent("n2")
-    bench.world.until(lambda: bench.lives() == {"s-0": 0, "s-1": 0, "d-0": 1, "d-1": 1}, "a restart of d")
+    bench.world.until(lambda: bench.incarnations() == {"s-0": 0, "s-1": 0, "d-0": 1, "d-1": 1}, "a restart of d")
     assert "decided when the others of role s are done" in "".join(event.reason for event in bench.world.log)
     bench.finish("s", 0)
     bench.running()
-    assert bench.lives() == {"s-0": 1, "s-1": 1, "d-0": 1, "d-1": 1}
+    assert bench.incarnations() == {"s-0": 1, "s-1": 1, "d-0": 1, "d-1": 1}
     assert (bench.job.node_losses, bench.worker("s", 1).num_failures) == ({"n2": 1}, 0)
 
 
@@ -101,27 +101,27 @@ def test_trigger_1_waits_for_all_who_use_a_lost_store() -> None:
     bench.world.run(5)
     assert store.incarnation == 0
     bench.restart("b", 1, CRASH)
-    assert bench.lives() == {"a-0": 0, "a-1": 0, "b-0": 1, "b-1": 1}
+    assert bench.incarnations() == {"a-0": 0, "a-1": 0, "b-0": 1, "b-1": 1}
     assert store.incarnation == 1
 
 
 def test_trigger_1_does_not_wait_for_workers_that_wait_for_the_failed_one() -> None:
     bench = Bench(elastic(), failover_trigger=1, failover_exec=2)
     bench.end("e", 0, CRASH)
-    bench.finish("e", 1)  # its process is there until it is stopped, so that its next life begins later
+    bench.finish("e", 1)  # its process is there until it is stopped, so that its next incarnation begins later
     bench.world.until(lambda: bench.worker("e", 0).state is WorkerState.READY, "rank 0 to be ready")
     bench.restart("e", 0, USER)
-    assert bench.lives() == {"e-0": 2, "e-1": 2}
+    assert bench.incarnations() == {"e-0": 2, "e-1": 2}
 
 
 def test_a_lost_node_with_simple_workers_follows_the_strategy() -> None:
     for strategy in (1, 2):
         bench = Bench(simple(total=2), nodes=2, failover_exec=strategy)
         bench.world.kill_agent("n2")
-        bench.world.until(lambda bench=bench: bench.lives() == {"s-0": 1, "s-1": 1}, "the restart")  # type: ignore[misc]
+        bench.world.until(lambda bench=bench: bench.incarnations() == {"s-0": 1, "s-1": 1}, "the restart")  # type: ignore[misc]
     bench = Bench(simple(total=2, restart_alone=True), nodes=2)
     bench.world.kill_agent("n2")
-    bench.world.until(lambda: bench.lives() == {"s-0": 0, "s-1": 1}, "the restart")
+    bench.world.until(lambda: bench.incarnations() == {"s-0": 0, "s-1": 1}, "the restart")
     bench.running()
     assert bench.worker("s", 1).node == "n1"
     bench = Bench(simple(total=2), nodes=2, failover_exec=0)

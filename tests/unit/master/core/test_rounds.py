@@ -36,7 +36,7 @@ def test_those_that_can_rejoin_stay_and_all_are_ordered_into_the_next_round(fail
     assert (notices[0].round, notices[0].kind) == (1, "broken")
     assert failure.summary in notices[0].reason
     in_round(bench, 2)
-    assert bench.lives() == {"e-0": 0, "e-1": 1, "e-2": 0, "s-0": 0}
+    assert bench.incarnations() == {"e-0": 0, "e-1": 1, "e-2": 0, "s-0": 0}
     orders = [worker.run for worker in bench.job.ranks("e") if worker.run is not None]
     assert [(run.round, run.rank, run.world_size) for run in orders] == [(2, 0, 3), (2, 1, 3), (2, 2, 3)]
     assert {run.store_prefix for run in orders} == {"job-1/e/2"}
@@ -48,13 +48,13 @@ def test_those_that_can_rejoin_stay_and_all_are_ordered_into_the_next_round(fail
 def test_a_role_whose_code_cannot_rejoin_restarts_whole() -> None:
     bench = Bench(elastic(), rejoining("loop"), failover_exec=2)
     bench.restart("e", 1, CRASH)
-    assert bench.lives() == {"e-0": 1, "e-1": 1, "loop-0": 0, "loop-1": 0, "loop-2": 0}
+    assert bench.incarnations() == {"e-0": 1, "e-1": 1, "loop-0": 0, "loop-1": 0, "loop-2": 0}
 
 
 def test_the_job_restarts_whole_if_another_role_fails() -> None:
     bench = Bench(rejoining(), simple())
     bench.restart("s", 0, CRASH)
-    assert set(bench.lives().values()) == {1}
+    assert set(bench.incarnations().values()) == {1}
 
 
 def test_several_that_die_are_each_replaced_in_one_round() -> None:
@@ -62,7 +62,7 @@ def test_several_that_die_are_each_replaced_in_one_round() -> None:
     bench.end("e", 1, CRASH)
     bench.end("e", 2, CRASH)
     in_round(bench, 2)
-    assert bench.lives() == {"e-0": 0, "e-1": 1, "e-2": 1, "e-3": 0}
+    assert bench.incarnations() == {"e-0": 0, "e-1": 1, "e-2": 1, "e-3": 0}
     assert charges(bench) == [0, 1, 1, 0]
 
 
@@ -79,7 +79,7 @@ def test_one_that_breaks_down_with_its_round_restarts_along_and_is_not_charged()
     bench.end("e", 1, CRASH)
     bench.end("e", 0, COLLATERAL)
     in_round(bench, 2)
-    assert bench.lives() == {"e-0": 1, "e-1": 1, "e-2": 0}
+    assert bench.incarnations() == {"e-0": 1, "e-1": 1, "e-2": 0}
     assert charges(bench) == [0, 1, 0]
 
 
@@ -88,7 +88,7 @@ def test_collateral_heard_first_restarts_with_its_root_cause() -> None:
     bench.end("e", 0, COLLATERAL)
     bench.end("e", 1, CRASH)
     in_round(bench, 2)
-    assert bench.lives() == {"e-0": 1, "e-1": 1, "e-2": 0}
+    assert bench.incarnations() == {"e-0": 1, "e-1": 1, "e-2": 0}
     assert charges(bench) == [0, 1, 0]
 
 
@@ -100,11 +100,11 @@ def test_one_that_cannot_rejoin_any_more_restarts_along(is_finished: bool) -> No
     if is_finished:
         bench.finish("e", 0)
     else:
-        for life, sim in bench.agent().lives.items():
-            sim.can_rejoin = sim.can_rejoin and life[1] != bench.worker("e", 0).name
+        for incarnation, sim in bench.agent().incarnations.items():
+            sim.can_rejoin = sim.can_rejoin and incarnation[1] != bench.worker("e", 0).name
         bench.world.say("n1", bench.agent().report_progress("job-1", bench.worker("e", 0).name, 1))
     in_round(bench, 2)
-    assert bench.lives() == {"e-0": 1, "e-1": 1, "e-2": 0}
+    assert bench.incarnations() == {"e-0": 1, "e-1": 1, "e-2": 0}
     assert charges(bench) == [0, 1, 0]
 
 
@@ -115,7 +115,7 @@ def test_a_round_that_breaks_while_it_gathers_or_is_joined_is_followed_by_the_ne
     assert bench.worker("e", 0).round == 1
     bench.end("e", 2, CRASH)
     in_round(bench, 3)
-    assert bench.lives()["e-0"] == 0
+    assert bench.incarnations()["e-0"] == 0
     assert charges(bench) == [0, 1, 1]
 
 
@@ -132,7 +132,7 @@ def test_one_that_does_not_join_in_time_has_failed(timeout_s: float | None) -> N
     told = [event.reason for event in bench.world.log if event.event == "worker-failed"]
     assert "did not leave round 1 and join round 2 in time" in told[-1]
     in_round(bench, 3)
-    assert bench.lives() == {"e-0": 0, "e-1": 1, "e-2": 1}
+    assert bench.incarnations() == {"e-0": 0, "e-1": 1, "e-2": 1}
 
 
 def test_one_that_waits_at_a_breakpoint_may_join_late() -> None:
@@ -162,7 +162,7 @@ def test_a_lost_node_costs_its_own_ranks_alone() -> None:
     bench.world.run(0.1)
     bench.world.kill_agent("n3")
     in_round(bench, 2)
-    assert bench.lives() == {"e-0": 0, "e-1": 0, "e-2": 1}
+    assert bench.incarnations() == {"e-0": 0, "e-1": 0, "e-2": 1}
     assert bench.worker("e", 2).node == "n4"
     assert bench.job.num_charged_restarts == 0
 
@@ -174,7 +174,7 @@ def test_the_store_s_node_may_be_lost_too() -> None:
     bench.world.run(0.1)
     bench.world.kill_agent("n1")
     in_round(bench, 2)
-    assert bench.lives() == {"e-0": 1, "e-1": 0, "e-2": 0}
+    assert bench.incarnations() == {"e-0": 1, "e-1": 0, "e-2": 0}
     assert (bench.store.incarnation, bench.store.state) == (1, WorkerState.READY)
 
 
@@ -186,7 +186,7 @@ def test_a_new_store_costs_those_that_can_rejoin_a_round_and_no_more(exec_strate
     assert isinstance(notice, RoundNotice)
     assert "the torch store" in notice.reason
     in_round(bench, 2)
-    assert set(bench.lives().values()) == {0}
+    assert set(bench.incarnations().values()) == {0}
     assert bench.store.incarnation == 1
     assert bench.job.num_charged_restarts == 0
 
@@ -201,7 +201,7 @@ def test_a_round_left_without_a_death_begins_anew_and_is_charged_to_the_first_to
             assert bench.limit() == "max_restart"
             return
         in_round(bench, number)
-        assert set(bench.lives().values()) == {0}
+        assert set(bench.incarnations().values()) == {0}
         assert charges(bench) == [1, 0, 0]
 
 
@@ -221,7 +221,7 @@ def test_a_peer_that_failed_as_collateral_while_another_left_the_round_is_replac
     bench.world.say("n1", bench.agent("n1").leave_round("job-1", bench.worker("e", 0).name))
     bench.end("e", 1, COLLATERAL)
     in_round(bench, 2)
-    assert bench.lives() == {"e-0": 0, "e-1": 1, "e-2": 0}
+    assert bench.incarnations() == {"e-0": 0, "e-1": 1, "e-2": 0}
 
 
 def test_a_round_left_because_of_a_silent_node_waits_for_its_lease() -> None:
@@ -232,7 +232,7 @@ def test_a_round_left_because_of_a_silent_node_waits_for_its_lease() -> None:
     in_round(bench, 2)
     assert charges(bench) == [0, 0, 0]
     assert bench.job.node_losses == {"n3": 1}
-    assert bench.lives() == {"e-0": 0, "e-1": 0, "e-2": 1}
+    assert bench.incarnations() == {"e-0": 0, "e-1": 0, "e-2": 1}
 
 
 def test_a_node_that_failed_too_often_keeps_none_of_its_ranks() -> None:
@@ -261,14 +261,14 @@ def test_trigger_1_does_not_wait_for_peers_that_wait_for_a_round() -> None:
     bench = Bench(rejoining(), failover_trigger=1)
     bench.end("e", 1, CRASH)
     in_round(bench, 2)
-    assert bench.lives() == {"e-0": 0, "e-1": 1, "e-2": 0}
+    assert bench.incarnations() == {"e-0": 0, "e-1": 1, "e-2": 0}
 
 
 def test_a_rank_restarted_on_request_leaves_its_peers_alone() -> None:
     bench = Bench(rejoining())
     bench.world.ask(RestartWorkers(job="job", workers=["e-2"]))
     in_round(bench, 2)
-    assert bench.lives() == {"e-0": 0, "e-1": 0, "e-2": 1}
+    assert bench.incarnations() == {"e-0": 0, "e-1": 0, "e-2": 1}
     assert charges(bench) == [0, 0, 0]
 
 
@@ -277,4 +277,4 @@ def test_a_rank_that_waits_for_its_back_off_holds_the_round_up() -> None:
     for number in range(2, 5):
         bench.end("e", 1, CRASH)
         in_round(bench, number)
-    assert bench.lives() == {"e-0": 0, "e-1": 3, "e-2": 0}
+    assert bench.incarnations() == {"e-0": 0, "e-1": 3, "e-2": 0}

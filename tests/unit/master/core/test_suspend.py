@@ -49,7 +49,7 @@ def test_a_job_waits_and_goes_on_without_a_charge(failover_exec: Any) -> None:
     assert not any(node.allocations for node in bench.world.core.cluster.nodes.values())
     resume(bench)
     bench.running()
-    assert set(bench.lives().values()) == {1}
+    assert set(bench.incarnations().values()) == {1}
     assert (in_use(bench.job), bench.job.num_restarts, bench.job.suspended) == ([], 0, None)
     assert f"suspended: {REASON}" in bench.world.recent()
 
@@ -169,7 +169,7 @@ def test_a_second_time_changes_nothing() -> None:
     resume(bench)
     bench.world.run(10)
     bench.running()
-    assert set(bench.lives().values()) == {1}
+    assert set(bench.incarnations().values()) == {1}
 
 
 def test_who_joins_a_suspended_job_resumes_it() -> None:

@@ -290,7 +290,7 @@ def test_death_of_a_producer_keeps_what_is_in_and_drops_the_rest() -> None:
     assert tale.get(31, 1, 2) == [(3, ["a", "b"]), (2, in_(1))]
 
 
-def test_dead_life_cannot_come_back_and_its_next_can(tale: Story) -> None:
+def test_dead_incarnation_cannot_come_back_and_its_next_can(tale: Story) -> None:
     tale.tell(IncarnationEnded(worker="w3", incarnation=0))
     assert tale.get(31, 1) == [(1, Outcome.UNKNOWN)]
     tale.attach(3, incarnation=0)
@@ -301,7 +301,7 @@ def test_dead_life_cannot_come_back_and_its_next_can(tale: Story) -> None:
     assert tale.get(41, 1) == [(4, ["a"])]
 
 
-def test_new_life_says_that_the_old_one_is_over(tale: Story) -> None:
+def test_new_incarnation_says_that_the_old_one_is_over(tale: Story) -> None:
     tale.put(1, 0, "a")
     tale.get(31, 1)
     tale.attach(4, worker="w3", incarnation=1)

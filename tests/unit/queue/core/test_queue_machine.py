@@ -1,8 +1,8 @@
 """Whatever is lost, repeated or killed: each item that was put is done by one consumer, once, and in order.
 
 The machine plays the network (questions and answers that are lost and asked again), the workers (which die, with and
-without a next life) and the disk of a durable queue (an owner that dies loses what was not committed, and with it the
-answers, which wait for the commit). Its producers and consumers are those of `DataQueue`, without threads.
+without a next incarnation) and the disk of a durable queue (an owner that dies loses what was not committed, and
+with it the answers, which wait for the commit). Its producers and consumers are those of `DataQueue`, without threads.
 """
 
 from collections import Counter
@@ -44,7 +44,7 @@ def pick(data: st.DataObject, objects: Sequence[T]) -> T:
 
 
 class Worker(msgspec.Struct, eq=False):
-    """One life of a worker, with one handle."""
+    """One incarnation of a worker, with one handle."""
 
     name: str
     incarnation: int
@@ -265,16 +265,16 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(name=NAMES)
     def die(self, name: str) -> None:
-        life = self.incarnations.get(name)
-        if life is None:
+        incarnation = self.incarnations.get(name)
+        if incarnation is None:
             return
-        self.incarnations[name] = life + 1
+        self.incarnations[name] = incarnation + 1
         for consumer in self.consumers:
             if consumer.worker.name == name:
                 self.done.subtract(consumer.unheard)  # nobody was told: another one will do them again
         self.producers = [each for each in self.producers if each.worker.name != name]
         self.consumers = [each for each in self.consumers if each.worker.name != name]
-        self.tell(IncarnationEnded(worker=name, incarnation=life))
+        self.tell(IncarnationEnded(worker=name, incarnation=incarnation))
 
     @rule(seconds=st.sampled_from([0.1, 1.0]))
     def time_passes(self, seconds: float) -> None:
@@ -317,8 +317,8 @@ class QueueMachine(RuleBasedStateMachine):
                 consumer.unheard = [item for item in leased.get(consumer.consumer, []) if self.done[item]]
         heard = {item for consumer in self.consumers for item in consumer.unheard}
         self.done.subtract(item.payload for item in unsaid if item.payload not in heard)  # of consumers that died since
-        for name, life in self.incarnations.items():  # the directory says so again
-            self.tell(IncarnationEnded(worker=name, incarnation=life - 1))
+        for name, incarnation in self.incarnations.items():  # the directory says so again
+            self.tell(IncarnationEnded(worker=name, incarnation=incarnation - 1))
         workers = [*(each.worker for each in self.producers), *(each.worker for each in self.consumers)]
         for worker in dict.fromkeys(workers):
             self.tell(HandleAttached(handle=worker.handle, worker=worker.name, incarnation=worker.incarnation))

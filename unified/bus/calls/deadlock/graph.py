@@ -34,7 +34,7 @@ REPEAT_S = 2.0
 """Seconds after which a caller that was told is told again; news goes at once."""
 KEEP_S = 5.0
 """Seconds for which a report of another worker counts."""
-MOST_TOLD = 256
+MAX_REPORTED = 256
 """Number of blocked calls in one message, at most."""
 
 
@@ -92,7 +92,7 @@ class WaitsForGraph:
     def __init__(self, inbox_id: str) -> None:
         self._inbox_id = inbox_id
         self._heard: dict[str, tuple[float, list[BlockedCall]]] = {}
-        self._told: dict[str, tuple[float, list[BlockedCall]]] = {}
+        self._reported: dict[str, tuple[float, list[BlockedCall]]] = {}
         self._seen: set[str] = set()
         """Calls that were blocked at the last look."""
 
@@ -132,7 +132,7 @@ class WaitsForGraph:
             ours = [call for call in dead if call in made_here and _is_through_reader(call, dead)]
             ours = [call for call in ours if reader_of(call) not in dead[call].waits_for]  # a stream is to be read on
             refuse |= {call: in_words(call, dead) for call in ours if call == _first_of(ours, call, dead)}
-        told, self._told = self._told, {}
+        reported, self._reported = self._reported, {}
         tell: dict[str, list[BlockedCall]] = {}
         for each in here:
             if each.call not in came or each.call in refuse or each.call not in self._seen:
@@ -141,12 +141,12 @@ class WaitsForGraph:
                 continue
             if not each.is_queued and not any(call in graph for call in each.waits_for):
                 continue
-            blocked = [graph[call] for call in reach(each.call, graph)][:MOST_TOLD]
-            told_at, was_told = told.get(each.call, (-REPEAT_S, []))
-            if blocked != was_told or told_at + REPEAT_S <= now:
+            blocked = [graph[call] for call in reach(each.call, graph)][:MAX_REPORTED]
+            reported_at, was_reported = reported.get(each.call, (-REPEAT_S, []))
+            if blocked != was_reported or reported_at + REPEAT_S <= now:
                 tell[each.call] = blocked
-                told_at = now
-            self._told[each.call] = (told_at, blocked)
+                reported_at = now
+            self._reported[each.call] = (reported_at, blocked)
         self._seen = {each.call for each in here}
         return Findings(tell, refuse)
 

@@ -31,7 +31,7 @@ from unified.protocol.envelope import Kind
 
 logger = logging.getLogger(__name__)
 LOOK_S = 0.25
-_TOLD = float("inf")
+_REPORTED = float("inf")
 WARN_S = 10.0
 """Seconds after which the log names a call that is queued behind a stream of its own caller: it may wait for ever."""
 
@@ -155,7 +155,7 @@ class DeadlockMonitor:
                 continue
             since = was_behind.get(_name(call), now)
             if now - since >= WARN_S:
-                since = _TOLD
+                since = _REPORTED
                 logger.warning(
                     "worker=%s event=in-line-behind-stream method=%r caller=%s stream=%r seconds=%.0f: the stream "
                     "waits to be read by the same caller. Whoever reads it must not wait for the call: read it to its "

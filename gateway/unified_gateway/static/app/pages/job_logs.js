@@ -18,11 +18,11 @@ export function JobLogs({ job, mirror }) {
   const first = failed && !role ? [failed, ...workers.filter((worker) => worker !== failed)] : workers;
   const chosen = (one ? [one] : first.slice(0, MAX_TOGETHER)).map((worker) => ({ name: worker.name, title: shortName(worker) }));
   const listed = one && !workers.slice(0, MAX_LISTED).includes(one) ? [one, ...workers.slice(0, MAX_LISTED)] : workers.slice(0, MAX_LISTED);
-  const lives = one ? [...Array(one.incarnation + 1).keys()].slice(-50).reverse() : [];
+  const incarnations = one ? [...Array(one.incarnation + 1).keys()].slice(-50).reverse() : [];
   const aside = html`
     <${Select} label="role" value=${role} options=${[["", "all"], ...job.roles.map((each) => [each.name, each.name])]} onPick=${(value) => setQuery({ role: value, worker: "", incarnation: "" })} />
     <${Select} label="rank" value=${one ? one.name : ""} options=${[["", workers.length > MAX_TOGETHER ? `first ${MAX_TOGETHER}` : "all"], ...listed.map((worker) => [worker.name, shortName(worker)])]} onPick=${(value) => setQuery({ worker: value, incarnation: "" })} />
-    ${lives.length > 1 && html`<${Select} label="incarnation" value=${incarnation} options=${[["", "newest"], ...lives.map((life) => [String(life), String(life)])]} onPick=${(value) => setQuery({ incarnation: value })} />`}
+    ${incarnations.length > 1 && html`<${Select} label="incarnation" value=${incarnation} options=${[["", "newest"], ...incarnations.map((number) => [String(number), String(number)])]} onPick=${(value) => setQuery({ incarnation: value })} />`}
     <${Choice} label="stream" value=${stream || "both"} options=${[["both", "both"], ["out", "out"], ["err", "err"]]} onPick=${(value) => setQuery({ stream: value === "both" ? "" : value })} />`;
   return html`<${Card} title="Logs" aside=${aside}>
     ${chosen.length ? html`<${LogView} jobId=${job.job_id} workers=${chosen} stream=${stream || "both"} incarnation=${incarnation} isOver=${isOver(job) || incarnation !== ""} />`

@@ -281,7 +281,7 @@ DRAWS = """
 
 @pytest.mark.slow
 def test_every_fork_draws_random_numbers_of_its_own(agent: Agent, forker: Forker) -> None:
-    """Two ranks, two lives of one rank, two jobs."""
+    """Two ranks, two incarnations of one rank, two jobs."""
     agent.write("wp_code.py", DRAWS)
     envs = {"TMPDIR": str(agent.folder)}
     drawn: list[dict[str, object]] = []
