@@ -20,7 +20,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (programs / f"unified-{role}").chmod(0o755)
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(programs))
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(command, "_places", lambda programs: [])
+    monkeypatch.setattr(command, "_program_paths", lambda programs: [])
     monkeypatch.setattr(command, "_ROOT", tmp_path)
     return tmp_path
 
