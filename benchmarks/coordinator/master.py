@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.coordinator import load
-from unified.data.coordinator_client import RemoteCoordinator
+from unified.coordinator.client import RemoteCoordinator
 from unified.protocol.client_master import Done
 from unified.protocol.coordinator import (
     DatasetRegistration,

@@ -14,8 +14,8 @@ from benchmarks import report_table
 from benchmarks.bus.checks import Judged, Medians, times_better
 from benchmarks.bus.report import short
 from benchmarks.bus.work import Row
-from unified.core.shards.ledger import Ledger
-from unified.core.shards.plan import ShardPlan
+from unified.coordinator.core.shards.ledger import Ledger
+from unified.coordinator.core.shards.plan import ShardPlan
 
 
 class Target(NamedTuple):

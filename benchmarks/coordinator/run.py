@@ -16,7 +16,7 @@ from benchmarks import program
 from benchmarks.bus.work import percentiles_us, read, wanted
 from benchmarks.coordinator import load, report
 from benchmarks.coordinator.master import Populace, master
-from unified.data.coordinator_client import RemoteCoordinator
+from unified.coordinator.client import RemoteCoordinator
 from unified.protocol.coordinator import HeartbeatResponse, worker_to_coordinator
 
 STORM = 200

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from unified.config.runtime import DatasetSettings
-from unified.data.coordinator_client import RemoteCoordinator
-from unified.data.orchestrator import check_release
+from unified.coordinator.client import RemoteCoordinator
+from unified.coordinator.orchestrator import check_release
 from unified.data.reading import dataset_files
 from unified.data.registry import is_registered_as
 from unified.errors import CoordinatorError, MasterUnreachableError, RefusedError, UnifiedError, UsageError

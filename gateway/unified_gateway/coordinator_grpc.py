@@ -17,7 +17,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 
-from unified.data.coordinator_client import RemoteCoordinator
+from unified.coordinator.client import RemoteCoordinator
 from unified.errors import (
     DataFileNotFoundError,
     DatasetError,

@@ -165,7 +165,7 @@ class Gateway:
         return cluster
 
     async def _serve_grpc(self, bind: str, address: str) -> None:
-        from unified.data.coordinator_client import RemoteCoordinator
+        from unified.coordinator.client import RemoteCoordinator
 
         try:
             from unified_gateway.coordinator_grpc import serve

@@ -16,7 +16,7 @@ from unified.config import settings
 from unified.config.addresses import HostPort, parse_flag, split_address
 from unified.config.logging import log_to_stderr, logging_level
 from unified.config.runtime import RuntimeSettings
-from unified.core.coordinator.workers import HeartbeatTimes
+from unified.coordinator.core.workers import HeartbeatTimes
 from unified.errors import CoordinatorError, UnifiedError, UsageError
 from unified.probes import parse_bind
 from unified.sd_notify import ServiceNotifier

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from unified.core.coordinator.coordinator import CoordinatorCore
-from unified.core.coordinator.messages import (
+from unified.coordinator.core.coordinator import CoordinatorCore
+from unified.coordinator.core.messages import (
     AnswerRequest,
     CoordinatorTick,
     Event,
@@ -20,8 +20,8 @@ from unified.core.coordinator.messages import (
     SpaceClosed,
     WorkerGone,
 )
-from unified.core.coordinator.state import REPLACED
-from unified.core.coordinator.workers import HEARTBEAT_TIMES, HeartbeatTimes
+from unified.coordinator.core.state import REPLACED
+from unified.coordinator.core.workers import HEARTBEAT_TIMES, HeartbeatTimes
 from unified.protocol.client_master import Refused
 from unified.protocol.coordinator import CoordinatorRequest, DataRequest, Heartbeat, RestorePosition
 from unified.protocol.records import WorkerState

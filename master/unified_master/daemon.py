@@ -22,7 +22,7 @@ from unified.config.addresses import HostPort, split_address
 from unified.config.logging import LogOnce
 from unified.config.ports import bind_address
 from unified.config.settings import Intervals
-from unified.core.coordinator.workers import HEARTBEAT_TIMES, HeartbeatTimes
+from unified.coordinator.core.workers import HEARTBEAT_TIMES, HeartbeatTimes
 from unified.core.timers import earliest
 from unified.errors import ClusterError, ProtocolError, UnifiedError, UsageError, VersionMismatchError
 from unified.probes import Probes

@@ -7,7 +7,7 @@ import pytest
 
 from tests.cluster.conftest import Cluster, Project
 from unified.api.builder import DLJobBuilder
-from unified.data.coordinator_client import RemoteCoordinator
+from unified.coordinator.client import RemoteCoordinator
 from unified.protocol.client_master import Explain, Story
 from unified.protocol.coordinator import GetLatestCheckpoint, RecoveryInfo
 

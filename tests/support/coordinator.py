@@ -3,8 +3,8 @@
 from typing import Any, Literal, TypeVar
 
 from tests.support.invariants.coordinator import check
-from unified.core.coordinator.coordinator import CoordinatorCore
-from unified.core.coordinator.messages import (
+from unified.coordinator.core.coordinator import CoordinatorCore
+from unified.coordinator.core.messages import (
     AnswerRequest,
     CoordinatorTick,
     Event,

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.orc
 import pyarrow.parquet
 
-from unified.core.file_layout import FileLayout
+from unified.coordinator.core.file_layout import FileLayout
 from unified.data.formats.tfrecord import masked_crc32c
 from unified.protocol.coordinator import FileRun, ShardAssignment
 

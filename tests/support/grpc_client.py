@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 import grpc
 import pytest
 
-from unified.data.coordinator_client import RemoteCoordinator
+from unified.coordinator.client import RemoteCoordinator
 from unified_gateway.coordinator_grpc import serve
 from unified_gateway.tokens import Tokens
 

@@ -236,14 +236,13 @@ class BusEndpoint:
         kwargs: dict[str, Any],
         *,
         timeout: float | None = None,
-        block: bool = True,
         incarnations: Sequence[int | None] | None = None,
     ) -> list[RpcFuture[Any]]:
         """Call several workers, or one incarnation of each, as `call` does: the arguments are encoded once, and lie in
         shared memory once."""
         self._check_may_call(method)
         payload = OutgoingPayload(encode_arguments(args, kwargs, devices=True), num_readers=len(targets))
-        may_wait = self._may_wait(block)
+        may_wait = self._may_wait(True)
         bound = [None] * len(targets) if incarnations is None else incarnations
         return [
             self._client.call(target, method, payload, timeout, may_wait, incarnation)

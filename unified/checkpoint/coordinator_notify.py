@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from unified.checkpoint.location import WriterIdentity
 from unified.checkpoint.manifest import Manifest, manifest_name
 from unified.config.addresses import parse_coordinator
-from unified.data.coordinator_client import Coordinator
-from unified.data.worker_identity import discover, named_coordinator, open_coordinator, worker_of_rank
+from unified.coordinator.client import Coordinator
+from unified.coordinator.worker_identity import discover, named_coordinator, open_coordinator, worker_of_rank
 from unified.errors import CoordinatorError
 from unified.protocol.client_master import Done, MasterAnswer
 from unified.protocol.coordinator import CheckpointResponse, NotifyCheckpoint, TellEvent, WorkerEvent

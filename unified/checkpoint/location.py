@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from unified.checkpoint.manifest import Manifest
-from unified.data.worker_identity import check_rank, discover
+from unified.coordinator.worker_identity import check_rank, discover
 from unified.errors import UsageError
 from unified.values import Value
 

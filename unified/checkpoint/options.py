@@ -14,7 +14,7 @@ from unified.errors import UsageError, nearest
 if TYPE_CHECKING:
     from unified.checkpoint.manifest import Manifest
     from unified.config.runtime import CheckpointSettings
-    from unified.data.coordinator_client import Coordinator
+    from unified.coordinator.client import Coordinator
 
 
 class CheckpointOptions(TypedDict, total=False):

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 from unified import lazy
 
 if TYPE_CHECKING:
-    from unified.data.coordinator_client import Coordinator, RemoteCoordinator
-    from unified.data.hashing import ConsistentHash, ShardManager
-    from unified.data.local_coordinator import EmbeddedCoordinator
-    from unified.data.orchestrator import TrainingOrchestrator
+    from unified.coordinator.client import Coordinator, RemoteCoordinator
+    from unified.coordinator.embedded import EmbeddedCoordinator
+    from unified.coordinator.hashing import ConsistentHash, ShardManager
+    from unified.coordinator.orchestrator import TrainingOrchestrator
     from unified.data.position import merge_positions
     from unified.data.reading import ShardReader, find_runs, iter_samples
     from unified.data.registry import DatasetRegistry
@@ -33,10 +33,10 @@ __all__ = [
 __getattr__, __dir__ = lazy.exports(
     __name__,
     {
-        "unified.data.coordinator_client": ["Coordinator", "RemoteCoordinator"],
-        "unified.data.hashing": ["ConsistentHash", "ShardManager"],
-        "unified.data.local_coordinator": ["EmbeddedCoordinator"],
-        "unified.data.orchestrator": ["TrainingOrchestrator"],
+        "unified.coordinator.client": ["Coordinator", "RemoteCoordinator"],
+        "unified.coordinator.hashing": ["ConsistentHash", "ShardManager"],
+        "unified.coordinator.embedded": ["EmbeddedCoordinator"],
+        "unified.coordinator.orchestrator": ["TrainingOrchestrator"],
         "unified.data.registry": ["DatasetRegistry"],
         "unified.data.reading": ["ShardReader", "find_runs", "iter_samples"],
         "unified.data.position": ["merge_positions"],

@@ -9,12 +9,8 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from unified.config.runtime import RuntimeSettings
-from unified.data.coordinator_client import Coordinator
-from unified.data.files import absolute
-from unified.data.position import restore_request
-from unified.data.reading import dataset_files
-from unified.data.shard_cache import DatasetShards
-from unified.data.worker_identity import (
+from unified.coordinator.client import Coordinator
+from unified.coordinator.worker_identity import (
     check_rank,
     discover,
     member_of_rank,
@@ -22,6 +18,10 @@ from unified.data.worker_identity import (
     registered,
     session_of,
 )
+from unified.data.files import absolute
+from unified.data.position import restore_request
+from unified.data.reading import dataset_files
+from unified.data.shard_cache import DatasetShards
 from unified.errors import CoordinatorError, UsageError, listed, nearest
 from unified.protocol import coordinator
 from unified.protocol.client_master import Done

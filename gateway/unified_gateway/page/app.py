@@ -15,7 +15,7 @@ import msgspec
 from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 
-from unified.data.coordinator_client import RemoteCoordinator
+from unified.coordinator.client import RemoteCoordinator
 from unified.errors import RefusedError
 from unified.security.keys import find_key
 from unified_gateway.http.admission import App, Receive, Scope, Send, read_body, replay_body

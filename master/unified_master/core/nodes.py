@@ -7,12 +7,12 @@ import re
 
 import msgspec
 
-from unified.core.changes import ChangedPart
 from unified.protocol import agent_master
 from unified.protocol.client_master import Refused
 from unified.protocol.records import NODE_MOVES, NodeState
 from unified.values import Value
 from unified_master.core import copy_nodes, desired
+from unified_master.core.changes import ChangedPart
 from unified_master.core.rounds import exclusion, moving, recovery
 from unified_master.core.state import NodeRecord
 from unified_master.core.step import MasterStep, count

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 import msgspec
 
-from unified.core.changes import ChangeLog
 from unified.errors import UnifiedError
 from unified.job.spec import JobSpec
 from unified.protocol.records import EventRecord, JobWorkerIncarnation, NodeState, Stage, WorkerState
 from unified_master.core import presence
+from unified_master.core.changes import ChangeLog
 from unified_master.core.clients.watching import MAX_SENT_EVENTS
 from unified_master.core.health import hangs
 from unified_master.core.nodes import FORGET_S, GRACE_LEASES, NodeMemory

@@ -9,7 +9,6 @@ from typing import Literal
 import msgspec
 
 from unified.config.settings import Intervals
-from unified.core.changes import ChangedPart, ChangeLog
 from unified.core.lease import LeaseTable
 from unified.core.timers import TimerTable
 from unified.job.spec import JobSpec, RoleSpec, has_range
@@ -19,6 +18,7 @@ from unified.protocol.client_master import EndReport, ReadLog
 from unified.protocol.stacks import StackReport
 from unified.values import Value
 from unified_master.core.accounting import Account
+from unified_master.core.changes import ChangedPart, ChangeLog
 from unified_master.core.log_tails import KeptTails
 from unified_master.core.node_capacity import Allocation, NodeCapacity, PlacementAttempt
 

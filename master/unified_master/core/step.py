@@ -6,11 +6,11 @@ from collections import deque
 
 import msgspec
 
-from unified.core.changes import ChangedPart
 from unified.protocol.agent_master import MasterToAgent
 from unified.protocol.client_master import MasterToClient
 from unified.protocol.records import EventRecord, Stage
 from unified_master.core import presence
+from unified_master.core.changes import ChangedPart
 from unified_master.core.messages import MasterAction, ReportEvent, SaveRecord, Send
 from unified_master.core.state import MAX_EVENTS, Cluster, JobRecord, NodeRecord, TimerKey, WorkerRecord
 

@@ -11,8 +11,8 @@ import pytest
 from tests.io.checkpoint.test_checkpoint_manager import AT_ONCE, Gated, checksum_of, flip, payload_of, save_now
 from tests.support.master_process import StartMaster
 from unified.checkpoint import CheckpointFallbackWarning, CheckpointManager
+from unified.coordinator.client import Coordinator, RemoteCoordinator
 from unified.data import EmbeddedCoordinator
-from unified.data.coordinator_client import Coordinator, RemoteCoordinator
 from unified.errors import CheckpointSaveError, MasterUnreachableError, UsageError
 from unified.protocol.coordinator import (
     CoordinatorRequest,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unified.data.coordinator_client import RemoteCoordinator
+from unified.coordinator.client import RemoteCoordinator
 from unified.protocol.coordinator import Datasets, GetDatasets, RegisterWorker, WorkerRegistration
 from unified.testing import eventually
 

@@ -18,8 +18,8 @@ from tests.support.master_process import StartMaster
 from tests.support.s3 import Asked, S3Server, faulty
 from unified.checkpoint import CheckpointManager
 from unified.config.runtime import FILE_VARIABLE, SECTIONS, VARIABLES, variable_of
+from unified.coordinator.client import RemoteCoordinator
 from unified.data import DatasetRegistry, EmbeddedCoordinator, ShardedDataset, TrainingOrchestrator
-from unified.data.coordinator_client import RemoteCoordinator
 from unified.protocol.coordinator import CoordinatorRequest, Heartbeat
 from unified.storage import S3Backend
 from unified.testing import eventually

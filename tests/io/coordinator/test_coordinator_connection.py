@@ -7,8 +7,8 @@ import pytest
 from tests.support.fake_master import FakeMaster
 from unified.client import connection as connection_module
 from unified.client.connection import MasterConnection, PendingReply
-from unified.data import coordinator_client
-from unified.data.coordinator_client import BARRIER_GRACE_S, RemoteCoordinator, barrier_after
+from unified.coordinator import client as coordinator_client
+from unified.coordinator.client import BARRIER_GRACE_S, RemoteCoordinator, barrier_after
 from unified.errors import MasterUnreachableError
 from unified.protocol.client_master import JobList, ListJobs, ListNodes
 from unified.protocol.coordinator import BarrierResponse, WaitBarrier, worker_to_coordinator

@@ -12,9 +12,9 @@ import zmq
 from tests.support.data_files import samples, write_jsonl
 from tests.support.deadlines import met, missed
 from tests.support.master_process import StartMaster
-from unified.core.coordinator.coordinator import CoordinatorCore
+from unified.coordinator.client import RemoteCoordinator
+from unified.coordinator.core.coordinator import CoordinatorCore
 from unified.data import DatasetRegistry, TrainingOrchestrator
-from unified.data.coordinator_client import RemoteCoordinator
 from unified.errors import BarrierTimeoutError, CoordinatorError, InvariantError, MasterUnreachableError
 from unified.protocol.coordinator import (
     BarrierResponse,
@@ -67,7 +67,7 @@ async def test_a_barriers_time_goes_on_while_the_master_is_away(
     start_master: StartMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is over when it would have been, and tells who is missing."""
-    monkeypatch.setattr("unified.data.coordinator_client.BARRIER_GRACE_S", met(100.0))
+    monkeypatch.setattr("unified.coordinator.client.BARRIER_GRACE_S", met(100.0))
     master = start_master()
     address = master.address
     with RemoteCoordinator(address) as remote:

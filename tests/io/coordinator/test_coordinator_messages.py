@@ -16,9 +16,9 @@ from tests.support.data_files import samples, write_jsonl
 from tests.support.deadlines import met, missed
 from tests.support.master_process import MasterProcess
 from unified.checkpoint import CheckpointManager
+from unified.coordinator.client import Coordinator, RemoteCoordinator
 from unified.core.backoff import Backoff
 from unified.data import DatasetRegistry, TrainingOrchestrator
-from unified.data.coordinator_client import Coordinator, RemoteCoordinator
 from unified.errors import BarrierError, CheckpointSaveError, CoordinatorError, WorkerUnknownError
 from unified.protocol.client_master import Done, Refused
 from unified.protocol.coordinator import (

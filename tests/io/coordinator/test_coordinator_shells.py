@@ -13,9 +13,9 @@ from msgspec.structs import replace
 
 from tests.support.deadlines import missed
 from tests.support.master_process import StartMaster
+from unified.coordinator.client import Coordinator, RemoteCoordinator
+from unified.coordinator.worker_identity import session_of
 from unified.data import DatasetRegistry, EmbeddedCoordinator, TrainingOrchestrator
-from unified.data.coordinator_client import Coordinator, RemoteCoordinator
-from unified.data.worker_identity import session_of
 from unified.errors import (
     BarrierError,
     BarrierTimeoutError,

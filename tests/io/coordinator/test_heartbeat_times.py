@@ -9,8 +9,8 @@ import pytest
 from tests.support.data_files import samples, write_jsonl
 from tests.support.master_process import StartMaster
 from tests.unit.config.test_runtime import DOCUMENT
+from unified.coordinator.client import RemoteCoordinator
 from unified.data import DatasetRegistry, ShardedDataset, TrainingOrchestrator
-from unified.data.coordinator_client import RemoteCoordinator
 from unified.testing import eventually
 
 

@@ -21,8 +21,8 @@ from tests.support.deadlines import met, missed
 from tests.support.grpc_client import TOKEN, TOKENS, GeneratedClient, Stub, served
 from tests.support.master_process import StartMaster
 from unified.client.daemons import Daemon
+from unified.coordinator.client import RemoteCoordinator
 from unified.data import DatasetRegistry, TrainingOrchestrator, iter_samples
-from unified.data.coordinator_client import RemoteCoordinator
 from unified.errors import UsageError
 from unified.protocol.coordinator import FileRun, ShardAssignment
 from unified.testing import eventually

@@ -1,8 +1,8 @@
 """Invariants of a coordinator between two steps, which tests check."""
 
-from unified.core.coordinator.coordinator import CoordinatorCore
-from unified.core.coordinator.records import MAX_BARRIERS, MAX_GONE, MAX_RELEASES
-from unified.core.coordinator.state import Space
+from unified.coordinator.core.coordinator import CoordinatorCore
+from unified.coordinator.core.records import MAX_BARRIERS, MAX_GONE, MAX_RELEASES
+from unified.coordinator.core.state import Space
 
 
 def check(core: CoordinatorCore) -> list[str]:

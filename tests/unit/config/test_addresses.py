@@ -11,11 +11,11 @@ from unified.checkpoint import CheckpointManager
 from unified.client.connection import connect_master
 from unified.config import addresses
 from unified.config.addresses import find_master, parse_address, parse_coordinator, parse_flag, split_address
-from unified.data.coordinator_client import RemoteCoordinator
-from unified.data.local_coordinator import embedded_coordinator
-from unified.data.orchestrator import TrainingOrchestrator
+from unified.coordinator.client import RemoteCoordinator
+from unified.coordinator.embedded import embedded_coordinator
+from unified.coordinator.orchestrator import TrainingOrchestrator
+from unified.coordinator.worker_identity import discover, open_coordinator
 from unified.data.registry import DatasetRegistry
-from unified.data.worker_identity import discover, open_coordinator
 from unified.errors import UsageError
 
 VARIABLES = ("COORDINATOR_URL", "WORKER_ID", "RANK", "WORLD_SIZE")

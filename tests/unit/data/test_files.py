@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.data_files import assign_files
-from unified.core.file_layout import FileLayout, FileRows
+from unified.coordinator.core.file_layout import FileLayout, FileRows
 from unified.data.files import RowOffsetIndex, format_of, matches, natural_key, of_format
 from unified.errors import DataFileNotFoundError, DatasetError
 from unified.protocol.coordinator import FileRun

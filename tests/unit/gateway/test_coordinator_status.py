@@ -7,7 +7,7 @@ from typing import get_args
 import grpc
 import pytest
 
-import unified.core.coordinator
+import unified.coordinator.core
 from unified.errors import (
     CoordinatorError,
     DataFileNotFoundError,
@@ -21,7 +21,7 @@ from unified.errors import (
 from unified.protocol.coordinator import ReleasedBy
 from unified_gateway.coordinator_grpc import STATUS_OF_CODE, status_of
 
-CORE = Path(unified.core.coordinator.__file__).parent
+CORE = Path(unified.coordinator.core.__file__).parent
 OF_OTHER_REQUESTS = {"world-unknown"}
 """Codes of requests that no call of the service makes."""
 

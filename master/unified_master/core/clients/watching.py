@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from unified.core.changes import ChangedPart
 from unified.protocol.client_master import Changes, Refused, WatchCluster, WorkerStatus
 from unified.protocol.columns import Columns, columns_of
+from unified_master.core.changes import ChangedPart
 from unified_master.core.clients import status
 from unified_master.core.state import Cluster, ParkedWatch, TimerKey
 from unified_master.core.step import MasterStep

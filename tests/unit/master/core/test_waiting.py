@@ -8,10 +8,10 @@ import pytest
 from tests.support.master import all_run, simple
 from tests.support.sim.sim_agent import SimAgent, resources
 from tests.support.sim.world import World
-from unified.core.changes import ChangedPart
 from unified.job.spec import FEW_ROLES, JobSpec, Resources
 from unified.protocol.client_master import Changes, GetJob, JobStatus, SubmitJob, WatchCluster
 from unified.protocol.records import Stage
+from unified_master.core.changes import ChangedPart
 from unified_master.core.scheduling import placement, waiting
 from unified_master.core.scheduling.waiting import MANY_WORKERS
 
