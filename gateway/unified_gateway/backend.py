@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from unified.client.reports import KeptReports
 from unified.errors import RefusedError
+from unified.training.options import TrainingOptions
 from unified_gateway.schemas import RunState, TrainingRequest
 
 KIND_LABEL, KIND = "unified/kind", "training"
@@ -37,12 +38,10 @@ class RunPlan:
     request: TrainingRequest
     name: str
     """Name of the job: a DNS label of at most 52 characters."""
-    attempt_id: str
-    """Id of this submission. A restart of its workers has the same one; a resume by a client another."""
+    options: TrainingOptions
+    """Options of the training program. A restart of its workers has the same `attempt_id`, a resume another."""
     environment: Mapping[str, str]
-    """Variables of document 4 and of the payload's `env`."""
-    arguments: tuple[str, ...]
-    """Command line of the training program, behind ``python -m unified.training``."""
+    """Variables of the payload's `env`."""
     labels: Mapping[str, str]
     """The payload's labels and the gateway's own. ``unified/run-id`` may be longer than Kubernetes allows."""
     annotations: Mapping[str, str]

@@ -17,6 +17,7 @@ from unified.client.logs import LogFilter, LogReader, Mode
 from unified.client.report import first_line
 from unified.client.reports import KeptReports, read_reports
 from unified.errors import MasterUnreachableError, RefusedError
+from unified.job import payload
 from unified.job.spec import EntryPoint, JobSpec, Resources, RoleSpec
 from unified.protocol import client_master
 from unified.protocol.records import Stage
@@ -172,11 +173,12 @@ class MasterBackend:
         (role,) = spec.roles
         return {
             "name": spec.name,
-            "command": " ".join(["python", "-m", role.entry_point.target, *role.entry_point.argv]),
+            "command": f"python -m {role.entry_point.target}",
             "nodes": spec.node_num,
             "ranks_per_node": role.per_group,
             "resources_per_rank": msgspec.to_builtins(role.resources),
             "environment": {name: "…" if name in plan.request.env else text for name, text in role.envs.items()},
+            "config": plan.options.as_job_config(),
             "labels": spec.labels,
             "annotations": {name: text for name, text in spec.annotations.items() if name != REQUEST_ANNOTATION},
             "max_restarts": role.role_max_restart,
@@ -226,7 +228,7 @@ def job_spec(plan: RunPlan, *, shares_host: bool = False) -> JobSpec:
     role = RoleSpec(
         name=ROLE,
         kind="elastic",
-        entry_point=EntryPoint(kind="module", target=MODULE, argv=list(plan.arguments)),
+        entry_point=EntryPoint(kind="module", target=MODULE),
         total=request.num_nodes * per_node,
         per_group=per_node,
         resources=resources,
@@ -238,6 +240,7 @@ def job_spec(plan: RunPlan, *, shares_host: bool = False) -> JobSpec:
         roles=[role],
         node_num=request.num_nodes,
         device_per_node=per_node,
+        user_config=payload.encode(plan.options.as_job_config()),
         failover_exec=2,  # restart the role,
         stop_grace_s=STOP_GRACE_S,
         submitted_by=f"unified-gateway@{os.uname().nodename}:{os.getpid()}",

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from unified.training.layout import RunLayout
+from unified.training.options import TrainingOptions
 from unified_gateway.backend import (
     ATTEMPT_ANNOTATION,
     FRAMEWORK_LABEL,
@@ -139,28 +140,21 @@ def plan_run(
         namespace: where the payload names none.
         kept: digests of variables whose values the job has that this attempt follows.
     """
-    layout = RunLayout(request.checkpoint_base_uri, request.run_id, request.framework)
     stored = StoredRequest.of(request, salt, kept)
-    service = {
-        "FRAMEWORK": request.framework,
-        "RUN_ID": request.run_id,
-        "CHECKPOINT_BASE_URI": request.checkpoint_base_uri,
-        "CHECKPOINT_PREFIX": layout.prefix,
-        "DATASET_URI": request.dataset_uri,
-        "LOGS_URI": layout.logs_uri,
-        "CONFIG_URI": layout.config_uri,
-        "MODEL_ID": request.model_id,
-        "CONFIG_PATH": request.config_path or "",
-        "RESUME_FROM_CHECKPOINT": "true" if request.resume_from_checkpoint else "false",
-        "EXTRA_ARGS_JSON": json.dumps(request.extra_args, ensure_ascii=False),
-        "ATTEMPT_ID": attempt_id,
-    }
+    options = TrainingOptions(
+        layout=RunLayout(request.checkpoint_base_uri, request.run_id, request.framework),
+        model_id=request.model_id,
+        dataset_uri=request.dataset_uri,
+        config_path=request.config_path or "",
+        resume=request.resume_from_checkpoint,
+        extra_args=request.extra_args,
+        attempt_id=attempt_id,
+    )
     return RunPlan(
         request=request,
         name=job_name(request),
-        attempt_id=attempt_id,
-        environment={**request.env, **service},
-        arguments=("--framework", request.framework, "--run-id", request.run_id),
+        options=options,
+        environment=request.env,
         labels={
             **request.labels,
             KIND_LABEL: KIND,

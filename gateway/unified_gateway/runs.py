@@ -131,7 +131,7 @@ class RunService:
         plan = self.plan(request)
         for _ in range(MAX_TRIES):
             run, named = await self._known(plan.name, request.run_id)
-            if run is not None and run.annotations.get(ATTEMPT_ANNOTATION) == plan.attempt_id:
+            if run is not None and run.annotations.get(ATTEMPT_ANNOTATION) == plan.options.attempt_id:
                 return SubmitOutcome(run, is_new=True)  # the answer to an earlier try was lost
             decision = decide(request, run, named)
             if decision.action == "return" and run is not None:
@@ -174,7 +174,7 @@ class RunService:
             return await self._begin(plan, known.job_id)
         except NameTakenError as error:
             now = await self.run(name)
-            if now.annotations.get(ATTEMPT_ANNOTATION) == plan.attempt_id:
+            if now.annotations.get(ATTEMPT_ANNOTATION) == plan.options.attempt_id:
                 return now  # the answer to an earlier try was lost
             raise RunConflictError(str(error), now) from None
 

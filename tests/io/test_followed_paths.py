@@ -105,3 +105,15 @@ def test_each_listed_file_is_imported_by_one_above_it(heading: str) -> None:
         if above or index:
             found = {name for each in [*above, *files[:index]] for name in imported(each)}
             assert module(file) in found, f"none of the files above {file} imports it"
+
+
+def test_a_field_of_a_role_is_spelled_in_few_files() -> None:
+    """In the description, its record, the builder, and where it is of use; what carries it copies all fields."""
+    product = [file for tree in ("unified", "agent", "master", "gateway") for file in (ROOT / tree).rglob("*.py")]
+    found = [file for file in product if re.search(r"\bper_node_max_failure\b", file.read_text())]
+    assert 3 < len(found) <= 6, found
+
+
+def test_few_places_cannot_be_guessed_from_the_names_of_files() -> None:
+    _, _, *rows = PAGE.partition("## Where is …?\n\n")[2].partition("\n\n")[0].splitlines()
+    assert 10 < len(rows) <= 30

@@ -219,9 +219,9 @@ class JobConfig(Description):
     """Action on such a failure: 0 stop the job, 1 restart the job, 2 restart the role. A simple role may say
     `restart_alone()`: then 1 and 2 restart the worker."""
     restart_window: Seconds | None = Field(default=None, ge=0)
-    """Seconds for which a failure, a lost node or a restart of the job counts against its limit (`max_restart`,
-    `per_node_max_failure`, `node_max_restart`, `job_max_restart`), so that a long job is not ended by what went wrong
-    weeks ago; an excluded node is used again, too. 0: for ever. None: as the job's description says, by default 0."""
+    """Seconds for which a failure, a lost node or a restart of the job counts against its limit (those of workers, of
+    nodes and of the job), so that a long job is not ended by failures of weeks ago. After that time an excluded node is
+    used again, too. 0: for ever. None: as the job's description says, by default 0."""
     restart_backoff: Seconds = Field(default=30.0, ge=0)
     """Longest wait, in seconds, before a worker that fails within a second each time starts again. The waits are 0,
     0.5, 1, 2, 4 … up to it."""

@@ -8,6 +8,7 @@ from typing import Any
 from unified.job.entrypoint import NO_PYTHON
 from unified.job.payload import decode
 from unified.job.spec import EntryPoint, RoleSpec
+from unified.job.to_spec import same_fields
 from unified.job.workloads import (
     CustomWorkloadDesc,
     ElasticWorkloadDesc,
@@ -17,50 +18,43 @@ from unified.job.workloads import (
     WorkloadDesc,
 )
 
+_KINDS: dict[str, type[WorkloadDesc]] = {
+    "elastic": ElasticWorkloadDesc,
+    "simple": SimpleWorkloadDesc,
+    "custom": CustomWorkloadDesc,
+}
+
 
 def workload_of(role: RoleSpec) -> WorkloadDesc:
     """Return the description of a role. Its `envs` hold the job's too, and its `config` is decoded.
 
     Nothing is checked again: the role was accepted once, maybe by a newer release.
     """
+    kind = _KINDS[role.kind]
     fields: dict[str, Any] = {
-        "total": role.total,
+        **{field: getattr(role, field) for field in same_fields(kind)},
         "resource": _resource(role),
         "envs": dict(role.envs),
-        "per_node_max_failure": role.per_node_max_failure,
-        "max_restart": role.max_restart,
         "group": role.collocation,
-        "per_group": role.per_group,
         "entry_point": _entry_point(role.entry_point),
         "config": decode(role.config, f"config of role {role.name}") or {},
-        "rank_based_gpu_selection": role.rank_based_gpu_selection,
-        "is_driver": role.is_driver,
-        "is_service": role.is_service,
         "node_group_failover": NodeGroupFailoverDesc.model_construct(
             enabled=role.failover_label is not None,
             group_label_key=role.failover_label or "",
             timeout=role.failover_timeout_s,
         ),
         "hang_timeout": role.hang_timeout_s,
-        "sub_stage": list(role.sub_stage),
-        "auto_visible_devices": role.auto_visible_devices,
     }
     if role.kind == "elastic":
-        return ElasticWorkloadDesc.model_construct(
-            **fields,
-            comm_pre_check=role.communication.pre_check,
-            comm_auto_setup_process_group=role.communication.auto_setup,
-            comm_backend=role.communication.backend,
-            comm_timeout_s=role.communication.timeout_s,
-            min_nodes=role.min_nodes,
-            max_nodes=role.max_nodes,
-        )
-    fields["restart_alone"] = role.restart_alone
-    if role.kind == "custom":
-        return CustomWorkloadDesc.model_construct(
-            **fields, module_name=role.entry_point.target, class_name=role.entry_point.attribute
-        )
-    return SimpleWorkloadDesc.model_construct(**fields)
+        fields |= {
+            "comm_pre_check": role.communication.pre_check,
+            "comm_auto_setup_process_group": role.communication.auto_setup,
+            "comm_backend": role.communication.backend,
+            "comm_timeout_s": role.communication.timeout_s,
+        }
+    elif role.kind == "custom":
+        fields |= {"module_name": role.entry_point.target, "class_name": role.entry_point.attribute}
+    return kind.model_construct(**fields)
 
 
 def _resource(role: RoleSpec) -> ResourceDesc:

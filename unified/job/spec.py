@@ -137,7 +137,7 @@ class RoleSpec(Value, frozen=True, kw_only=True):
     max_restart: int = 10
     role_max_restart: int | None = None
     """Restarts of the role as a whole, whichever worker failed. Given, it alone bounds what the role's own failures may
-    cost: neither `per_node_max_failure` nor the job's limit counts them."""
+    cost: no other limit counts them."""
     per_node_max_failure: int = 3
     restart_alone: bool = False
     """True to start a worker that fails again alone, unless the job's strategies forbid any restart. Not if elastic."""
@@ -154,6 +154,13 @@ class RoleSpec(Value, frozen=True, kw_only=True):
     failover_timeout_s: float = 300.0
     """Seconds from the loss or exclusion of a node to the end of its whole group for the job, unless the role runs."""
     sub_stage: list[str] = []
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """Limits of what its own failures may cost, by name."""
+        if self.role_max_restart is not None:
+            return {"role_max_restart": self.role_max_restart}
+        return {"max_restart": self.max_restart, "per_node_max_failure": self.per_node_max_failure}
 
     @property
     def num_groups(self) -> int:

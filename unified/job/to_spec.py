@@ -10,7 +10,9 @@ from unified.job.config import JobConfig, device_share
 from unified.job.driver import WORKING_DIR, Driver
 from unified.job.report_to import REPORT_TO, with_run
 from unified.job.spec import Communication, EntryPoint, JobSpec, OutputFiles, Resources, RoleSpec
-from unified.job.workloads import ElasticWorkloadDesc, IndependentWorkloadDesc, ResourceDesc
+from unified.job.workloads import BaseWorkloadDesc, ElasticWorkloadDesc, ResourceDesc
+
+_CONVERTED = frozenset({"entry_point", "envs", "config", "output_files"})
 
 
 def to_spec(config: JobConfig, driver: Driver | None = None) -> JobSpec:
@@ -70,32 +72,25 @@ def _role(name: str, config: JobConfig, driver: Driver) -> RoleSpec:
     elastic = workload if isinstance(workload, ElasticWorkloadDesc) else None
     hang_timeout = config.hang_timeout if elastic and workload.hang_timeout is None else workload.hang_timeout
     return RoleSpec(
+        **{field: getattr(workload, field) for field in same_fields(type(workload))},
         name=name,
         kind=workload.backend,
         entry_point=_entry_point(name, workload.entry_point),
-        total=workload.total,
-        per_group=workload.per_group,
         collocation=workload.group,
         resources=_resources(workload.resource, grouped),
         envs=with_run({**driver.env, **trackers, **shared, **workload.envs}),
         config=payload.encode(workload.config, f"config of role {name}"),
-        is_driver=workload.is_driver,
-        is_service=workload.is_service,
-        max_restart=workload.max_restart,
-        role_max_restart=elastic.role_max_restart if elastic else None,
-        per_node_max_failure=workload.per_node_max_failure,
-        restart_alone=isinstance(workload, IndependentWorkloadDesc) and workload.restart_alone,
         hang_timeout_s=hang_timeout or None,
-        rank_based_gpu_selection=workload.rank_based_gpu_selection,
-        auto_visible_devices=workload.auto_visible_devices,
         communication=_communication(elastic) if elastic else Communication(),
         output_files=OutputFiles(**elastic.output_files.model_dump()) if elastic and elastic.output_files else None,
-        min_nodes=elastic.min_nodes if elastic else None,
-        max_nodes=elastic.max_nodes if elastic else None,
         failover_label=failover.group_label_key if failover.enabled else None,
         failover_timeout_s=failover.timeout,
-        sub_stage=workload.sub_stage,
     )
+
+
+def same_fields(kind: type[BaseWorkloadDesc]) -> list[str]:
+    """Return the fields that a description and its `RoleSpec` have by one name, with one value."""
+    return [field for field in RoleSpec.__struct_fields__ if field in kind.model_fields and field not in _CONVERTED]
 
 
 def _entry_point(role: str, given: Any) -> EntryPoint:

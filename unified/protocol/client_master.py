@@ -288,7 +288,7 @@ class BudgetUse(Value, frozen=True, kw_only=True):
     """Part of one limit that is used up."""
 
     limit: str
-    """Name of the limit: ``max_restart``, ``per_node_max_failure``, ``node_max_restart``, …"""
+    """Name of the limit, as a job sets it: ``max_restart``, ``node_max_restart``, …"""
     subject: str
     """Worker, role and node, or node that it is counted for; empty: the job."""
     used: int

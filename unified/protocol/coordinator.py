@@ -113,7 +113,7 @@ class ShardAssignment(Value, frozen=True, kw_only=True):
     start_sample: int
     end_sample: int
     first_row: int = 0
-    """New: row of the first of these files at which the shard begins (`unified.coordinator.core.file_layout`); it goes on
+    """New: row of the first of these files at which the shard begins (see `file_layout.py` of the core); it goes on
     through the rest of that file and the files after it, until it has as many rows as samples."""
 
 

@@ -1,6 +1,6 @@
-"""Options of the training program: its command line, above its environment.
+"""Options of one training run, as the gateway gives them to its ranks, or the command line and the environment do.
 
-The gateway gives both; a flag wins over its variable. The checked values are `TrainingOptions`.
+The ranks of our own master get the record itself, in the config of their job. Pods of Kubeflow get variables.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
+
+import msgspec
 
 from unified.errors import OptionError, UsageError
 from unified.training.arguments import ALIASES, CommonArguments, parse_arguments
@@ -43,6 +45,8 @@ OPTIONS = {
     "extra-args-json": _TrainOption("EXTRA_ARGS_JSON", "arguments of the framework, a JSON object", "JSON"),
 }
 """Options with a value, and the environment variable that stands in for each."""
+JOB_CONFIG = "training_run"
+"""Key of the record in the config of a job of the gateway's."""
 RESUME = "RESUME_FROM_CHECKPOINT"
 ATTEMPT = "ATTEMPT_ID"
 """Id of one submission of the run. A process that finds its own in config/run.json is a restart of that submission."""
@@ -111,26 +115,60 @@ class TrainingOptions:
             own_logs_uri=values["logs-uri"],
             own_config_uri=values["config-uri"],
         )
-        extra = parse_extra_args(values["extra-args-json"])
-        if values["config"]:
-            own = {ALIASES.get(name, name) for name in extra}
-            defaults = read_config_file(values["config"])
-            extra = {**{name: each for name, each in defaults.items() if ALIASES.get(name, name) not in own}, **extra}
-        return cls(
+        options = cls(
             layout=layout,
             model_id=values["model-id"],
             dataset_uri=values["dataset-uri"],
             config_path=values["config"],
             resume=_boolean(resume),
-            extra_args=extra,
+            extra_args=parse_extra_args(values["extra-args-json"]),
             attempt_id=env.get(ATTEMPT, ""),
         )
+        return options.with_file()
+
+    @classmethod
+    def of_job(cls, config: object) -> TrainingOptions | None:
+        """Return the options in a job's config, where the gateway has put them; None: they are not there."""
+        record = config.get(JOB_CONFIG) if isinstance(config, Mapping) else None
+        return None if record is None else msgspec.convert(record, cls).with_file()
+
+    def with_file(self) -> TrainingOptions:
+        """Return the same with what `config_path` says of arguments that were not given.
+
+        Raises:
+            OptionError: the file cannot be read, or holds no mapping.
+        """
+        if not self.config_path:
+            return self
+        own = {ALIASES.get(name, name) for name in self.extra_args}
+        said = read_config_file(self.config_path)
+        defaults = {name: each for name, each in said.items() if ALIASES.get(name, name) not in own}
+        return replace(self, extra_args={**defaults, **self.extra_args})
+
+    def as_job_config(self) -> dict[str, Any]:
+        """Return the config of a job, from which `of_job` reads these options."""
+        return {JOB_CONFIG: asdict(self)}
+
+    def as_environment(self) -> dict[str, str]:
+        """Return the variables from which `parse` reads these options."""
+        values = {
+            "framework": self.framework,
+            "run-id": self.run_id,
+            "checkpoint-base-uri": self.layout.base_uri,
+            "checkpoint-prefix": self.layout.prefix,
+            "dataset-uri": self.dataset_uri,
+            "logs-uri": self.layout.logs_uri,
+            "config-uri": self.layout.config_uri,
+            "model-id": self.model_id,
+            "config": self.config_path,
+            "extra-args-json": json.dumps(self.extra_args, ensure_ascii=False),
+        }
+        variables = {OPTIONS[name].variable: value for name, value in values.items()}
+        return {**variables, RESUME: "true" if self.resume else "false", ATTEMPT: self.attempt_id}
 
     def as_config(self) -> dict[str, Any]:
         """Return the final configuration, as ``config/run.json`` keeps it."""
-        from msgspec import to_builtins
-
-        arguments = to_builtins(self.arguments)
+        arguments = msgspec.to_builtins(self.arguments)
         return {
             "framework": self.framework,
             "run_id": self.run_id,

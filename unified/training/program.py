@@ -62,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     worker = _worker()
     try:
-        options = TrainingOptions.parse(argv)
+        options = TrainingOptions.of_job(worker.job_info.user_config) if worker is not None else None
+        options = options or TrainingOptions.parse(argv)
         options.arguments  # noqa: B018  # wrong ones before anything is loaded
         _train(options, worker)
     except TrainingStopped as stopped:

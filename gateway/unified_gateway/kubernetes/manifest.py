@@ -135,7 +135,7 @@ def label_value(text: str) -> str:
 
 
 def _template(plan: RunPlan, labels: Mapping[str, str], options: KubeflowOptions) -> dict[str, Any]:
-    request = plan.request
+    request, variables = plan.request, {**plan.environment, **plan.options.as_environment()}
     image = request.image or options.image
     if not image:
         raise UsageError(
@@ -154,7 +154,7 @@ def _template(plan: RunPlan, labels: Mapping[str, str], options: KubeflowOptions
             {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
             # The ranks of a restart must not meet in the store of those before it.
             {"name": "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "value": "1"},
-            *({"name": name, "value": _escaped(value)} for name, value in plan.environment.items()),
+            *({"name": name, "value": _escaped(value)} for name, value in variables.items()),
         ],
         "resources": {"requests": resources, "limits": dict(resources)},
         "securityContext": {"allowPrivilegeEscalation": False},
@@ -181,12 +181,12 @@ def _arguments(plan: RunPlan) -> list[str]:
         f"--nproc_per_node={plan.request.gpus_per_node}",
         f"--max_restarts={MAX_RESTARTS}",
         "--rdzv_backend=c10d",
-        f"--rdzv_id={_escaped(plan.attempt_id)}",
+        f"--rdzv_id={_escaped(plan.options.attempt_id)}",
         "--rdzv_endpoint=$(MASTER_ADDR):$(MASTER_PORT)",  # Kubernetes puts the values in
         "--local_addr=$(POD_IP)",
         "-m",
         "unified.training",
-        *map(_escaped, plan.arguments),
+        *("--framework", plan.options.framework, "--run-id", _escaped(plan.options.run_id)),
     ]
 
 

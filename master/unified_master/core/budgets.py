@@ -20,6 +20,8 @@ from unified_master.core.step import MasterStep
 QUICK_S = 1.0
 """Time of running below which each failure in a row makes the wait before the next incarnation longer."""
 
+NODE_LIMIT = "per_node_max_failure"
+"""Name of the limit past which a role's failures on a node exclude it."""
 EARLY_S = 300.0
 """Time of running after which a worker may have done something, although no step was reported."""
 MAX_FRUITLESS = 5
@@ -175,7 +177,7 @@ def in_use(job: JobRecord) -> list[BudgetUse]:
             uses.append(("role_max_restart", role.name, record.num_failures, role.role_max_restart))
             continue
         for node, number in record.node_failures.items():
-            uses.append(("per_node_max_failure", f"{role.name} on {node}", number, role.per_node_max_failure))
+            uses.append((NODE_LIMIT, f"{role.name} on {node}", number, role.limits[NODE_LIMIT]))
     uses += [("node_max_restart", node, number, job.spec.node_max_restart) for node, number in job.node_losses.items()]
     uses.append(("job_max_restart", "", job.num_charged_restarts, job.spec.job_max_restart))
     return [
@@ -193,7 +195,12 @@ def is_used_up(job: JobRecord, node: str) -> bool:
 def is_used_up_by(job: JobRecord, role: RoleSpec, node: str) -> bool:
     """Return True if more failures of this role are charged to the node than the role allows for one node."""
     num_failures = job.roles[role.name].node_failures.get(node, 0)
-    return role.role_max_restart is None and num_failures > role.per_node_max_failure
+    return num_failures > role.limits.get(NODE_LIMIT, num_failures)
+
+
+def node_limit(role: RoleSpec) -> str:
+    """Return the limit of a role's failures on one node, in words."""
+    return f"{NODE_LIMIT}={role.limits[NODE_LIMIT]}"
 
 
 def delay_s(job: JobRecord, num_quick: int) -> float:

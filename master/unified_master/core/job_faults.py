@@ -86,5 +86,4 @@ def _role_faults(role: RoleSpec) -> Iterator[str]:
     amounts = [needs.cpu, needs.memory_mb, needs.disk_mb, needs.accelerator, *needs.user_defined.values()]
     if not all(math.isfinite(amount) and amount >= 0 for amount in amounts):
         yield f"role {role.name}: an amount of a resource must be a number from 0 upwards."
-    if min(role.max_restart, role.per_node_max_failure, role.role_max_restart or 0) < 0:
-        yield f"role {role.name}: max_restart, role_max_restart and per_node_max_failure must not be negative."
+    yield from (f"role {role.name}: {name} must not be negative." for name, limit in role.limits.items() if limit < 0)

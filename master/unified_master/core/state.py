@@ -183,7 +183,7 @@ class RoleRecord(msgspec.Struct, kw_only=True):
     pending: str = ""
     """The worker whose failure is decided when the others of the role are done."""
     node_failures: dict[str, int] = {}
-    """Charged failures by node; compared with `per_node_max_failure`."""
+    """Charged failures by node, of which the role allows so many."""
     num_failures: int = 0
     """Charged failures of all its workers; compared with `role_max_restart`."""
     num_quick: int = 0

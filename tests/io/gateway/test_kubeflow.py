@@ -86,7 +86,7 @@ def test_a_run_from_its_creation_to_its_end(cluster: Cluster) -> None:
         submitted = await backend.submit(plan(), follows="")
         job = server.jobs["default", "train-r1"]
         assert job["metadata"]["uid"] == submitted.job_id
-        assert environment_of(job).items() >= plan().environment.items()
+        assert environment_of(job).items() >= {**plan().environment, **plan().options.as_environment()}.items()
         run = await known(backend)
         assert (run.status, run.run_id, run.framework, run.namespace) == ("submitted", "r1", "meta", "default")
         assert run.annotations == plan().annotations

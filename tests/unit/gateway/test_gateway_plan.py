@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.unit.gateway.test_gateway_schemas import LEAST
+from unified.job.payload import decode
+from unified.training.options import TrainingOptions
 from unified_gateway.backend import REQUEST_ANNOTATION, RunPlan
 from unified_gateway.master_backend import job_spec
 from unified_gateway.plan import Difference, StoredRequest, job_name, plan_run
@@ -55,11 +57,11 @@ def test_a_name_that_is_given_is_taken() -> None:
 
 def test_the_program_gets_the_variables_of_the_document() -> None:
     made = plan(extra_args={"lr": 3e-5, "dataset_text_field": "ü"}, env={"A": "b"}, resume_from_checkpoint=True)
-    env = dict(made.environment)
+    assert made.environment == {"A": "b"}
+    env = made.options.as_environment()
     assert json.loads(env.pop("EXTRA_ARGS_JSON")) == {"lr": 3e-5, "dataset_text_field": "ü"}
     prefix = "s3://deepfinery-training/runs/aml_ruleset_v4/framework=hf"
     assert env == {
-        "A": "b",
         "FRAMEWORK": "hf",
         "RUN_ID": "aml_ruleset_v4",
         "CHECKPOINT_BASE_URI": "s3://deepfinery-training/runs",
@@ -72,7 +74,17 @@ def test_the_program_gets_the_variables_of_the_document() -> None:
         "RESUME_FROM_CHECKPOINT": "true",
         "ATTEMPT_ID": "a1",
     }
-    assert made.arguments == ("--framework", "hf", "--run-id", "aml_ruleset_v4")
+    assert TrainingOptions.parse([], made.options.as_environment()).as_config() == made.options.as_config()
+
+
+def test_ranks_of_our_own_master_get_the_record_itself() -> None:
+    made = plan(extra_args={"lr": 3e-5}, env={"A": "b"})
+    spec = job_spec(made)
+    assert TrainingOptions.of_job(decode(spec.user_config)) == made.options
+    assert spec.roles[0].envs == {"A": "b"}
+    assert spec.roles[0].entry_point.argv == []
+    assert TrainingOptions.of_job(None) is None
+    assert TrainingOptions.of_job({"other": 1}) is None
 
 
 def test_the_job_has_a_rank_for_each_device_and_a_share_of_its_node_for_each_rank() -> None:

@@ -71,8 +71,8 @@ async def test_a_failed_run_is_shown_and_begins_again_only_with_resume(
     assert (shown.is_new, shown.run.status) == (False, "failed")
     again = await service.submit(request(resume_from_checkpoint=True))
     assert (again.is_new, again.run.job_id) == (True, "train-r-2")
-    assert backend.plans[-1].environment["RESUME_FROM_CHECKPOINT"] == "true"
-    assert backend.plans[0].attempt_id != backend.plans[1].attempt_id
+    assert backend.plans[-1].options.resume
+    assert backend.plans[0].options.attempt_id != backend.plans[1].options.attempt_id
 
 
 async def test_a_run_that_succeeded_does_not_begin_again(service: RunService, backend: MemoryBackend) -> None:

@@ -14,7 +14,7 @@ from unified_master.core.step import MasterStep
 def exclude(step: MasterStep, job: JobRecord, role: RoleSpec, worker: WorkerRecord) -> None:
     """Exclude the node of a worker that failed, for the failures of its role there."""
     count = job.roles[role.name].node_failures[worker.node]
-    why = f"{count} failures of role {role.name} there, per_node_max_failure={role.per_node_max_failure}"
+    why = f"{count} failures of role {role.name} there, {budgets.node_limit(role)}"
     is_new = exclude_node(step, job, worker, why)
     if is_new and (node := step.cluster.nodes.get(worker.node)) is not None:
         watch_group(step, job, role, node)

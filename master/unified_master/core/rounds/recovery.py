@@ -210,7 +210,7 @@ def _repair(
         failed=(worker, failure),
         delay_s=delay,
         is_role_limited=role.role_max_restart is not None and failure.category != "node",
-        excluding=role.per_node_max_failure if is_excluding else None,
+        is_excluding=is_excluding,
     )
     restart(step, job, _scoped(job, worker, scope), cause)
 

@@ -33,9 +33,8 @@ class Cause(NamedTuple):
     """Back-off before the next incarnations begin."""
     is_role_limited: bool = False
     """True if the role's own limit counts, and not the job's, also when the whole job restarts."""
-    excluding: int | None = None
-    """The `per_node_max_failure` for which a node was excluded: a job that can never fit without it fails. None: no
-    node was, and the job waits for room."""
+    is_excluding: bool = False
+    """True if the failed worker's node was excluded. Then a job that can never fit without the node fails."""
 
 
 def restart(step: MasterStep, job: JobRecord, names: Iterable[str] | None, cause: Cause) -> None:
@@ -53,10 +52,11 @@ def restart(step: MasterStep, job: JobRecord, names: Iterable[str] | None, cause
         jobs.fail(step, job, *charged, *refusal)
         return
     workers, found = _stop(step, job, _all_workers(job) if names is None else names, cause.why)
-    is_last = cause.excluding is not None and not found.fits and not waiting.could_ever_fit(step.cluster, job)
+    is_last = cause.is_excluding and not found.fits and not waiting.could_ever_fit(step.cluster, job)
     if cause.failed is not None and is_last:
-        why = f"the limit per_node_max_failure={cause.excluding} is used up and {found.reason}"
-        jobs.fail(step, job, *cause.failed, "per_node_max_failure", why)
+        limit = budgets.node_limit(job.spec.role(cause.failed[0].role))
+        why = f"the limit {limit} is used up and {found.reason}"
+        jobs.fail(step, job, *cause.failed, budgets.NODE_LIMIT, why)
         return
     if charged is not None:
         budgets.charge_restart(step, job)
