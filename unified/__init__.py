@@ -33,7 +33,7 @@ __getattr__, __dir__ = lazy.exports(
     },
 )
 
-if os.environ.get("UNIFIED_COMPAT"):  # most processes do without, and need not load it
+if os.environ.get("UNIFIED_COMPAT"):  # most processes do not set it, and need not load this
     from unified import compat
 
     compat.apply(os.environ)

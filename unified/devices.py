@@ -1,4 +1,4 @@
-"""Accelerators of this host, and those of them that a visibility variable leaves."""
+"""Accelerators of this host, and the devices among them that a visibility variable selects."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
 VIRTUAL_DEVICES = 8
-"""Devices of a node of this host, where it has no accelerators: as many as a host for training has."""
+"""Devices of a node on a host without accelerators: as many as a host for training has."""
 
 
 class FoundDevice(NamedTuple):
-    """A device, with the id by which its vendor's visibility variable calls it."""
+    """A device, with its id in its vendor's visibility variable."""
 
     id: str
     name: str
@@ -28,14 +28,14 @@ def has_accelerator() -> bool:
 
 
 def visible(devices: Sequence[tuple[str, str]], setting: str | None) -> dict[int, str]:
-    """Return the numbers of the devices that a visibility variable leaves, in its order, each with its entry there.
+    """Return the devices that a visibility variable selects, in its order: number → entry of the variable.
 
-    An entry is the id of a device or the beginning of a UUID, and the list ends at the first that names no device, more
-    than one, or one that is in it already: as the vendors do it.
+    An entry is the id of a device or the beginning of a UUID. As with the vendors, the list ends at the first entry
+    that names no device, several devices, or a device that is in the list already.
 
     Args:
-        devices: id and UUID (or nothing) of each.
-        setting: value of the variable; None leaves all devices.
+        devices: id and UUID (or an empty text) of each device.
+        setting: value of the variable; None selects all devices, by their ids.
     """
     if setting is None:
         return {number: name for number, (name, _) in enumerate(devices)}
@@ -51,18 +51,18 @@ def visible(devices: Sequence[tuple[str, str]], setting: str | None) -> dict[int
 
 
 def ask_nvml() -> tuple[list[FoundDevice], list[str]]:
-    """Return the devices that NVIDIA's driver names, and what is wrong with it or with others; neither without one."""
+    """Return the devices that NVIDIA's driver names, and the problems met; both are empty without a driver."""
     try:
-        ctypes.CDLL("libnvidia-ml.so.1")  # most hosts have none, and need not pay for the import below
+        ctypes.CDLL("libnvidia-ml.so.1")  # most hosts have none, and avoid the import below
     except OSError:
         return [], []
-    import pynvml  # slow to load, and of no use elsewhere
+    import pynvml  # slow to load
 
     try:
         pynvml.nvmlInit()
         count = pynvml.nvmlDeviceGetCount()
     except pynvml.NVMLError as error:
-        return [], [f"NVML is there and does not work: {error}"]
+        return [], [f"NVML is installed but does not work: {error}"]
     found, problems = list[FoundDevice](), list[str]()
     for index in range(count):
         try:
@@ -70,14 +70,14 @@ def ask_nvml() -> tuple[list[FoundDevice], list[str]]:
             memory_mb = pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**20
             name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
             found.append(FoundDevice(str(index), name, uuid, memory_mb))
-        except pynvml.NVMLError as error:  # it has fallen off the bus
+        except pynvml.NVMLError as error:  # the device has fallen off the bus
             problems.append(f"device {index} does not answer: {error}")
     pynvml.nvmlShutdown()
     return found, problems
 
 
 def cuda_devices(env: Mapping[str, str] | None = None) -> list[str]:
-    """Return the UUIDs of the CUDA devices that this process may use, without waking CUDA; none without a driver."""
+    """Return the UUIDs of the CUDA devices that this process may use, without loading CUDA; none without a driver."""
     found = ask_nvml()[0] if has_accelerator() else []
     setting = (os.environ if env is None else env).get(CUDA_VARIABLE)
     return [found[number].uuid for number in visible([(each.id, each.uuid) for each in found], setting)]

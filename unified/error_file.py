@@ -1,7 +1,7 @@
 """torch's error file, which `torch.distributed.elastic`'s `@record` writes where ``TORCHELASTIC_ERROR_FILE`` says.
 
-A worker that breaks may say there why, in JSON: ``{"message": {"message": ..., "extraInfo": {"py_callstack": ...}}}``,
-or a plain ``{"message": "..."}``. Its agent shows that as the reason.
+A worker that fails may write its reason there: ``{"message": {"message": ..., "extraInfo": {"py_callstack": ...}}}``,
+or a plain ``{"message": "..."}``, in JSON. Its agent shows that reason.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Every error a user or a daemon can meet, in one tree below `UnifiedError`.
+"""All errors that users and daemons can meet, in one tree below `UnifiedError`.
 
-Each message says what happened, to whom (job, worker, node), and what to do next.
+Each message says what happened, to which job, worker or node, and what to do next.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class JobNameError(UsageError):
 
 
 class JobError(UsageError):
-    """A description of a job that cannot be: the message names the role and the field, and says what to do."""
+    """An invalid description of a job: the message names the role and the field, and says what to do."""
 
 
 class OptionError(UsageError):
@@ -35,7 +35,7 @@ class EntryPointError(UsageError):
 
 
 class KeyFileError(UsageError):
-    """A cluster key that cannot be read or written, that others may read, or that is none."""
+    """A cluster key that cannot be read or written, that other users may read, or that is invalid."""
 
 
 class NotInWorkerError(UsageError, RuntimeError):
@@ -47,7 +47,7 @@ class ClusterError(UnifiedError, RuntimeError):
 
 
 class RoundMeetingError(ClusterError):
-    """Ranks of a round waited for others in vain: to begin it, to agree on a state, or to end it.
+    """Ranks of a round waited for other ranks in vain: to begin the round, to agree on a state, or to end the round.
 
     Attributes:
         missing: ranks that did not come; empty if the round's store is gone.
@@ -63,7 +63,7 @@ class MasterUnreachableError(ClusterError, ConnectionError):
 
 
 class RefusedError(ClusterError):
-    """The master or an agent answered, and the answer was no.
+    """The master or an agent refused a request.
 
     Attributes:
         code: a short word for programs, such as ``"name-taken"`` or ``"does-not-fit"``.
@@ -77,7 +77,7 @@ class RefusedError(ClusterError):
 
 
 class KeyRefusedError(RefusedError):
-    """The handshake with the master ended because the two have not the same cluster key."""
+    """The handshake with the master ended because the two have different cluster keys."""
 
     def __init__(self, reason: str) -> None:
         super().__init__("key", reason)
@@ -95,17 +95,17 @@ class RpcError(UnifiedError, RuntimeError):
     """A call ended without a result."""
 
     retryable: ClassVar[bool] = False
-    """The call failed on its way, and not for what was asked: made again, it may succeed. Its handler may have run."""
+    """True if the call failed on its way, not because of its content. A retry may succeed; the handler may have run."""
 
 
 class RemoteError(RpcError):
-    """The handler raised. `type_name`, `message` and `traceback` are the far side's own.
+    """The handler raised an exception. `type_name`, `message` and `traceback` are those of that exception.
 
-    Where the far exception's class can be imported here, the error that is raised is an instance
-    of both that class and this one, so that `except KeyError` works across processes.
+    If its class can be imported here, the error is an instance of both that class and this one, so
+    that `except KeyError` works across processes.
     """
 
-    retryable = False  # also where the far class, which comes behind this one, may be tried again
+    retryable = False  # also if the far class, the second base of the error, is retryable
 
     def __init__(
         self, message: str, *, type_name: str = "", traceback: str = "", worker: str = "", node: str = ""
@@ -122,7 +122,7 @@ class WorkerDiedError(RpcError):
     """The incarnation of the worker that was called ended before it answered.
 
     Attributes:
-        is_final: True if no other incarnation will follow, so that calling again is of no use.
+        is_final: True if no other incarnation will follow, so that another call is useless.
     """
 
     retryable = True
@@ -133,7 +133,7 @@ class WorkerDiedError(RpcError):
 
 
 class RouteLostError(RpcError):
-    """The connection of an open call broke: it is not known if the handler ran."""
+    """The connection of an open call broke: the handler may or may not have run."""
 
     retryable = True
 
@@ -147,7 +147,7 @@ class RpcCancelledError(RpcError):
 
 
 class RpcNotFoundError(RpcError, LookupError, ValueError):
-    """The worker that was called has no such method; the message names those it has."""
+    """The worker that was called has no such method; the message names its methods."""
 
 
 class BusOverloadedError(RpcError):
@@ -161,7 +161,7 @@ class SnapshotError(UnifiedError, RuntimeError):
 
 
 class SnapshotQuotaError(SnapshotError):
-    """The snapshots of a node would be larger than it gives them."""
+    """The snapshots of a node would be larger than the node's quota for them."""
 
 
 class QueueError(UnifiedError, RuntimeError):
@@ -169,11 +169,11 @@ class QueueError(UnifiedError, RuntimeError):
 
 
 class QueueClosedError(QueueError):
-    """The queue was closed: nothing more can be put, and a consumer that sees this has seen the last item. It ends an
-    entry point that does not catch it as a `return` would.
+    """The queue was closed: nothing more can be put, and a consumer that sees this has seen the last item. If an entry
+    point does not catch it, it ends the entry point like a `return`.
 
     Attributes:
-        num_put: of a put that was refused: how many of its items, counted from the first, had gone in.
+        num_put: how many items of the refused put, counted from the first, had gone in.
     """
 
     def __init__(self, message: str, num_put: int = 0) -> None:
@@ -194,8 +194,7 @@ class QueueFullError(QueueError, TimeoutError):
 
 
 class QueueNotFoundError(QueueError, TimeoutError):
-    """No worker made the queue, or none that could be reached and answered, in the time that its user was ready to
-    wait."""
+    """No worker made the queue, or its owner could not be reached or did not answer, within the caller's timeout."""
 
 
 class QueueTakenError(QueueError, UsageError):
@@ -203,7 +202,7 @@ class QueueTakenError(QueueError, UsageError):
 
 
 class QueueLostError(QueueError, WorkerDiedError):
-    """The queue's owner ended, and what was in the queue is gone; or this worker's own incarnation is over."""
+    """The queue's owner ended, and the queue's items are gone; or this worker's own incarnation is over."""
 
     retryable = False
 
@@ -213,7 +212,7 @@ class QueueJournalError(QueueError):
 
 
 class LoaderError(UnifiedError, RuntimeError):
-    """A data loader cannot go on: its processes were lost too often, or nobody serves it."""
+    """A data loader cannot go on: its processes were lost too often, or no worker serves it."""
 
 
 class LoaderTimeoutError(LoaderError, TimeoutError):
@@ -221,15 +220,15 @@ class LoaderTimeoutError(LoaderError, TimeoutError):
 
 
 class WeightsError(UnifiedError, RuntimeError):
-    """Weights did not reach a receiver, or the attempt to bring them there is over; the message says why."""
+    """Weights did not reach a receiver, or their transfer was given up; the message says why."""
 
 
 class WeightsVersionError(WeightsError):
-    """Refused: a newer version is there, or another sender is bringing the same one."""
+    """A version was refused: a worker has a newer one, or gets the same one from another sender."""
 
 
 class WeightsTimeoutError(WeightsError, TimeoutError):
-    """A version was not sent, or did not come, within the time that it was given."""
+    """A version was not sent, or did not come, within its timeout."""
 
 
 class WeightsMismatchError(WeightsError, ValueError):
@@ -237,15 +236,15 @@ class WeightsMismatchError(WeightsError, ValueError):
 
 
 class DatasetError(UnifiedError, ValueError):
-    """A dataset cannot be read, or is not what it was said to be: the message names the file, and says what to do."""
+    """A dataset cannot be read, or does not match its description: the message names the file, and says what to do."""
 
 
 class DataFileNotFoundError(DatasetError, FileNotFoundError):
-    """A file of a dataset is missing, or there no longer."""
+    """A file of a dataset is missing, or was removed."""
 
 
 class CoordinatorError(UnifiedError, RuntimeError):
-    """The coordinator of data, barriers and checkpoints said no, or cannot go on; the message says why.
+    """The coordinator of data, barriers and checkpoints refused, or cannot go on; the message says why.
 
     Attributes:
         code: a short word for programs, such as ``"not-found"``; empty if there is none.
@@ -257,20 +256,20 @@ class CoordinatorError(UnifiedError, RuntimeError):
 
 
 class WorkerUnknownError(CoordinatorError):
-    """The coordinator does not count this worker among the living: it was silent for too long, or was replaced."""
+    """The coordinator does not count this worker as alive: it was silent for too long, or was replaced."""
 
 
 class EpochTimeoutError(CoordinatorError, TimeoutError):
-    """A reader waited for the end of an epoch, and those who have the rest of it did not go on."""
+    """A reader waited for the end of an epoch, and the readers of its remaining shards made no progress."""
 
 
 class BarrierError(CoordinatorError):
-    """A barrier was released, but not because all had arrived.
+    """A barrier was released before all workers had arrived.
 
     Attributes:
-        arrived: workers that had.
-        missing: workers that had not, as far as it is known who should have.
-        lost: workers that were lost, and for which there was no use to wait.
+        arrived: workers that had arrived.
+        missing: workers that had not arrived, as far as the expected workers are known.
+        lost: workers that were lost, so that waiting for them was useless.
     """
 
     def __init__(
@@ -289,7 +288,7 @@ class BarrierError(CoordinatorError):
 
 
 class BarrierTimeoutError(BarrierError, TimeoutError):
-    """Not all had arrived at a barrier within the time that somebody was ready to wait."""
+    """Not all workers arrived at a barrier within the timeout of one that waited."""
 
 
 class NonFiniteLossError(UnifiedError, ArithmeticError):
@@ -301,7 +300,7 @@ class CheckpointError(UnifiedError, RuntimeError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """No checkpoint of that step exists, or none at all; the message names those there are."""
+    """No checkpoint of that step exists, or none at all; the message names the existing ones."""
 
 
 class CheckpointCorruptError(CheckpointError, ValueError):
@@ -309,10 +308,10 @@ class CheckpointCorruptError(CheckpointError, ValueError):
 
 
 class CheckpointSaveError(CheckpointError):
-    """Saves that were accepted by an earlier call failed since, all their tries used up.
+    """Saves that an earlier call accepted have failed, and all their tries are used up.
 
     Attributes:
-        steps: of the checkpoints that were not saved.
+        steps: steps of the checkpoints that were not saved.
     """
 
     def __init__(self, message: str, steps: Iterable[int] = ()) -> None:
@@ -325,15 +324,15 @@ class CheckpointExistsError(CheckpointError, FileExistsError):
 
 
 class CheckpointRankError(CheckpointError):
-    """A checkpoint of several ranks does not exist, since some did not write their parts; the message says which."""
+    """A checkpoint of several ranks was not made: some ranks did not write their parts; the message says which."""
 
 
 class CheckpointTimeoutError(CheckpointError, TimeoutError):
-    """The saves that were accepted were not done in the time given; they go on."""
+    """Accepted saves did not end within the timeout; they go on."""
 
 
 class ElasticError(UnifiedError, RuntimeError):
-    """A training loop cannot go on in another round: nothing has the state, or the ranks' states do not fit."""
+    """A training loop cannot go on in another round: its state is lost, or the ranks' states do not fit."""
 
 
 class StorageError(UnifiedError, OSError):
@@ -341,11 +340,11 @@ class StorageError(UnifiedError, OSError):
 
 
 class NotFoundError(StorageError, FileNotFoundError):
-    """No object has this key, or not even the bucket or folder that would hold it exists."""
+    """No object has this key, or its bucket or folder does not exist."""
 
 
 class AlreadyExistsError(StorageError, FileExistsError):
-    """An object with this key exists, and was not to be replaced."""
+    """An object with this key exists, and must not be replaced."""
 
 
 class StorageDeniedError(StorageError, PermissionError):
@@ -357,7 +356,7 @@ class StorageFullError(StorageError):
 
 
 class StorageUnavailableError(StorageError, ConnectionError):
-    """The store did not answer, or answered that it cannot now, also after being asked again."""
+    """The store did not answer, or said that it is unavailable, also after retries."""
 
 
 class InvariantError(UnifiedError):
@@ -365,14 +364,14 @@ class InvariantError(UnifiedError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint such as ``" Did you mean 'rollout'?"``, or an empty string when nothing is close. Case does not matter."""
+    """Return a hint such as ``" Did you mean 'rollout'?"``, or an empty text if no word is close. Case is ignored."""
     by_lower = {name.lower(): name for name in sorted(known, reverse=True)}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return f" Did you mean {by_lower[close[0]]!r}?" if close else ""
 
 
 def listed(items: Iterable[object], most: int = 10) -> str:
-    """Return ``a, b, c`` for a message; of many the first, and how many more."""
+    """Return ``a, b, c`` for a message; of many items the first ones, and the number of the others."""
     found = [str(item) for item in items]
     more = f" and {len(found) - most} more" if len(found) > most else ""
     return ", ".join(found[:most]) + more

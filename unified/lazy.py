@@ -1,4 +1,4 @@
-"""Late imports: public names at first use, so that `import unified` costs next to nothing; packages of extras."""
+"""Late imports: public names at first use, so that `import unified` is fast, and packages of extras."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ EXTRA_OF = {
     "xxhash": "xxhash",
     **dict.fromkeys(("tensorboard", "mlflow", "wandb", "trackio"), "trackers"),
 }
-"""Extra of the distribution that has a module."""
+"""Extra of the distribution that installs each module."""
 
 
 @contextmanager
 def needed_by(what: str) -> Iterator[None]:
-    """Let the error about a package that `what` needs, and that is missing, say which extra brings it. Also a decorator
-    of functions."""
+    """Name the extra to install in the error about a missing package that `what` needs. Also a decorator."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -43,7 +42,7 @@ def needed_by(what: str) -> Iterator[None]:
 def exports(
     package: str, names_by_module: Mapping[str, Iterable[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of a package whose names live elsewhere.
+    """Return `__getattr__` and `__dir__` of a package whose names are in other modules.
 
     Args:
         package: the package's `__name__`.

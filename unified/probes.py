@@ -1,7 +1,7 @@
 """Probes of a daemon over HTTP: ``GET /healthz`` and ``GET /readyz``, answered by a thread from what the loop noted.
 
-The thread reads two fields and touches nothing else, so that a probe costs the loop no time, and a loop that hangs
-cannot say that it is well. Requests are small, few and short-lived, or are dropped: the port may be open to a network.
+The thread reads two fields and touches nothing else. So a probe costs the loop no time, and a loop that hangs is not
+reported as healthy. Large, many or slow requests are dropped, because the port may be open to a network.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _PHRASES = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Al
 
 
 class Probes:
-    """Facts that a daemon's loop notes of itself and, if there is an address, the listener that tells them.
+    """Facts that a daemon's loop notes about itself and, if there is an address, the listener that reports them.
 
     Args:
-        bind: where to listen; None: nowhere.
+        bind: address to listen on; None: do not listen.
         unready: why the daemon is not ready at first, such as ``not registered``.
         flag: option that gave the address, for errors.
-        pages: other paths, and what returns their text, in the thread of the listener.
+        pages: other paths, with functions that return their text. They run on the listener's thread.
 
     Raises:
         ClusterError: the address cannot be listened on.
@@ -64,13 +64,13 @@ class Probes:
         return self._listener.port if self._listener else 0
 
     def start(self) -> None:
-        """Begin to answer; a process that forks does that first."""
+        """Begin to answer, on a thread. A process that forks must fork before this."""
         self.turned()
         if self._listener is not None:
             self._listener.start()
 
     def turned(self) -> None:
-        """Note that the loop has come round."""
+        """Note that the loop has turned."""
         self._turned_at = time.monotonic()
 
     @property
@@ -105,7 +105,7 @@ class Probes:
 
 
 def parse_bind(text: str | None, flag: str = HEALTH_FLAG) -> HostPort | None:
-    """Return the address of ``FLAG HOST:PORT``, None for None; UsageError if it is none."""
+    """Return the address of ``FLAG HOST:PORT``, None for None; UsageError: it is no address."""
     if text is None:
         return None
     try:
@@ -134,8 +134,6 @@ def _response(status: int, text: str) -> bytes:
 
 
 class _Listener:
-    """The thread with the sockets."""
-
     def __init__(self, listening: socket.socket, probes: Probes) -> None:
         self.port: int = listening.getsockname()[1]
         self._probes = probes
@@ -179,7 +177,7 @@ class _Listener:
             accepted = self._listening.accept()[0]
         except BlockingIOError:
             return
-        except OSError:  # no descriptors are left: those of connections that wait serve the next ones
+        except OSError:  # no descriptors are left: close the waiting connections to free theirs
             self._drop([*self._open])
             time.sleep(0.1)
             return

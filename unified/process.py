@@ -1,6 +1,6 @@
 """Linux's facts and controls of processes that Python lacks: parent-death signals, subreapers, liveness.
 
-They are at the bottom of the tree, because daemons, the zygote and workers all need them.
+The module imports no other module of the package, because daemons, the zygote and workers all need it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ _COMM_BYTES = 15
 
 
 def die_with_parent(sig: int, parent: int | None = None) -> None:
-    """Let the kernel send `sig` to this process when the *thread* that made it ends; here and now if that was another
-    process than `parent`, which has gone already.
+    """Let the kernel send `sig` to this process when the *thread* that made it ends; at once if `parent` has ended.
 
-    Call it first thing in a child. It survives `exec`, and is not inherited by children.
+    Call it first in a child. The setting survives `exec`, and is not inherited by children.
     """
     _prctl(_PR_SET_PDEATHSIG, sig)
     if parent is not None and os.getppid() != parent:
@@ -39,18 +38,18 @@ def become_subreaper() -> None:
 
 
 def set_title(title: str, suffix: str = "") -> None:
-    """Name this process for `ps -o comm` and `top`. The kernel keeps 15 bytes: of a long title the end is cut away,
-    of the suffix nothing.
+    """Name this process for `ps -o comm` and `top`. The kernel keeps 15 bytes: the end of a long title is cut,
+    but not the suffix.
     """
     end = suffix.encode()
     _prctl(_PR_SET_NAME, title.encode()[: max(0, _COMM_BYTES - len(end))] + end)
 
 
 def set_command_line(text: str) -> None:
-    """Replace what `ps` shows as this process's command line, which a fork has from its parent; cut to its length.
+    """Replace this process's command line in `ps`, which a fork has from its parent; `text` is cut to its length.
 
-    The kernel shows the memory in which the arguments were at the start. It is overwritten only where it can be found
-    and still holds them, so at worst nothing changes.
+    The kernel shows the memory in which the arguments were at the start. The memory is overwritten only if it is found
+    and still holds the arguments, so at worst nothing changes.
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
         with open("/proc/self/stat", "rb") as file:
@@ -64,16 +63,17 @@ def set_command_line(text: str) -> None:
 
 
 def nice_session(nice: int, pid: int) -> bool:
-    """Nice the whole session of a process, where the kernel shares the CPU among sessions (autogroups).
+    """Set the nice value of a process's whole session, if the kernel shares the CPU among sessions (autogroups).
 
-    There a process's own nice value counts only within its session; unlike that, a session's can be lowered again.
-    Elsewhere nothing is done. Returns False if it is to be tried again, as the kernel takes one value in 0.1 s.
+    With autogroups, a process's own nice value counts only within its session. A session's value can be lowered again,
+    a process's cannot. Without autogroups, nothing is done. Returns False if the caller must try again: the kernel
+    takes one value in 0.1 s.
     """
     try:
         Path(f"/proc/{pid}/autogroup").write_text(str(nice))
     except BlockingIOError:
         return False
-    except OSError:  # no such thing here, or the process is gone
+    except OSError:  # no autogroups, or the process is gone
         pass
     return True
 
@@ -94,11 +94,11 @@ class ProcessFacts(NamedTuple):
     group: int
     session: int
     start_ticks: int
-    """Start time in clock ticks since boot: with the pid, it names one process for ever."""
+    """Start time in clock ticks since boot: with the pid, it identifies one process for ever."""
 
     @property
     def is_alive(self) -> bool:
-        """False for a zombie: it has ended, and nobody has looked at its exit code yet (PID 1 may take a second to)."""
+        """False for a zombie: it has ended, and is not reaped yet (PID 1 may take a second to reap it)."""
         return self.state not in "ZX"
 
 
@@ -139,7 +139,7 @@ def every_process() -> Iterator[ProcessFacts]:
 
 
 def has_environment(pid: int, setting: str) -> bool:
-    """Return True if a process was started with ``NAME=value`` in its environment; False where that is unreadable."""
+    """Return True if a process was started with ``NAME=value`` in its environment; False if that is unreadable."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return setting.encode() in file.read().split(b"\0")
@@ -163,18 +163,18 @@ def close_all_but(keep: Iterable[int]) -> None:
 
 
 def signal_group(leader: int, sig: int) -> None:
-    """Signal a whole process group, if anybody is left in it."""
+    """Signal a whole process group, if a process is left in it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, sig)
 
 
 def is_handled(pid: int, number: int) -> bool:
-    """Return True if the process handles the signal, which else would end it."""
+    """Return True if the process handles the signal, which would otherwise end it."""
     return _is_in_mask(pid, "SigCgt", number)
 
 
 def is_blocked(pid: int, number: int) -> bool:
-    """Return True if the main thread of the process blocks the signal, as one does that waits for it."""
+    """Return True if the main thread of the process blocks the signal, for example to wait for it."""
     return _is_in_mask(pid, "SigBlk", number)
 
 
@@ -188,20 +188,20 @@ def _is_in_mask(pid: int, mask: str, number: int) -> bool:
 
 
 def kill_until_none(find: Callable[[], Iterable[int]]) -> None:
-    """SIGKILL every process that `find` names, until it names none: a dead parent's children come to light.
+    """SIGKILL every process that `find` names, until all have ended: children of a dead parent may appear late.
 
-    That takes as long as the parent takes to die, which it does after all its threads and with all its memory.
-    Processes that cannot be killed, such as one that waits for a disk, are given up after 2 s.
+    A parent takes time to die: all its threads end first, and its memory is freed. After 2 s this gives up, because
+    some processes cannot be killed, such as one that waits for a disk.
     """
     deadline = time.monotonic() + _KILL_WITHIN_S
     ended: set[int] = set()
-    # A parent that dies while `find` looks around hides its children: only a look after its end is the last one.
+    # `find` may miss the children of a parent that dies meanwhile, so call it once more after every end.
     while not (named := set(find())) <= ended:
         alive = {pid for pid in named if is_alive(pid)}
         if time.monotonic() > deadline:
             return
         for pid in alive:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter: it became another user
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # PermissionError: it became another user
                 os.kill(pid, signal.SIGKILL)
         ended = named - alive
         time.sleep(_KILL_PAUSE_S if alive else 0)

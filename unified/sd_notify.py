@@ -1,7 +1,7 @@
-"""Notifications of a daemon to systemd, by sd_notify(3): it is ready, it is alive, how it stands, it stops.
+"""Notifications of a daemon to systemd, by sd_notify(3): it is ready, it is alive, its status, it stops.
 
-They come from the daemon's own loop, so that one that hangs is missed. A daemon that systemd does not wait for sends
-nothing, and its loop has no further deadline.
+The daemon's own loop sends them, so systemd notices a loop that hangs. If systemd does not wait for them, the daemon
+sends nothing, and its loop has no further deadline.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Callable, MutableMapping
 PERIOD_S = 5.0
 """Time between two looks at the status, or half the watchdog's time if that is shorter."""
 _MORE_TIME = f"EXTEND_TIMEOUT_USEC={int(3 * PERIOD_S * 1e6)}"
-"""Time that systemd is to wait for the end of a daemon that stops, from now on: its workers may have longer to save."""
+"""More time for a daemon that stops, counted from this message: its workers may need longer to save."""
 SEND_S = 1.0
-"""Time for which a notification waits for a systemd that reads nothing."""
+"""Longest wait of a notification, if systemd reads nothing."""
 
 
 class ServiceNotifier:
@@ -26,10 +26,10 @@ class ServiceNotifier:
     def __init__(
         self, env: MutableMapping[str, str], *, is_helper: bool = False, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Read ``NOTIFY_SOCKET`` and the watchdog's time, and take them out of `env`: no child speaks for this process.
+        """Take ``NOTIFY_SOCKET`` and the watchdog's time out of `env`, so that no child notifies for this process.
 
         Args:
-            is_helper: True if the daemon is part of another program, which may be a service itself: it sends nothing.
+            is_helper: True if the daemon is part of another program, which may be a service itself: nothing is sent.
         """
         address, watchdog_us = env.pop("NOTIFY_SOCKET", ""), env.pop("WATCHDOG_USEC", "")
         is_watched = env.pop("WATCHDOG_PID", str(os.getpid())) == str(os.getpid()) and watchdog_us.isdecimal()
@@ -43,10 +43,10 @@ class ServiceNotifier:
         """Time at which `beat` is due; None: there is no systemd to notify."""
 
     def beat(self, is_ready: bool, status: Callable[[], str]) -> None:
-        """Send that the daemon is alive if that is due, and at once that it is ready, the first time that it is.
+        """Send that the daemon is alive if that is due; if it is ready for the first time, send that at once.
 
         Args:
-            status: how it stands, as `systemctl status` shows it.
+            status: returns the daemon's status, which `systemctl status` shows.
         """
         if self.next_deadline is None:
             return

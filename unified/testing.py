@@ -1,4 +1,4 @@
-"""A real cluster for tests, on this machine, that fails the test which leaves anything behind.
+"""A real cluster for tests, on this machine. A test that leaves anything behind fails.
 
 Installing unified makes the fixture known to pytest; there is nothing to import::
 
@@ -9,13 +9,13 @@ Installing unified makes the fixture known to pytest; there is nothing to import
 
 `local_cluster` is a factory: each call starts a master and `nodes` agents with `devices` virtual devices each, with
 short intervals, and returns a `LocalCluster`. At the end of the test every cluster is stopped, and the test fails if a
-process, a socket, an open descriptor, a thread or a file in /dev/shm is left. Zombies count as dead.
+process, a socket, an open descriptor, a thread or a file in /dev/shm is left. Zombies do not count.
 
 `eventually` waits for a condition that has no event::
 
     eventually(lambda: handle.status().stage == "RUNNING", timeout=10, message="the job did not run")
 
-Nothing here imports torch, and nothing but pytest and the standard library is imported before the fixture is used.
+This module never imports torch. It imports only pytest and the standard library until the fixture is used.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def eventually(predicate: Callable[[], T], timeout: float = 60.0, message: str =
     deadline = time.monotonic() + timeout
     while not (value := predicate()):
         if time.monotonic() > deadline:
-            raise AssertionError(f"{message or 'it did not come true'} (waited {timeout:g} s; last: {value!r})")
+            raise AssertionError(
+                f"{message or 'the condition did not become true'} (waited {timeout:g} s; last: {value!r})"
+            )
         time.sleep(POLL_S)
     return value
 
@@ -81,10 +83,10 @@ class LocalCluster:
     Args:
         nodes: number of agents; they are called node-1, node-2, …
         devices: virtual devices of each; None: the accelerators that this host really has.
-        home: for logs and state.
-        env: more environment for daemons and workers, above the short intervals.
-        restart_agents: times that an agent that dies is started again; 0 leaves it dead.
-        restart_master: likewise for the master.
+        home: folder for logs and state.
+        env: more environment for daemons and workers; it wins over the short intervals.
+        restart_agents: how often an agent that dies is started again; 0: never.
+        restart_master: the same for the master.
     """
 
     def __init__(
@@ -228,7 +230,7 @@ class LocalCluster:
 
 
 class Belongings:
-    """Threads, descriptors, shared memory and children of a process, to be compared before and after."""
+    """Threads, descriptors, shared memory and children of a process, compared before and after a test."""
 
     def __init__(self) -> None:
         gc.collect()
@@ -238,7 +240,7 @@ class Belongings:
         self.children = _children()
 
     def left_since(self, before: Belongings) -> list[str]:
-        """Return what is there now and was not before."""
+        """Return what is new since `before`."""
         threads = [f"thread {thread.name}" for thread in self.threads - before.threads]
         descriptors = [
             f"descriptor {number} ({target})"
@@ -255,7 +257,7 @@ class Belongings:
 def _descriptors() -> dict[int, str]:
     found: dict[int, str] = {}
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the one that listed the folder
+        with contextlib.suppress(OSError):  # the descriptor of this listing
             found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
     return found
 
@@ -284,9 +286,9 @@ def _shared_memory() -> set[str]:
 
 
 def _is_in_use(path: str) -> bool:
-    """Return True if a living process has it mapped or open: another program that runs beside this test.
+    """Return True if a living process, such as a program beside this test, has the file mapped or open.
 
-    The file is known by its number, for it may have got its name later: glibc makes a semaphore under another one.
+    Files are compared by inode, not by name: glibc makes a semaphore under another name first.
     """
     try:
         found = os.stat(path)
@@ -307,7 +309,7 @@ def _is_in_use(path: str) -> bool:
 
 
 def left_behind(before: Belongings, settle_s: float = SETTLE_S) -> list[str]:
-    """Return what a test left, once things had a moment to end; empty if all is well."""
+    """Return what a test left after a wait of at most `settle_s`; empty if all is well."""
     deadline = time.monotonic() + settle_s
     while (left := Belongings().left_since(before)) and time.monotonic() < deadline:
         time.sleep(POLL_S)

@@ -1,6 +1,6 @@
-"""Daemon threads: how they start, what they survive and what a fork leaves of them; a timer and a worker with a queue.
+"""Daemon threads: start, errors, and forks; a timer, and a worker with a queue.
 
-A thread of the runtime is a daemon, so that it keeps no process alive, has a name, and starts when it is first needed.
+A thread of the runtime is a daemon, so that it keeps no process alive. It has a name, and starts at first use.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ _fork_hooks: set[weakref.WeakMethod[Callable[[], object]]] = set()
 
 
 def start_thread(name: str, work: Callable[..., object], *args: Any) -> threading.Thread:
-    """Start a daemon thread that calls `work(*args)`; RuntimeError: the system has none to give."""
+    """Start a daemon thread that calls `work(*args)`; RuntimeError: the system has no more threads."""
     thread = threading.Thread(target=work, args=args, name=name, daemon=True)
     thread.start()
     return thread
 
 
 def call_guarded(event: str, work: Callable[..., object], *args: Any) -> bool:
-    """Call `work(*args)` on a thread that others depend on: an error is logged under `event`, and False returned.
+    """Call `work(*args)` on a thread that must go on: an error is logged under `event`, and False is returned.
 
-    `SystemExit` is one, too: a user's done callback may raise it, and it would end the thread without a word.
+    That includes `SystemExit`: a user's done callback may raise it, and it would end the thread silently.
     """
     try:
         work(*args)
     except BaseException:
-        logger.exception("event=%s: it goes on", event)
+        logger.exception("event=%s: the thread goes on", event)
         return False
     return True
 
 
 def after_fork(method: Callable[[], object]) -> None:
-    """Have a bound method called in every child that this process forks, as long as its object lives."""
+    """Have a bound method called in every child that this process forks, as long as its object exists."""
     _fork_hooks.add(weakref.WeakMethod(method, _fork_hooks.discard))
 
 
 def own_pid() -> int:
-    """Return the id of this process without asking the kernel, which takes longer than giving back shared memory."""
+    """Return the id of this process without a system call, which takes longer than giving back shared memory."""
     return _own_pid
 
 
@@ -67,11 +67,11 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class TimerThread:
-    """Calls `ring` at the earliest time that was set since the last call, on a thread that starts with the first.
+    """Timer that calls `ring` at the earliest time set since the last call. Its thread starts when a time is set.
 
     Args:
-        ring: should be short. What it raises is logged.
-        stays: the thread ends with `close`; else as soon as no time is set.
+        ring: should be short. Its errors are logged.
+        stays: True: the thread ends with `close`. False: it ends as soon as no time is set.
     """
 
     def __init__(self, name: str, ring: Callable[[], object], *, stays: bool = False) -> None:
@@ -88,7 +88,7 @@ class TimerThread:
         self._thread: threading.Thread | None = None
 
     def set(self, at: float) -> None:
-        """Ring at this time of `time.monotonic`, unless an earlier one is set; not after `close`."""
+        """Call `ring` at this time of `time.monotonic`, unless an earlier one is set; not after `close`."""
         if at >= self._at:
             return
         with self._changed:
@@ -97,8 +97,10 @@ class TimerThread:
             if self._thread is None:
                 try:
                     self._thread = start_thread(self._name, self._run)
-                except RuntimeError as error:  # whoever sets it has other things to do, too, and will set it again
-                    logger.warning("event=timer-not-set name=%s reason=%r: tried again", self._name, str(error))
+                except RuntimeError as error:  # the caller has other work, too, and will set it again
+                    logger.warning(
+                        "event=timer-not-set name=%s reason=%r: the next timer tries again", self._name, str(error)
+                    )
                     return
             self._at = at
             self._changed.notify()
@@ -110,7 +112,7 @@ class TimerThread:
             self._changed.notify()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Ring no more, and end the thread; wait so long for it (None: until `ring` has returned)."""
+        """End the thread, and wait up to `timeout_s` for that (None: until `ring` has returned)."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -125,7 +127,7 @@ class TimerThread:
     def _await(self) -> bool:
         with self._changed:
             if self._thread is not threading.current_thread():
-                return False  # an interrupt came between its start and the note of it: another one is started
+                return False  # an interrupt hit `set` before it noted this thread: `set` will start another
             while not self._is_closed and (self._stays or self._at != math.inf):
                 left_s = self._at - time.monotonic()
                 if left_s <= 0:
@@ -137,7 +139,7 @@ class TimerThread:
 
 
 class DelayedCalls:
-    """Calls functions after a delay, one after another, on a thread that is there only while one waits."""
+    """Calls of functions after a delay, one after another, on a thread that exists only while a call waits."""
 
     def __init__(self, name: str) -> None:
         self._numbers = itertools.count()
@@ -150,7 +152,7 @@ class DelayedCalls:
         self._waiting: list[tuple[float, int, Callable[[], object]]] = []
 
     def call_after(self, delay_s: float, work: Callable[[], object]) -> None:
-        """Call `work()` in `delay_s` seconds, at the earliest. It should be short; what it raises is logged."""
+        """Call `work()` in `delay_s` seconds, at the earliest. `work` should be short; its errors are logged."""
         with self._lock:
             heapq.heappush(self._waiting, (time.monotonic() + delay_s, next(self._numbers), work))
             self._timer.set(self._waiting[0][0])
@@ -169,15 +171,15 @@ class DelayedCalls:
 
 
 class SerialWorker(Generic[K]):
-    """A background worker thread with a FIFO queue, to which finalizers may add: they must not take a lock.
+    """A background worker thread with a FIFO queue. Finalizers, which must not take a lock, may add to the queue.
 
-    It calls `work` with each key, in order. What that raises is logged.
+    The thread calls `work` with each key, in order, and logs its errors.
     """
 
     def __init__(self, name: str, work: Callable[[K], object]) -> None:
         self._name = name
         self._work = work
-        self._keys: SimpleQueue[K | None] = SimpleQueue()  # its `put` is made for finalizers
+        self._keys: SimpleQueue[K | None] = SimpleQueue()  # finalizers may call its `put`
         self._begin()
         after_fork(self._begin)
 
@@ -186,17 +188,17 @@ class SerialWorker(Generic[K]):
         self._thread: threading.Thread | None = None
 
     def put(self, key: K) -> None:
-        """Have `work(key)` called once the thread is started and has done what was put before. Safe in a finalizer."""
+        """Let the thread, once started, call `work(key)` after the keys put before. Safe in a finalizer."""
         self._keys.put(key)
 
     def start(self) -> None:
-        """Start the thread, unless it runs. RuntimeError: the system has none to give."""
+        """Start the thread, unless it runs. RuntimeError: the system has no more threads."""
         with self._starting:
             if self._thread is None:
                 self._thread = start_thread(self._name, self._run)
 
     def close(self, timeout_s: float = CLOSE_WITHIN_S) -> None:
-        """Do what was put before, end the thread and wait so long for that; what is put later is ignored."""
+        """End the thread after the keys put before, and wait up to `timeout_s` for that; later keys are ignored."""
         self._keys.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
@@ -204,4 +206,4 @@ class SerialWorker(Generic[K]):
     def _run(self) -> None:
         while (key := self._keys.get()) is not None:
             call_guarded("background-work-failed", self._work, key)
-            del key  # the next may be long in coming
+            del key  # keep no reference during the wait for the next key

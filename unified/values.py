@@ -1,4 +1,4 @@
-"""Base classes: of all records (messages, specifications, events, actions), and of what a ``with`` block closes."""
+"""Base classes of all records (messages, specifications, events, actions), and of what a ``with`` block closes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ClosedOnExit:
     """Object that a ``with`` block closes at its end."""
 
     def close(self) -> None:
-        """Let go of what is open."""
+        """Release what is open."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:

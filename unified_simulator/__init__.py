@@ -1,1 +1,1 @@
-"""A cluster in virtual time: the real cores of master and agents; all around them is simulated."""
+"""A cluster in virtual time: the real cores of master and agents in a simulated environment."""

@@ -20,7 +20,7 @@ from unified_simulator.simulation import Simulation, SimulationOptions, Simulati
 
 @contextlib.contextmanager
 def writing(file: str) -> Iterator[Watch | None]:
-    """Give a function that writes decisions and faults into a file; None, if there is none."""
+    """Give a function that writes decisions and faults into the file, or None if no file is named."""
     if not file:
         yield None
         return
@@ -37,7 +37,7 @@ def writing(file: str) -> Iterator[Watch | None]:
 
 
 def simulate(options: SimulationOptions, transcript: str) -> SimulationReport:
-    """Run with a progress bar on stderr, or with a line for each virtual hour where that is no terminal."""
+    """Run with a progress bar on stderr; if stderr is no terminal, with a line for each virtual hour."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[so_far]}"), TimeElapsedColumn())
     with writing(transcript) as watch, Progress(*columns, console=console, transient=True) as progress:
@@ -57,7 +57,7 @@ def simulate(options: SimulationOptions, transcript: str) -> SimulationReport:
 
 
 def table(report: SimulationReport) -> Table:
-    """Return the figures that matter, each with its name."""
+    """Return a table of the main figures, each with its name."""
     options, faults = report.options, report.faults
     found = Table(title=f"A simulation of {options.nodes:,} nodes with {options.nodes * options.workers:,} workers")
     found.add_column("of")
@@ -93,7 +93,7 @@ def _longest(step: LongestStep) -> str:
 
 
 def main() -> int:
-    """Run what the words of the command line say; return the exit code."""
+    """Run the simulation that the command line describes; return the exit code."""
     given, transcript, *flags = sys.argv[1:]
     options = msgspec.json.decode(given, type=SimulationOptions)
     try:
@@ -101,7 +101,7 @@ def main() -> int:
     except AssertionError as error:
         print(f"unified simulate: an invariant broke with seed {options.seed}: {error}", file=sys.stderr)
         return 1
-    except OSError as error:  # of the transcript
+    except OSError as error:  # from the transcript file
         print(f"unified simulate: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

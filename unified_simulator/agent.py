@@ -1,4 +1,4 @@
-"""One incarnation of an agent: the real core, and processes that live in virtual time."""
+"""One incarnation of an agent: the real core, and processes that run in virtual time."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ from unified_simulator.measure import Longest
 from unified_simulator.node import Said
 
 SIGNAL_S = 0.001
-"""From SIGKILL, or from the last word of a worker that fails, to the end of its process."""
+"""Time from SIGKILL, or from the last message of a failing worker, to the end of its process."""
 
 
 REJOINS = "rejoins"
@@ -75,7 +75,7 @@ REJOINS = "rejoins"
 
 
 class Delays(msgspec.Struct, frozen=True):
-    """Seconds that things take on a simulated node."""
+    """Durations of actions on a simulated node, in seconds."""
 
     start: float = 0.05
     run: float = 0.01
@@ -89,18 +89,18 @@ class SimulatedProcess(msgspec.Struct):
 
     launch: Launch
     is_running: bool = False
-    """True if it is in its entry point."""
+    """True if the process is in its entry point."""
     round: int = 0
     code: int = 0
-    """Exit code that it will have."""
+    """Exit code that the process will have."""
     claims: NameClaims = NameClaims()
     left_round: int = 0
     is_gone: bool = False
-    """True if it was killed, and its agent has yet to see it."""
+    """True if the process was killed, and its agent has not seen the end yet."""
 
     @property
     def can_rejoin(self) -> bool:
-        """True if it is in an elastic loop."""
+        """True if the process is in an elastic loop."""
         launch = self.launch
         is_loop = launch.kind == "worker" and launch.spec.role(launch.role).entry_point.target == REJOINS
         return is_loop and self.is_running
@@ -114,8 +114,8 @@ class SimulatedAgent:
     """The real core of an agent with simulated processes. Its invariants are checked after every step.
 
     Args:
-        clock: the cluster's virtual time, for what is done to its processes.
-        on_process: is told when a process runs and when it is gone.
+        clock: returns the cluster's virtual time; used where a method of this agent is called without a time.
+        on_process: called when a process runs and when it is gone.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class SimulatedAgent:
         """True if its processes ignore SIGTERM."""
         self.is_over = False
         self.times = Longest()
-        """Longest step of its core; all agents of a cluster may share one."""
+        """Longest step of its core; all agents of a cluster may share this object."""
         self._timers: TimerTable[tuple[str, JobWorkerIncarnation | None]] = TimerTable()
         self._core = AgentCore(
             NodeFacts(
@@ -167,7 +167,7 @@ class SimulatedAgent:
 
     @property
     def generation(self) -> int:
-        """Generation of the last desired set that it took."""
+        """Generation of the last desired set that the agent accepted."""
         return self._core.generation
 
     @property
@@ -213,10 +213,10 @@ class SimulatedAgent:
             incarnation, _ = self.incarnations.popitem()
             self._on_process(self, incarnation, False)
 
-    # -- what is done to it ------------------------------------------------------------------------------------------
+    # -- actions on its processes ------------------------------------------------------------------------------------
 
     def end(self, job_id: str, worker: str, failure: Failure | None) -> list[Said]:
-        """The worker's process ends now: by a signal, with an exception, or (None) because its work is done."""
+        """End the worker's process now: by a signal, with an exception, or (None) because its work is done."""
         said: list[Said] = []
         now = self._clock()
         for incarnation in self._of(job_id, worker):
@@ -378,7 +378,6 @@ def _hello(incarnation: JobWorkerIncarnation, launch: Launch) -> Hello:
 
 
 def _last_word(failure: Failure | None) -> tuple[WorkerToAgent | None, int]:
-    """Return the last word of a worker and its exit code."""
     if failure is None:
         return Finished(), 0
     if failure.category == "crash":
@@ -392,7 +391,7 @@ def log_of(order: ReadAgentLog, node: str, incarnation: str) -> LogRead:
 
 
 def next_claims(claims: NameClaims, names: Iterable[str]) -> NameClaims:
-    """Return the set after one step: what is new in it is claimed, what is missing is withdrawn."""
+    """Return the claims after one step: new names are claimed, missing names are withdrawn."""
     number = claims.number + 1
     return NameClaims(number=number, names={name: claims.names.get(name, number) for name in names})
 

@@ -37,7 +37,7 @@ from unified_simulator.node import Said, SimulatedNode
 
 CLIENT = b"client"
 RECONNECT_S = 1.0
-"""Longest time in which an agent finds out that its master can be reached again."""
+"""Longest time until an agent finds out that its master can be reached again."""
 Watch = Callable[[float, str, object], None]
 Crash = Literal["", "before-save", "before-send"]
 """Moment at which the master dies: before a decision is on disk, or between the disk and the network."""
@@ -54,10 +54,10 @@ class SimulatedCluster(Generic[N]):
 
     Args:
         seed: of delays and losses; None: every message takes 1 ms.
-        watch: is told of everything that is said and decided, with the time and who said it.
-        check_all_every: number of steps after which the whole cluster is checked; after the others, what they touched.
-        is_large: what changes nothing is left out: heartbeats of agents that nothing happens to, and the directories of
-            jobs, which no simulated worker reads and each agent would hold.
+        watch: called for every message and decision, with the time and its author.
+        check_all_every: steps between two checks of the whole cluster; other steps check only what they touched.
+        is_large: leaves out heartbeats of agents that nothing happens to, and the directories of jobs: each agent would
+            hold them, and no simulated worker reads them.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class SimulatedCluster(Generic[N]):
         self.watch = watch or (lambda _now, _who, _what: None)
         self.agents: dict[str, N] = {}
         self.cut: set[str] = set()
-        """Nodes that neither hear nor are heard."""
+        """Nodes that can neither send nor receive."""
         self.answers: dict[int, MasterAnswer] = {}
         self.stored: dict[tuple[str, str], bytes] = {}
         self.log: deque[EventRecord] = deque(maxlen=KEPT_EVENTS if is_large else None)
@@ -86,22 +86,22 @@ class SimulatedCluster(Generic[N]):
         self.disk_s: Callable[[], float] = lambda: 0.0
         """Seconds that the next transaction of the master takes."""
         self.crash_at: Crash = ""
-        """Moment within the master's next decision at which it dies."""
+        """Moment within its next decision at which the master dies."""
         self.down_s = 0.0
-        """Time for which a master that died at `crash_at` stays away."""
+        """Time for which a master that died at `crash_at` stays down."""
         self.is_large = is_large
         self.times = StepTimes()
         """Times of the master's core."""
         self.checks = InvariantChecks(check_all_every, is_sparing=is_large)
         self._resting: set[str] = set()
-        """Nodes of which nothing is heard but heartbeats, which are left out."""
+        """Nodes that would send only heartbeats, which are left out."""
         self._heap: list[tuple[float, int, int, Callable[[], None]]] = []
         self._count = 0
         self._connections: dict[str, Connection] = {}
         self.keepers: dict[str, SimulatedKeeper] = {}
         self._wake: dict[str, float] = {}
         self._frozen: dict[str, list[Callable[[], None]]] = {}
-        """Messages to agents that are stopped."""
+        """Messages to stopped agents, delivered when the agent continues."""
         self._request = 0
         self._term = 0
         self.is_down = self._is_writing = False
@@ -109,10 +109,10 @@ class SimulatedCluster(Generic[N]):
         """Messages to the master while it waits for its disk."""
         self._begin_term([])
 
-    # -- what happens ------------------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------------------------
 
     def add(self, agent: N) -> None:
-        """Start an agent with its lease keeper; one of the same node that runs is gone, with its workers."""
+        """Start an agent with its lease keeper; a running agent of the node is killed with its workers first."""
         if agent.node in self.agents:
             self.kill_agent(agent.node)
         self.agents[agent.node] = agent
@@ -124,7 +124,7 @@ class SimulatedCluster(Generic[N]):
         self.keepers[agent.node].wake()
 
     def kill_agent(self, node: str, *, with_host: bool = True) -> None:
-        """An agent and its workers are gone, without a word of its own; its lease keeper goes with its host only."""
+        """Kill an agent and its workers, without a last message; its lease keeper ends only with the host."""
         self._rouse(node)
         self.agents.pop(node).die()
         self._frozen.pop(node, None)
@@ -135,7 +135,7 @@ class SimulatedCluster(Generic[N]):
             self.keepers[node].tell_death()
 
     def freeze_agent(self, node: str) -> None:
-        """An agent's process is stopped; its workers go on."""
+        """Stop an agent's process as SIGSTOP does; its workers go on."""
         self._rouse(node)
         if node not in self._frozen:
             self._frozen[node] = []
@@ -149,22 +149,22 @@ class SimulatedCluster(Generic[N]):
         self.wake(node)
 
     def cut_off(self, node: str) -> None:
-        """Nothing goes to a node or comes from it any more."""
+        """Drop all messages to and from a node."""
         self._rouse(node)
         self.cut.add(node)
         self.wake(node)
 
     def heal(self, node: str) -> None:
-        """The way is free again; TCP has given up the connection."""
+        """Repair the network of a node; TCP has given up the old connection."""
         self.cut.discard(node)
         self.break_connection(node)
 
     def act(self, agent: N, what: Callable[[], list[Said]]) -> None:
-        """Do something to an agent's processes, which it takes in when it can."""
+        """Do something to an agent's processes; a frozen agent sees it when it continues."""
         self._to_agent(agent.node, lambda _agent: what())
 
     def break_connection(self, node: str) -> None:
-        """A connection ends, what is on its way is lost, and the agent connects again as soon as it can."""
+        """End a connection: messages on their way are lost, and the agent connects again as soon as it can."""
         self._rouse(node)
         connection = self._connections[node]
         connection.renew()
@@ -174,7 +174,7 @@ class SimulatedCluster(Generic[N]):
         self.wake(node)
 
     def crash_master(self, down_s: float) -> None:
-        """The master is killed and started again with its store after a time; all connections end."""
+        """Kill the master, and restart it with its store after a time; all connections end."""
         self._die()
         self.is_down = True
         for node in self.agents:
@@ -183,7 +183,7 @@ class SimulatedCluster(Generic[N]):
         self.after(down_s, self.restart_master)
 
     def restart_master(self) -> None:
-        """The master is started (again) with its store; connections are made anew."""
+        """Start the master (again) with its store; all connections are made anew."""
         self._die()
         was_down, self.is_down = self.is_down, False
         records = [(kind, key, data) for (kind, key), data in self.stored.items()]
@@ -199,7 +199,7 @@ class SimulatedCluster(Generic[N]):
             self.wake(node)
 
     def say(self, node: str, said: Iterable[Said]) -> None:
-        """An agent says something to the master, which is lost if no connection stands."""
+        """Send an agent's messages to the master; they are lost without a connection."""
         connection = self._connections[node]
         for request_id, message in said:
             if connection.is_up:
@@ -208,14 +208,14 @@ class SimulatedCluster(Generic[N]):
         self.wake(node)
 
     def ask(self, request: ClientToMaster) -> int:
-        """A client asks; the answer will be in `answers` under the number returned, unless the master dies first."""
+        """Send a client's request; `answers` gets the answer under the returned number, unless the master dies."""
         self._request += 1
         number = self._request
         self.step(Received(peer=CLIENT, request_id=number, message=request))
         return number
 
     def after(self, seconds: float, what: Callable[[], None]) -> None:
-        """Do something when time has passed."""
+        """Call a function after some virtual seconds."""
         self._push(self.now + seconds, _DELIVERY, what)
 
     # -- time --------------------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class SimulatedCluster(Generic[N]):
         self.now = end
 
     def until(self, is_true: Callable[[], bool], what: str, limit_s: float = 300.0) -> None:
-        """Run until something is true, or fail saying what was awaited."""
+        """Run until a condition is true, or fail with the name of the condition."""
         end = self.now + limit_s
         while not is_true():
             due = self._next()
@@ -236,7 +236,7 @@ class SimulatedCluster(Generic[N]):
             self._advance(due)
 
     def recent(self) -> str:
-        """Return the last decisions, a line each."""
+        """Return the last 30 decisions, a line each."""
         return "\n".join(
             f"{e.at:8.3f} {e.event} {e.job} {e.worker or e.role or e.node}: {e.reason}" for e in list(self.log)[-30:]
         )
@@ -244,7 +244,7 @@ class SimulatedCluster(Generic[N]):
     # -- the master --------------------------------------------------------------------------------------------------
 
     def step(self, event: MasterEvent) -> None:
-        """The master takes in an event, at once or when its disk is done."""
+        """Give the master an event; it handles the event at once, or after its disk is done."""
         if self.is_down:
             return
         if self._is_writing:
@@ -253,7 +253,7 @@ class SimulatedCluster(Generic[N]):
             self._decide([event])
 
     def _die(self) -> None:
-        """Lose what was heard and is not answered, and what is being written."""
+        """Drop the events that wait, and the decision that is being written."""
         for node in list(self._resting):
             self._rouse(node)
         self._term += 1
@@ -267,7 +267,7 @@ class SimulatedCluster(Generic[N]):
         self._check(None, actions)
 
     def _decide(self, events: list[MasterEvent]) -> None:
-        """Step through all that has arrived; one transaction for it, and only then what is to be sent."""
+        """Step through the events; save all decisions in one transaction, and send only after it."""
         actions: list[MasterAction] = []
         for event in events:
             self.num_steps += 1
@@ -285,7 +285,7 @@ class SimulatedCluster(Generic[N]):
 
     def _written(self, term: int, actions: list[MasterAction]) -> None:
         if term != self._term:
-            return  # it died while it wrote
+            return  # the master died during the write
         self._is_writing = False
         self._finish(actions, True)
         if self._inbox and not self.is_down:
@@ -349,7 +349,7 @@ class SimulatedCluster(Generic[N]):
         return f"{node}/{self._connections[node].number}".encode()
 
     def _deliver(self, node: str, direction: str, what: Callable[[], None]) -> None:
-        """After a delay, in order within a connection and direction, and in any order beside others."""
+        """Deliver after a delay, in order within a connection and direction only."""
         connection = self._connections[node]
         at = max(self.now + self._delay_s(), connection.arrival.get(direction, 0.0))
         connection.arrival[direction] = at
@@ -362,7 +362,7 @@ class SimulatedCluster(Generic[N]):
         self._push(at, _DELIVERY, arrive)
 
     def _carried(self, order: MasterToAgent) -> MasterToAgent | None:
-        """Return what of an order is delivered."""
+        """Return the part of an order that is delivered: a large cluster leaves out directories."""
         if self.is_large and isinstance(order, DirectoryChanged):
             return None
         if self.is_large and isinstance(order, DesiredWorkers):
@@ -380,7 +380,7 @@ class SimulatedCluster(Generic[N]):
             self._to_agent(node, lambda agent: agent.receive(self.now, request_id, message))
 
     def _connect(self, node: str, number: int) -> None:
-        """Make a broken connection again, unless it is another one by now, or the way is still cut."""
+        """Connect again, unless the connection was renewed meanwhile; retry later while the master is not reachable."""
         connection = self._connections[node]
         if connection.number != number or node not in self.agents:
             return
@@ -393,7 +393,7 @@ class SimulatedCluster(Generic[N]):
     # -- lease keepers -----------------------------------------------------------------------------------------------
 
     def hear_keeper(self, node: str, event: Received) -> None:
-        """Send a keeper's word to the master, on its own connection, which breaks with the master's process."""
+        """Send a keeper's message to the master on the keeper's own connection; it ends with the master's process."""
         term = self._term
 
         def arrive() -> None:
@@ -426,13 +426,13 @@ class SimulatedCluster(Generic[N]):
         return is_joined and is_reached and not self.is_down and node not in self._frozen and agent.is_quiet
 
     def _rest(self, node: str) -> None:
-        """Let a node's lease stand until something happens to it: its heartbeats would change nothing."""
+        """Keep a node's lease valid until something happens to the node: its heartbeats would change nothing."""
         self._resting.add(node)
         self.keepers[node].is_resting = True
         self.core.cluster.leases.renew(node, self.now, lease_s=math.inf)
 
     def _rouse(self, node: str) -> None:
-        """Let a node's time go on, as if it had sent its heartbeats until now."""
+        """End a node's rest, as if it had sent its heartbeats until now."""
         if node not in self._resting:
             return
         self._resting.discard(node)
@@ -456,11 +456,11 @@ class SimulatedCluster(Generic[N]):
 
     def _woken(self, node: str, due: float) -> None:
         if self._wake.get(node) != due:
-            return  # it was woken earlier, or is gone
+            return  # the agent was woken earlier, or is gone
         del self._wake[node]
         agent = self.agents[node]
         if node in self._frozen or node in self._resting:
-            return  # looked at again when it goes on
+            return  # woken again when it continues
         if agent.next_deadline is not None and agent.next_deadline <= self.now:
             self.say(node, agent.tick(self.now))
         else:

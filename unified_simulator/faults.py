@@ -16,20 +16,20 @@ CRASH = Failure(summary="killed by SIGKILL", category="crash", signal=9)
 CUT_S = (1.0, 120.0)
 """Shortest and longest time for which a node is cut off."""
 DOWN_S = (1.0, 30.0)
-"""Shortest and longest time for which the master is away."""
+"""Shortest and longest time for which the master is down."""
 
 
 class FaultRates(Value, frozen=True, kw_only=True):
-    """Days between two faults of one thing; 0: there are none. Rates are the same in every hour."""
+    """Mean days between two faults of one node, rack, worker or master; 0: none. Rates are constant over time."""
 
     node_days: float
-    """Deaths of a node with all that runs on it; it is back after `repair_hours`."""
+    """Deaths of a node with all its processes; the node is back after `repair_hours`."""
     rack_days: float
-    """Deaths of a rack, the nodes of which die together."""
+    """Deaths of all nodes of a rack together."""
     worker_days: float
     """Deaths of a worker process alone."""
     cut_days: float
-    """Cuts of the network of a node."""
+    """Network cuts of a node."""
     master_days: float
     rack_size: int
     repair_hours: float
@@ -128,5 +128,5 @@ class Faults:
         self._cluster.crash_master(seconds)
 
     def stop(self) -> None:
-        """No more faults; what is broken is mended in its time."""
+        """Start no more faults; running repairs still happen at their times."""
         self.is_over = True

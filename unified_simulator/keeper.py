@@ -1,6 +1,6 @@
-"""Lease keepers of simulated agents: the real core, with a connection of its own to the master.
+"""Lease keepers of simulated agents: the real core, with its own connection to the master.
 
-A keeper goes on while its agent is stopped and when it has died; it goes with its host.
+A keeper goes on while its agent is stopped, and after its agent has died; it ends with its host.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from unified_master.core.messages import Received
 from unified_simulator.node import SimulatedNode
 
 PROBE_S = 3.0
-"""Time after which an attempt to connect that nothing answers is given up."""
+"""Timeout of an attempt to connect."""
 DEATH_S = 5.0
-"""Time for which the keeper of a dead agent tries to tell the master so."""
+"""Time for which a keeper tries to report its agent's death to the master."""
 DEATH_EVERY_S = 0.2
 
 
@@ -36,7 +36,7 @@ class KeptCluster(Protocol):
 
 
 class SimulatedKeeper:
-    """The keeper of one agent. It looks at its lease when the last answer to a heartbeat is late."""
+    """The keeper of one agent. It checks the agent's lease when the last answer to a heartbeat is late."""
 
     def __init__(self, cluster: KeptCluster, agent: SimulatedNode) -> None:
         self._cluster = cluster
@@ -45,16 +45,16 @@ class SimulatedKeeper:
         self.node = agent.node
         self.peer = f"{agent.node}/keeper-{agent.incarnation}".encode()
         self.stopped_at: float | None = None
-        """Time at which its agent was stopped by a signal; None: it was not."""
+        """Time at which its agent was stopped by a signal; None: the agent runs."""
         self.is_over = False
         """True if its host is gone."""
         self.is_resting = False
-        """True if its agent is known to be heard in time."""
+        """True if heartbeats of its agent are left out, and count as answered."""
         self._is_agent_dead = self._is_looking = False
         self._is_death_known = False
 
     def wake(self) -> None:
-        """Look from now on, unless it does."""
+        """Check the lease from now on."""
         self.is_resting = False
         if not self._is_looking:
             self._is_looking = True
@@ -105,7 +105,7 @@ class SimulatedKeeper:
                 self._cluster.kill_agent(self.node, with_host=False)
 
     def _probe(self, within_s: float) -> None:
-        """Try to connect to the master's port: at once there is an answer, or none before the time is over."""
+        """Try to connect to the master's port: the answer comes at once, or the attempt times out."""
         if self.node in self._cluster.cut:
             self._cluster.after(within_s, lambda: self._core.contact(self._cluster.now, Contact.NONE))
         else:

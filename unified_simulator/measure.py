@@ -1,4 +1,4 @@
-"""CPU time that cores take for events: of each event of the master, and the longest of all."""
+"""CPU time of the cores: of each event of the master, and of the longest step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unified_master.core.messages import MasterAction, MasterEvent, Received, Re
 
 
 class KindOfEvent(Value, frozen=True, kw_only=True):
-    """Time that the master's core takes for events of one kind."""
+    """Times of the master's core for events of one kind."""
 
     number: int
     p50_us: float
@@ -26,7 +26,7 @@ class LongestStep(Value, frozen=True, kw_only=True):
     ms: float = 0.0
     at_hours: float = 0.0
     event: str = ""
-    """The event, and what it led to."""
+    """The event, and a summary of its actions."""
 
 
 class Longest:
@@ -74,7 +74,6 @@ def _kind(times: array[float]) -> KindOfEvent:
 
 
 def _described(kind: str, actions: Sequence[MasterAction]) -> str:
-    """Return an event of the master with the number of records that it changed, messages and decisions."""
     number = Counter(type(action) for action in actions)
     reported = Counter(action.record.event for action in actions if isinstance(action, ReportEvent))
     decisions = ", ".join(f"{count} × {event}" for event, count in reported.most_common(4))

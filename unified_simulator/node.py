@@ -1,4 +1,4 @@
-"""Interface of agents in a simulated cluster: the real core of one, or a stand-in."""
+"""Interface of agents in a simulated cluster: a real core, or a stand-in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Said = tuple[int, AgentToMaster]
 
 
 class SimulatedNode(Protocol):
-    """One incarnation of an agent, as the cluster drives it; what it says is sent to the master."""
+    """One incarnation of an agent, as the cluster drives it; the cluster sends the returned messages to the master."""
 
     node: str
     incarnation: str
@@ -23,10 +23,10 @@ class SimulatedNode(Protocol):
 
     @property
     def is_quiet(self) -> bool:
-        """True if it would only send heartbeats, were it left alone."""
+        """True if the agent would only send heartbeats without further events."""
 
     def rouse(self, now: float) -> None:
-        """Take it for granted that the heartbeats until now were sent and answered."""
+        """Continue as if all heartbeats until now had been sent and answered."""
 
     def begin(self, now: float) -> list[Said]: ...
     def reached(self, now: float) -> list[Said]: ...
@@ -34,10 +34,10 @@ class SimulatedNode(Protocol):
     def tick(self, now: float) -> list[Said]: ...
 
     def lease(self, turned_at: float) -> NodeLease:
-        """Return the lease as the agent last knew it, the loop of which last turned at this time."""
+        """Return the lease as the agent knew it at `turned_at`, the last turn of its loop."""
 
     def lose_lease(self, reason: str) -> list[Said]:
-        """Take in that the lease keeper says that the lease ends."""
+        """Handle the lease keeper's message that the lease ends."""
 
     def kill_processes(self) -> None:
         """Kill every process, as the lease keeper does; the agent sees their ends when it can."""

@@ -1,4 +1,4 @@
-"""One run: a cluster full of training jobs under faults at given rates, and the figures of it."""
+"""One run: a cluster full of training jobs under faults at given rates, and the figures of the run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from unified_simulator.network import NetworkOptions
 from unified_simulator.workload import Workload
 
 CHECK_ALL_EVERY = 20_000
-"""Events of the master after which the whole cluster is checked."""
+"""Number of the master's events between two checks of the whole cluster."""
 SLICE_S = 60.0
-"""Virtual seconds between two looks at progress."""
+"""Virtual seconds between two progress reports."""
 CALM_S = 300.0
-"""Time without faults at the end, after which every agent has to run what the master desires."""
+"""Time without faults at the end; after it every agent must run what the master desires."""
 
 
 class SimulationOptions(FaultRates, frozen=True, kw_only=True):
@@ -32,30 +32,30 @@ class SimulationOptions(FaultRates, frozen=True, kw_only=True):
 
     nodes: int
     workers: int
-    """Workers, and devices, of each node."""
+    """Number of workers, and of devices, of each node."""
     hours: float
     job_nodes: list[int]
-    """Sizes of jobs in nodes, in turns."""
+    """Sizes of jobs in nodes, used in turn."""
     job_hours: float
     checkpoint_minutes: float
     spare: float
     """Part of the nodes that jobs leave free."""
     in_place: bool
-    """True if the jobs' loops go on in place."""
+    """True if processes of the jobs survive a broken round and join the next one."""
     delay_ms: float
     loss: float
     seed: int
 
 
 class SimulationReport(Value, frozen=True, kw_only=True):
-    """Figures of a run. All invariants held, or there is no report."""
+    """Figures of a run in which all invariants held."""
 
     options: SimulationOptions
     events: int
     decisions: int
-    """Entries of the event log: places, starts, rounds, restarts, ends."""
+    """Entries of the event log: placements, starts, rounds, restarts, ends."""
     events_a_second: float
-    """Events that the master's core takes in a second of its time."""
+    """Events that the master's core handles in a second of its CPU time."""
     decisions_a_second: float
     step_p50_us: float
     step_p99_us: float
@@ -63,21 +63,21 @@ class SimulationReport(Value, frozen=True, kw_only=True):
     """The longest step of the master's core."""
     longest_of_agents: LongestStep
     core_share: float
-    """Part of one CPU that the master's core would have needed all the time, heartbeats included."""
+    """Mean part of one CPU that the master's core would need, heartbeats included."""
     kinds: dict[str, KindOfEvent]
     checks: dict[str, int]
-    """Checks of the invariants, all of which held: after each of the master's `steps` of the `nodes`, `jobs` and
-    `workers` that it had to do with (a job is then left out until a step for every 5 of its workers has passed), or of
-    the `whole cluster`; after each step of an agent (`agent steps`) of that agent."""
+    """Numbers of invariant checks. Each of the master's `steps` checks the `nodes`, `jobs` and `workers` that it
+    touched, or the `whole cluster`. A checked job is then left out for one step per 5 of its workers. Each of the
+    `agent steps` checks its agent."""
     faults: dict[str, int]
     jobs_finished: int
     jobs_running: int
     recoveries: int
     recovery_p50_s: float
-    """From the end of a rank to all ranks of its job training again."""
+    """Time from the end of a rank until all ranks of its job train again."""
     recovery_p99_s: float
     goodput: float
-    """Part of the jobs' node time that was useful work."""
+    """Useful part of the jobs' node time."""
     wall_s: float
     cpu_s: float
     """Seconds of CPU of the whole simulation; a busy machine makes `wall_s` longer."""
@@ -113,10 +113,10 @@ class Simulation:
             self.cluster.add(self._start(node))
 
     def run(self, on_progress: Callable[[Simulation], None] = lambda _simulation: None) -> SimulationReport:
-        """Run to the end and through a calm, in which everything comes to rest: AssertionError, if it does not."""
+        """Run to the end, then without faults until all is at rest; AssertionError if the cluster does not converge."""
         begun = time.perf_counter()
         had_gc = gc.isenabled()
-        gc.disable()  # a collection looks at all agents, which no master's process has, and would count as its time
+        gc.disable()  # a collection scans all agents, too, and would count as CPU time of the master's core
         try:
             self._run(on_progress)
         finally:
@@ -126,7 +126,7 @@ class Simulation:
 
     @property
     def progress(self) -> str:
-        """Events, faults and ends of jobs so far, in a line."""
+        """Numbers of events, faults and ended jobs so far, in a line, with the memory used."""
         jobs, faults = self.workload.num_finished, self.faults.count.total()
         steps = self.cluster.checks.count["steps"]
         return f"{steps:,} events, {faults} faults, {jobs} jobs ended, {_memory_mib():,.0f} MiB"
@@ -166,7 +166,7 @@ class Simulation:
             self.workload.ended(incarnation)
 
     def _check_convergence(self) -> None:
-        """Every agent runs what the master desires, and no job waits for what will not come."""
+        """Check that every agent runs what the master desires, and that every RUNNING job trains."""
         core = self.cluster.core.cluster
         broken = check(core)
         for name, agent in self.cluster.agents.items():
@@ -215,5 +215,5 @@ class Simulation:
 
 
 def _memory_mib() -> float:
-    """Return the most memory that this process has had."""
+    """Return the peak memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

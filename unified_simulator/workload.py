@@ -1,4 +1,4 @@
-"""Jobs that train on a simulated cluster: one rank's death breaks its round, work since the last checkpoint is lost."""
+"""Training jobs of a simulated cluster: a rank's death breaks its round and loses work since the last checkpoint."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ ROLE = "trainer"
 MOST_RESTARTS = 1_000_000
 COLLATERAL = Failure(summary="connection closed by peer", category="user", is_collateral=True)
 NOTICE_S = 2.0
-"""Longest time in which a rank's collective breaks after the death of a peer."""
+"""Longest time until a rank's collective breaks after the death of a peer."""
 
 
 class TrainingJob(msgspec.Struct):
-    """A job as it is seen from its processes."""
+    """State of a job as its processes see it."""
 
     job_id: str
     num_nodes: int
     total: int
     left_s: float
-    """Seconds of useful work to do."""
+    """Seconds of useful work still to do."""
     running: dict[JobWorkerIncarnation, SimulatedAgent] = {}
     useful_since: float | None = None
     """Time since which all ranks train; None: they do not."""
     broken_at: float | None = None
-    """Time at which they stopped to, if they have yet to go on."""
+    """Time at which training stopped; None: it goes on, or never began."""
     period: int = 0
-    """Number of times at which they began to."""
+    """Number of starts of training."""
 
 
 class Workload:
-    """Keeps the cluster full with jobs of a few sizes, one after another.
+    """Keeps the cluster full of jobs of a few sizes: a new job follows each finished one.
 
     Args:
-        sizes: nodes of the jobs, in turns.
-        work_s: useful seconds of each job.
-        checkpoint_s: seconds between checkpoints, from which a job that restarts goes on.
+        sizes: numbers of nodes of the jobs, used in turn.
+        work_s: mean seconds of useful work of a job.
+        checkpoint_s: seconds between checkpoints; a restarted job goes on from the last one.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class Workload:
         self.useful_node_s = 0.0
         self.lost_node_s = 0.0
         self.waiting_node_s = 0.0
-        """Node time of jobs that had trained and did not, until they did again."""
+        """Node time between a break of training and its next start."""
         self.recoveries_s: list[float] = []
 
     def submit(self, num_nodes: int) -> None:
-        """Submit jobs of all sizes in turns until they need that many nodes."""
+        """Submit jobs of all sizes in turn until they need `num_nodes` nodes."""
         while num_nodes > 0:
             size = self._sizes[self._num_submitted % len(self._sizes)]
             size = size if size <= num_nodes else num_nodes
@@ -117,10 +117,10 @@ class Workload:
         work_s = self._work_s * self._rng.uniform(0.5, 1.5)
         self.jobs[answer.job_id] = TrainingJob(answer.job_id, num_nodes=size, total=total, left_s=work_s)
 
-    # -- what processes do -------------------------------------------------------------------------------------------
+    # -- events of processes -----------------------------------------------------------------------------------------
 
     def began(self, agent: SimulatedAgent, incarnation: JobWorkerIncarnation) -> None:
-        """A rank runs its entry point, or a further round."""
+        """Note that a rank runs its entry point, or a further round."""
         if incarnation.worker == "store" or (job := self.jobs.get(incarnation.job_id)) is None:
             return
         job.running[incarnation] = agent
@@ -136,7 +136,7 @@ class Workload:
             self._cluster.after(job.left_s, lambda: self._done(job, period))
 
     def ended(self, incarnation: JobWorkerIncarnation) -> None:
-        """A process is gone; its peers notice at times that nobody controls."""
+        """Note that a process is gone; each peer notices after a random time."""
         job = self.jobs.get(incarnation.job_id)
         if job is None or job.running.pop(incarnation, None) is None or job.useful_since is None:
             return
@@ -152,7 +152,7 @@ class Workload:
         period = job.period
 
         def fail() -> None:
-            """Leave the round in place, or fail along, unless the agent has been quicker."""
+            """Leave the round in place, or fail too, unless the agent ended the worker or a new round began."""
             is_there = self._cluster.agents.get(agent.node) is agent and incarnation in agent.incarnations
             if not is_there or job.period != period:
                 return
@@ -167,7 +167,7 @@ class Workload:
         return fail
 
     def _stop_clock(self, job: TrainingJob) -> None:
-        """Count the useful time; what came after the last checkpoint is lost."""
+        """Count the useful time; work after the last checkpoint is lost."""
         assert job.useful_since is not None
         spent_s = self._cluster.now - job.useful_since
         kept_s = min(job.left_s, spent_s - spent_s % self._checkpoint_s)
@@ -177,7 +177,7 @@ class Workload:
         self.lost_node_s += (spent_s - kept_s) * job.num_nodes
 
     def _done(self, job: TrainingJob, period: int) -> None:
-        """All ranks return, and a job like it takes its place."""
+        """Let all ranks return, and submit a new job of this size."""
         if job.period != period or job.useful_since is None:
             return
         job.useful_since = None
@@ -189,7 +189,7 @@ class Workload:
         self._cluster.after(5.0, lambda: self.submit_one(job.num_nodes))
 
     def stop_clocks(self) -> None:
-        """Count what runs at the end of the simulation as useful."""
+        """Count the work since the last start of training as useful, at the end of the simulation."""
         for job in self.jobs.values():
             if job.useful_since is not None:
                 self.useful_node_s += (self._cluster.now - job.useful_since) * job.num_nodes

@@ -2,8 +2,8 @@
 
     python -m unified_agent --early PID NODE [FLAGS]
 
-The zygote then begins at once: its import of torch takes longer than all else that a cluster does before its first
-worker runs. The driver, `PID`, writes the other flags to stdin, as a line of JSON.
+The zygote then starts at once: its import of torch takes longer than all other steps before the first worker runs.
+The driver, `PID`, writes the other flags to stdin, as a line of JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unified.config import settings
 
 
 def start_early() -> int:
-    """Start the zygote, import the agent meanwhile, and run it with the flags that come; its exit code."""
+    """Start the zygote, import the agent meanwhile, and run it with the flags from stdin; return its exit code."""
     from unified_agent.spawn import ENTRY, ENTRY_FLAG, EarlyStart, child_environment, run_folder, spawn_zygote
 
     parent, node, *flags = int(sys.argv[2]), *sys.argv[3:]
@@ -33,7 +33,7 @@ def start_early() -> int:
     line = sys.stdin.readline()
     return (
         cli.main([*flags, *json.loads(line)], EarlyStart(incarnation, zygote)) if line else 0
-    )  # none: the driver has ended
+    )  # no line: the driver has ended
 
 
 if __name__ == "__main__":

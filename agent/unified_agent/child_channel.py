@@ -1,4 +1,4 @@
-"""The channel of control messages to a child, never blocking: bytes that the socket does not take now wait here."""
+"""The channel of control messages to a child. It never blocks: bytes that the socket does not take now wait here."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from unified.protocol.framing import StreamBuffer, encode_stream
 
 MAX_WAITING_BYTES = 64 * 1024 * 1024
-"""Bytes that may wait for a peer before it is given up."""
+"""Bytes that may wait for a peer before the peer is given up."""
 
 _READS_A_CALL = 16
-"""Reads of one call, so that a peer that talks on does not hold up the loop; a dead one's buffer holds less."""
+"""Reads per call, so that a busy peer does not hold up the loop; the buffer of a dead peer holds less."""
 
 
 class ChannelOverflowError(ConnectionError):
-    """Error: the peer has not read for so long that no more is kept for it."""
+    """Error: too many bytes wait for a peer that does not read."""
 
 
 class ChildChannel:
@@ -39,7 +39,7 @@ class ChildChannel:
         return self.is_open and bool(self._waiting)
 
     def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
-        """Send, or keep for later; a closed channel drops the message. It owns the descriptors, and closes those sent.
+        """Send, or keep for later; a closed channel drops the message. The channel owns and closes the descriptors.
 
         ChannelOverflowError: the peer does not read; the link is closed.
         """
@@ -47,7 +47,7 @@ class ChildChannel:
             _close_all(descriptors)
             return
         data = encode_stream(message)
-        # The first message may be of any size: a job's own configuration is in it.
+        # The first message may be of any size: it contains a job's configuration.
         if self._waiting and self._num_waiting_bytes + len(data) > MAX_WAITING_BYTES:
             self.close()
             raise ChannelOverflowError(f"{MAX_WAITING_BYTES >> 20} MiB of messages wait for a process that reads none.")
@@ -67,7 +67,7 @@ class ChildChannel:
                 )
             except BlockingIOError:
                 return
-            except OSError:  # the peer is gone; whoever watches the process says so
+            except OSError:  # the peer is gone; its end is reported elsewhere
                 self._drop_waiting()
                 return
             _close_all(descriptors)
@@ -75,7 +75,7 @@ class ChildChannel:
             if count == len(data):
                 self._waiting.popleft()
             else:
-                self._waiting[0] = (memoryview(data)[count:], ())  # a long one is sent in many parts
+                self._waiting[0] = (memoryview(data)[count:], ())  # a long message is sent in parts
 
     def receive(self) -> list[bytes]:
         """Return message bodies that have arrived, up to about 1 MiB a call. At end of file the channel closes.

@@ -36,7 +36,7 @@ _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")
 _MB = 1024 * 1024
 WORKERS_PER_CPU = 64
 LEAST_WORKERS = 256
-"""Most processes that even a small node starts in sensible time: at some 20 a second and CPU."""
+"""Default limit of workers on a small node: it starts some 20 processes a second and CPU."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None, early: EarlyStart | None = None) -> 
 def _run(arguments: argparse.Namespace, parent: int | None, early: EarlyStart | None) -> int:
     notifier = ServiceNotifier(os.environ, is_helper=parent is not None)
     settings.check_descriptors()
-    port_range()  # a bad one is refused here, and not by each worker
+    port_range()  # a bad range is refused here, not in each worker
     node = arguments.node_id
     if not _NODE.match(node):
         raise UsageError(f"node id {node!r} is not allowed: at most 63 of letters, digits and ._-")
@@ -131,7 +131,7 @@ def _run(arguments: argparse.Namespace, parent: int | None, early: EarlyStart | 
 
 def _facts(arguments: argparse.Namespace, node: str, own: NodeClaim, master: str, address: str) -> NodeFacts:
     if arguments.log_archive:
-        open_storage(arguments.log_archive)  # an address of no store is refused before anything begins
+        open_storage(arguments.log_archive)  # a bad address is refused before anything starts
     state_dir = arguments.state_dir or settings.home() / f"agent-{node}"
     log_dir = (arguments.log_dir or state_dir / "logs").absolute()
     try:
@@ -202,7 +202,7 @@ def _max_workers(arguments: argparse.Namespace) -> int:
 
 
 def _check_offer(arguments: argparse.Namespace) -> None:
-    """Check the amounts that are offered; NaN is refused too."""
+    """Check the offered amounts; NaN is refused too."""
     if arguments.devices is not None and arguments.devices < 0:
         raise UsageError(f"--devices {arguments.devices} is not a number of devices: 0 or more, or leave it out.")
     if arguments.cpus is not None and not 0 < arguments.cpus < math.inf:

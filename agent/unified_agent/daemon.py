@@ -1,4 +1,4 @@
-"""The agent's shell: one loop that waits, steps the core, and performs what it answers. No decision is made here."""
+"""The agent's shell: one loop that waits, steps the core, and performs its actions. No decision is made here."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("unified_agent")
 REPEATED_S = 0.5
-"""Seconds in which a second SIGTERM is the first one again: SLURM ends a step, and then its job."""
+"""Seconds in which a further SIGTERM counts as a repetition: SLURM ends a step, and then its job."""
 UNREADY = "the agent is not registered with a master"
 
 
@@ -73,23 +73,23 @@ class AgentOptions(Value, frozen=True):
     find_key: Callable[[], ClusterKey | None] | None = None
     """Reads the file of `key` anew; None: the key came without a file."""
     leave_fd: int | None = None
-    """Descriptor whose end of file has the agent leave in order."""
+    """Descriptor at whose end of file the agent leaves in order."""
     key: ClusterKey | None = None
-    """The cluster's key. Workers are given it too, in their first message; the core never sees it."""
+    """The cluster's key. Workers get it too, in their first message; the core never sees it."""
     snapshot_mb: float = 0.0
     """Memory that the snapshots of all jobs may take on this node."""
     snapshot_linger_s: float = 600.0
-    """Time for which the snapshots of a job are kept that has no worker here, as while it waits for a place."""
+    """Time for which a job's snapshots are kept without a worker here, for example while it waits for a placement."""
     parent: int | None = None
     """Pid of the process whose death ends the agent at once."""
     divides_group: bool = False
-    """True: the control group of this process is its own to divide, and each worker gets one within it."""
+    """True: the agent may divide its control group, and each worker gets a group within it."""
     health_bind: HostPort | None = None
-    """Address of the probes; None: none are answered."""
+    """Address of the probes; None: no probes."""
     metrics_bind: HostPort | None = None
-    """Address of the metrics; None: none are answered."""
+    """Address of the metrics; None: no metrics over HTTP."""
     metrics_file: Path | None = None
-    """File of the metrics; None: none is written."""
+    """File of the metrics; None: no file."""
 
 
 class AgentDaemon:
@@ -104,7 +104,7 @@ class AgentDaemon:
         notifier: ServiceNotifier,
     ) -> None:
         groups = WorkerGroups(cgroups.own_group() if options.divides_group else None)
-        self._keeper = LeaseKeeper(facts, options.key)  # it is forked, while there is one thread
+        self._keeper = LeaseKeeper(facts, options.key)  # forks, so before the first thread starts
         self._facts = facts
         self._options = options
         self._key = options.key
@@ -113,13 +113,13 @@ class AgentDaemon:
         """Time at which the agent counts as ready although no master has answered, so that a boot goes on."""
         self._events: deque[messages.AgentEvent] = deque()
         self._ended: list[tuple[JobWorkerIncarnation, int]] = []
-        """Incarnations whose processes are gone, with their exit codes. Their output is closed once the core has
-        heard all that they said, since their last reports go into a file there."""
+        """Incarnations whose processes are gone, with their exit codes. Their output is closed after the core has
+        handled all their messages, because their last reports go into a file there."""
         self._exit: messages.Exit | None = None
         self._terminated_at = -math.inf
         self._evidence = EvidenceCollector()
         self._found: dict[JobWorkerIncarnation, Evidence] = {}
-        """Evidence of the incarnations in `_ended`, and of those whose output is being closed."""
+        """Evidence of the incarnations in `_ended`, and of incarnations whose output is being closed."""
         self._core = AgentCore(
             facts, intervals, give_up_s=options.connect_timeout_s, leave_after_s=options.leave_after_s
         )
@@ -172,7 +172,7 @@ class AgentDaemon:
         """Serve until the end; every worker and every helper process is gone when this returns.
 
         Args:
-            zygote: the one of its own interpreter, where that was started already.
+            zygote: the zygote of the agent's own interpreter, if it was started already.
         """
         self._take_signals()
         self._loop.watch(self._output.ready, self._on_output)
@@ -213,7 +213,7 @@ class AgentDaemon:
             self._probes.close()
             if self._metrics is not None:
                 self._metrics.close()
-            if is_orderly := self._exit is not None:  # then the workers are gone, and the rest may take its time
+            if is_orderly := self._exit is not None:  # the workers are gone: the rest may take time without a lease
                 self._keeper.close(is_orderly=True)
             self._snapshots.close()
             self._processes.close()
@@ -252,7 +252,7 @@ class AgentDaemon:
             if isinstance(event, messages.MasterSaid) and isinstance(event.message, DesiredWorkers):
                 event = structs.replace(event, message=self._descriptions.share(self._prepared(event.message)))
             if isinstance(event, messages.WorkerNotStarted):
-                self._output.finish(event.incarnation, 0)  # nobody will ever write into its pipes
+                self._output.finish(event.incarnation, 0)  # no process will write into its pipes
             elif isinstance(event, messages.WorkerStarted):
                 self._evidence.began(event.incarnation, event.pid)
             for action in self._core.step(time.monotonic(), event):
@@ -301,7 +301,7 @@ class AgentDaemon:
                 assert_never(action)
 
     def _replace_key(self, key: ClusterKey) -> None:
-        """Tell all on this node that the cluster's key has a successor; those that start later get both."""
+        """Tell all processes here that the cluster's key has a successor; later workers get both keys."""
         self._key = key
         self._keeper.replace_key(key)
         self._snapshots.replace_key(key)
@@ -309,7 +309,7 @@ class AgentDaemon:
             self._processes.tell(incarnation, KeyReplaced(key=key))
 
     def _prepared(self, message: DesiredWorkers) -> DesiredWorkers:
-        """Return the message with the interpreters that jobs have here for what they require."""
+        """Return the message with the interpreters of the environments that jobs have on this node."""
         jobs = [
             job if job.spec is None else structs.replace(job, spec=self._preparation.described(job.job_id, job.spec))
             for job in message.jobs
@@ -354,15 +354,14 @@ class AgentDaemon:
                         messages.OutputDropped(incarnation=result.incarnation, stream=result.stream, text=result.text)
                     )
                 case OutputFailed():
-                    self._events.append(
-                        messages.StopAsked(reason="a defect: nobody reads the workers' output", at_once=True)
-                    )
+                    reason = "a defect: the thread that reads the workers' output has ended"
+                    self._events.append(messages.StopAsked(reason=reason, at_once=True))
 
     def _on_leave(self, descriptor: int) -> None:
         with contextlib.suppress(BlockingIOError):
             if not os.read(descriptor, 4096):
                 self._loop.unwatch(descriptor)
-                self._events.append(messages.StopAsked(reason="whoever started it has closed its input"))
+                self._events.append(messages.StopAsked(reason="the process that started it has closed its input"))
 
     def _on_keeper(self) -> None:
         reason = self._keeper.receive()
@@ -370,7 +369,7 @@ class AgentDaemon:
             self._events.append(messages.LeaseLost(reason=reason))
         else:
             self._loop.unwatch(self._keeper.descriptor)
-            text = "nothing renews the lease while the agent is busy, or ends the workers of one that hangs"
+            text = "no process renews the lease while the agent is busy, or ends the workers if the agent hangs"
             log.error("event=lease-keeper-lost reason=%r", f"it was killed: {text}; start the agent again")
 
     def _answer_log(self, result: SliceRead) -> None:
@@ -405,7 +404,7 @@ class AgentDaemon:
         for end in (self._wake_read, self._wake_write):
             end.setblocking(False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
-            signal.signal(number, lambda number, frame: None)  # the byte in the socket says which it was
+            signal.signal(number, lambda number, frame: None)  # the byte in the socket is the signal's number
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         self._loop.watch(self._wake_read.fileno(), self._on_signals)
 
@@ -432,7 +431,7 @@ class AgentDaemon:
 def _metrics(facts: NodeFacts, options: AgentOptions) -> NodeMetrics | None:
     if options.metrics_bind is None and options.metrics_file is None:
         return None
-    from unified_agent.measure.metrics import NodeMetrics  # it needs a package of an extra
+    from unified_agent.measure.metrics import NodeMetrics  # needs the extra `metrics`
 
     return NodeMetrics(facts.node, facts.resources.devices, options.metrics_bind, options.metrics_file)
 

@@ -12,16 +12,16 @@ from unified.protocol.records import Device, NodeResources
 from unified.values import Value
 
 VISIBILITY = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
-"""Variables by kind of device. On ROCm only the HIP one is set: ROCR_VISIBLE_DEVICES filters *before* it and renumbers,
-so setting both to the same ids hides devices; an agent's own ROCR_VISIBLE_DEVICES is inherited and already counted."""
+"""Variables by kind of device. On ROCm only HIP_VISIBLE_DEVICES is set: ROCR_VISIBLE_DEVICES filters and renumbers
+first, so the same ids in both hide devices; an agent's own ROCR_VISIBLE_DEVICES is inherited and already counted."""
 
 RESOLVER = "timeout:1 attempts:2"
 """glibc's RES_OPTIONS. torch's TCPStore looks up the names of its peers' addresses again and again, and glibc waits 5 s
 for each packet that a name server loses: long enough to be taken for a hang. Two tries of a second each remain."""
 
 RECORDER, RECORDED = "TORCH_FR_BUFFER_SIZE", "2000"
-"""Number of collectives that torch's flight recorder keeps, by which `unified stack` tells who did not enter one. It is
-the default of newer releases, and costs less than can be measured beside a collective."""
+"""Number of collectives that torch's flight recorder keeps: `unified stack` sees there which rank did not enter one. It
+is the default of newer releases. Its cost beside a collective is too small to measure."""
 
 _TORCH_NAME = {"cuda": "cuda", "rocm": "cuda", "npu": "npu"}
 
@@ -39,7 +39,7 @@ class NodeFacts(Value, frozen=True):
     run_dir: str
     log_dir: str
     resources: NodeResources
-    """Resources that it offers, which an operator or an embedded cluster may put higher than what is there."""
+    """Offered resources; an operator or an embedded cluster may set them higher than the real ones."""
     host_cpus: float = math.inf
     """CPUs that the agent's processes may really use."""
     labels: dict[str, str] = {}
@@ -62,7 +62,7 @@ def log_path(log_dir: str, job_id: str, worker: str, incarnation: int, stream: s
 def devices_of(spec: JobSpec, indices: Sequence[int], node: NodeFacts) -> list[Device]:
     """Return the node's devices with these indices, in their order.
 
-    A job for CPUs on a node with real accelerators counts slots, not devices, so it has none of them.
+    A job for CPUs on a node with real accelerators counts slots, not devices, so it gets no devices.
     """
     known = {device.index: device for device in node.resources.devices}
     found = [known[index] for index in indices if index in known]
@@ -76,7 +76,7 @@ def seen_devices(spec: JobSpec, worker: DesiredWorker, node: NodeFacts) -> list[
     if not spec.role(worker.role).auto_visible_devices:
         return list(node.resources.devices)
     seen = devices_of(spec, worker.group_devices or worker.devices, node)
-    # CANN finds no device at all where the list of its variable does not ascend.
+    # CANN finds no device at all if the list in its variable does not ascend.
     return sorted(seen, key=lambda device: device.index if device.kind == "npu" else 0)
 
 
@@ -88,13 +88,13 @@ def worker_environment(
     num_local_workers: int = 1,
     num_host_workers: int = 0,
 ) -> dict[str, str]:
-    """Return the node's part of a worker's `os.environ`. The worker adds its identity and its role's, which wins.
+    """Return the node's part of a worker's `os.environ`. The worker adds its identity, and its role's variables last.
 
     Args:
         num_local_workers: workers that share this node's CPUs.
-        num_host_workers: those of all agents of this host, which share the host's; 0: of this agent alone.
+        num_host_workers: workers of all agents that share this host's CPUs; 0: only this agent's.
     """
-    # By this, what an incarnation leaves behind can be recognised.
+    # A mark by which processes that an incarnation leaves behind are recognised.
     env = {"UNIFIED_WORKER": f"{worker.job_id}/{worker.name}/{worker.worker_incarnation}"}
     if "RES_OPTIONS" not in node.inherited:
         env["RES_OPTIONS"] = RESOLVER
@@ -112,14 +112,14 @@ def worker_environment(
 
 
 def starting_variables(envs: Mapping[str, str], inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a role that an interpreter, a C library or torch reads when it starts, and that the
-    agent's zygote was not started with: workers of the role need interpreters of their own.
+    """Return the variables of a role that are read at the start of an interpreter, a C library or torch, and that
+    differ from the zygote's: workers of the role need new interpreters.
     """
     return {name: value for name, value in envs.items() if is_read_at_start(name) and inherited.get(name) != value}
 
 
 def _network_environment(node: NodeFacts) -> dict[str, str]:
-    """Return the interface to use; without it Gloo takes that of the host's own name, often loopback."""
+    """Return variables with the interface to use; without them Gloo takes that of the host's name, often loopback."""
     if not node.interface:
         return {}
     env = {"GLOO_SOCKET_IFNAME": node.interface}
@@ -130,7 +130,7 @@ def _network_environment(node: NodeFacts) -> dict[str, str]:
 
 def _device_environment(own: Sequence[Device], seen: Sequence[Device], node: NodeFacts) -> dict[str, str]:
     real = [device for device in seen if device.kind in VISIBILITY]
-    # With none, or with stand-ins only, the real devices that the host may have are not this worker's.
+    # A worker without real devices must not see the real devices of the host.
     env = {} if real else dict.fromkeys(VISIBILITY.values(), "")
     for kind, variable in VISIBILITY.items():
         indices = [device.index for device in real if device.kind == kind]
@@ -138,13 +138,13 @@ def _device_environment(own: Sequence[Device], seen: Sequence[Device], node: Nod
             named = dict(enumerate(node.device_ids))
             env[variable] = ",".join(named.get(index, str(index)) for index in indices)
     if "CUDA_VISIBLE_DEVICES" not in node.inherited and any(device.kind == "cuda" for device in real):
-        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML's order, in which our indices count; CUDA's own is by speed
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML's order, as in our indices; CUDA's own is by speed
     env["ACCELERATE_TORCH_DEVICE"] = _torch_device(own, real)
     return env
 
 
 def _torch_device(own: Sequence[Device], seen: Sequence[Device]) -> str:
-    """Return the worker's first device, as ``cuda:1``; torch counts among those that the process sees."""
+    """Return the worker's first device, as ``cuda:1``; torch numbers the devices that the process sees."""
     if not own or own[0].kind not in _TORCH_NAME:
         return "cpu"
     same_kind = [device.index for device in seen if device.kind == own[0].kind]

@@ -1,6 +1,6 @@
-"""Stacks of workers whose interpreter does not answer, read from outside, on a thread for each.
+"""Stacks of workers whose interpreter does not answer, read from outside, on one thread per read.
 
-In this order: `faulthandler`, by SIGUSR2, if its file in memory is there (see `unified.worker.stacks`); py-spy, where
+Tried in this order: `faulthandler`, by SIGUSR2, if its file in memory exists (see `unified.worker.stacks`); py-spy, if
 it is installed and the kernel lets it attach. A process that a signal has stopped runs no handler.
 """
 
@@ -26,10 +26,10 @@ from unified_agent.measure.profiles import find_program
 
 SIGNAL = signal.SIGUSR2
 MEMORY_FILE = "/memfd:unified-stacks"
-"""Beginning of what ``/proc`` shows of the file, as `unified.worker.stacks` names it."""
+"""Beginning of the file's link in ``/proc``; `unified.worker.stacks` gives the name."""
 POLL_S = 0.01
 QUIET_S = 0.1
-"""Time without a further line after which a dump is whole."""
+"""Time without further output after which a dump counts as complete."""
 MAX_BYTES = 1 << 20
 _STATES = {
     "T": "a signal (SIGSTOP or SIGTSTP) has stopped its process; SIGCONT lets it go on",
@@ -53,7 +53,7 @@ class HeldStacks:
         self._answers: deque[HeldStacksRead] = deque()
 
     def read(self, order: ReadHeldStacks, pidfd: int) -> None:
-        """Begin to read; the descriptor of the process is closed here."""
+        """Start a read; the descriptor of the process is closed here."""
         try:
             start_thread("held-stacks", call_guarded, "stacks-unread", self._run, order, pidfd)
         except RuntimeError as error:
@@ -81,13 +81,13 @@ class HeldStacks:
 
 
 def read_held(worker: WorkerStacks, pidfd: int, within_s: float, run: RunProgram) -> StackReport:
-    """Return the stacks of a worker, and why its interpreter did not answer, as far as that can be told."""
+    """Return the stacks of a worker, and why its interpreter did not answer, as far as that is known."""
     until = time.monotonic() + within_s
     pid = worker.pid
     state = _state(pid)
     threads: list[Thread] = []
     source: StackSource = "none"
-    note = _STATES.get(state, "its interpreter is held: a function in C, or the kernel, has not given it back")
+    note = _STATES.get(state, "its interpreter is held by a C function or a system call that has not returned")
     if state not in _STATES and pidfd >= 0:
         threads, source = _by_faulthandler(pid, pidfd, until), "faulthandler"
     if not threads:
@@ -105,7 +105,7 @@ def _state(pid: int) -> str:
 
 
 def _by_faulthandler(pid: int, pidfd: int, until: float) -> list[Thread]:
-    """Have the handler write, and read it; empty if it is not there, or did not write in time."""
+    """Let the handler write, and read its dump; empty if there is no handler, or it did not write in time."""
     is_ready = process.is_handled(pid, SIGNAL) and not process.is_blocked(pid, SIGNAL)
     if not is_ready or (path := _memory_file(pid)) is None:
         return []
@@ -129,7 +129,7 @@ def _memory_file(pid: int) -> Path | None:
 
 
 def _read_whole(file: int, until: float) -> bytes:
-    """Return what is written until nothing more comes."""
+    """Return the dump once it grows no more."""
     size, grew_at = 0, time.monotonic()
     while (now := time.monotonic()) < until and not (size and now - grew_at > QUIET_S):
         if (found := os.fstat(file).st_size) > size:
@@ -139,7 +139,7 @@ def _read_whole(file: int, until: float) -> bytes:
 
 
 def _by_py_spy(pid: int, until: float, run: RunProgram) -> tuple[list[Thread], str]:
-    """Return the threads, or none and why there are none."""
+    """Return the threads, or none and the reason."""
     if (program := find_program("py-spy")) is None:
         return [], "py-spy, which could look from outside, is not installed on its node"
     command = [program, "dump", "--json", "--nonblocking", "--pid", str(pid)]
@@ -147,8 +147,8 @@ def _by_py_spy(pid: int, until: float, run: RunProgram) -> tuple[list[Thread], s
         out, err = run(command, max(0.1, until - time.monotonic()), [])
         if out:
             return read_py_spy(out, pid), ""
-        return [], f"py-spy cannot look: {err.decode(errors='replace').splitlines()[:1]}"
+        return [], f"py-spy cannot read the process: {err.decode(errors='replace').splitlines()[:1]}"
     except subprocess.TimeoutExpired:
         return [], "py-spy did not answer in time"
     except (OSError, ValueError) as error:
-        return [], f"py-spy cannot look: {error}"
+        return [], f"py-spy cannot read the process: {error}"

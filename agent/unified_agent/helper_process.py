@@ -1,7 +1,7 @@
 """A process that the agent starts beside workers, with a channel to it and a log that says why it ended.
 
-Zygotes and the snapshot server are such processes: Python modules that are given the number of a socket, and that end
-when the agent closes its end of it, or dies.
+Zygotes and the snapshot server are helper processes: Python modules that get the number of a socket, and that end when
+the agent closes its end of the socket, or dies.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class HelperProcess:
         return time.monotonic() - self.began_at
 
     def reaped(self, code: int) -> None:
-        """Note that its exit was seen; `subprocess` must not look for it again."""
+        """Note the exit code, so that `subprocess` does not wait for the process again."""
         self._process.returncode = code
 
     def last_words(self) -> str:
@@ -42,7 +42,7 @@ class HelperProcess:
         return lines[-1] if lines else "it said nothing"
 
     def remove_log(self) -> None:
-        """Remove the log of a helper that ended in order, which nobody will want to read."""
+        """Remove the log of a helper that ended in order: nobody needs it."""
         with contextlib.suppress(OSError):
             self._log.unlink()
 
@@ -51,7 +51,7 @@ class HelperProcess:
         self.channel.close()
 
     def await_end(self, deadline: float) -> None:
-        """Wait for its end, and reap it; past the deadline, on the monotonic clock, it is killed."""
+        """Wait for its end and reap it; kill it after the deadline (monotonic clock)."""
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             pidfd = os.pidfd_open(self.pid)
             poll = select.poll()

@@ -1,8 +1,8 @@
 """Resources of this host: its accelerators, CPUs, memory, disk and addresses.
 
-Accelerators are found by one function a vendor; the first that finds any wins. Nothing here loads torch or
-touches a device: NVIDIA is asked through NVML, AMD and Ascend through the kernel's files. The agent offers only those
-that it was given itself (by a SLURM step's ``CUDA_VISIBLE_DEVICES``).
+One function per vendor finds accelerators; the first that finds any wins. Nothing here loads torch or touches a device:
+NVIDIA is asked through NVML, AMD and Ascend through the kernel's files. The agent offers only the accelerators that it
+was given itself (by a SLURM step's ``CUDA_VISIBLE_DEVICES``).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def find_amd(env: Mapping[str, str], topology: Path = Path("/sys/class/kfd/kfd/t
         found.append(FoundDevice(str(len(found)), f"gfx {name}", uuid, _vram_mb(node)))
     hip, rocr = env.get("HIP_VISIBLE_DEVICES"), env.get("ROCR_VISIBLE_DEVICES")
     kept = restrict(found, rocr)
-    if rocr is not None:  # HIP counts what ROCR leaves, from 0
+    if rocr is not None:  # HIP numbers the devices that ROCR leaves, from 0
         kept = [device._replace(id=str(index)) for index, device in enumerate(kept)]
     return restrict(kept, hip)
 
@@ -59,12 +59,12 @@ def find_ascend(env: Mapping[str, str], folder: Path = Path("/dev")) -> list[Fou
 
 
 Finders = Mapping[str, Callable[[Mapping[str, str]], list[FoundDevice]]]
-"""Functions by the kind of the devices that each finds, in the order of its vendor's visibility variable."""
+"""Functions by kind of device; each returns its devices in the order of the vendor's visibility variable."""
 FINDERS: Finders = {"cuda": find_nvidia, "rocm": find_amd, "npu": find_ascend}
 
 
 def restrict(found: list[FoundDevice], setting: str | None) -> list[FoundDevice]:
-    """Return the devices that a visibility variable leaves, in its order and by its names; without it, all."""
+    """Return the devices that a visibility variable lists, in its order and with its names; None: all devices."""
     kept = visible([(device.id, device.uuid) for device in found], setting)
     return [found[number]._replace(id=entry) for number, entry in kept.items()]
 
@@ -75,7 +75,7 @@ def find_devices(
     """Return the node's devices, and the name of each in a visibility variable.
 
     Args:
-        num_virtual: offer this many that stand in for accelerators, and no real ones.
+        num_virtual: offer this many virtual devices in place of real accelerators.
     """
     if num_virtual is not None:
         return [Device(index=index, kind="virtual", name="virtual") for index in range(num_virtual)], []
@@ -100,7 +100,7 @@ def _vram_mb(node: Path) -> float:
 
 
 def cpus(allowed: Limits | None = None) -> float:
-    """Return the CPUs that this process may use: its affinity, and the quotas of the control groups that it is in."""
+    """Return the CPUs that this process may use: the least of its affinity and its control groups' quotas."""
     quota = (allowed or limits()).cpus
     count = float(len(os.sched_getaffinity(0)))
     return count if quota is None else min(count, quota)

@@ -1,8 +1,8 @@
 """The lease keeper: a small process beside the agent that nothing in the agent can hold up.
 
 It renews the lease while the agent is busy or stopped, tells the master at once when the agent's process has ended, and
-ends the node's workers before the master starts them elsewhere. The agent forks it before it has threads. A page of
-shared memory tells it what the agent's loop knows; a socket pair joins the two, so that either sees the other's end.
+ends the node's workers before the master starts them elsewhere. The agent forks the keeper before it starts threads.
+The agent's loop writes its state into a page of shared memory; a socket pair shows each process the other's end.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from unified_agent.orphans import kill_processes
 
 log = logging.getLogger("unified_agent")
 DEATH_S = 5.0
-"""Time for which the keeper of a dead agent tries to tell the master so."""
+"""Time for which the keeper tries to report its agent's death to the master."""
 DEATH_EVERY_S = 0.2
 _MAX_KEY = 4096
 PROBE_S = 3.0
-"""Time after which an attempt to connect is given up, if the lease is not shorter."""
+"""Timeout of an attempt to connect; a fifth of the lease if that is shorter."""
 
 
 class _Page:
-    """The lease in shared memory: written by the agent alone, read by the keeper. A field is written at once."""
+    """The lease in shared memory: only the agent writes it, and the keeper reads it. A field is written atomically."""
 
     def __init__(self) -> None:
         self._numbers = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("d")
@@ -63,7 +63,7 @@ class _Page:
 
 
 class LeaseKeeper:
-    """The agent's handle on its keeper, which runs from the making of this on."""
+    """The agent's handle on its keeper; the constructor starts the keeper."""
 
     def __init__(self, facts: NodeFacts, key: ClusterKey | None) -> None:
         self._page = _Page()
@@ -97,11 +97,11 @@ class LeaseKeeper:
             return ""
 
     def reaped(self, code: int) -> None:
-        """Note that its exit was seen: its pid may be somebody else's from now on."""
+        """Note that its exit was seen: another process may get its pid from now on."""
         self._is_alive = False
 
     def close(self, *, is_orderly: bool) -> None:
-        """End the keeper, unless the agent broke down: then it tells the master."""
+        """End the keeper; if the agent broke down, let the keeper tell the master first."""
         if is_orderly and self._is_alive:
             with contextlib.suppress(OSError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -110,10 +110,10 @@ class LeaseKeeper:
 
 
 def _live(facts: NodeFacts, key: ClusterKey | None, page: _Page, agent: socket.socket) -> None:
-    """Be the keeper until the agent ends; then leave the process."""
+    """Run the keeper until the agent ends; then end the process."""
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # what ends the agent ends this
+            signal.signal(number, signal.SIG_IGN)  # the agent's end ends the keeper
         os.setsid()
         process.set_title("unified-lease")
         process.set_command_line(f"unified lease keeper of node {facts.node}")
@@ -163,7 +163,7 @@ class _Keeper:
         self._tell_death()
 
     def _is_agent_there(self) -> bool:
-        """Return whether the agent lives; what it says is that the cluster's key has a successor."""
+        """Return True if the agent runs; its only message is the successor of the cluster's key."""
         try:
             said = self._agent.recv(_MAX_KEY)
         except OSError:
@@ -190,7 +190,7 @@ class _Keeper:
     def _kill(self, order: Kill) -> None:
         if order.who == "agent":
             os.kill(self._facts.pid, signal.SIGKILL)
-        killed = self._kill_workers(with_snapshots=order.who == "agent")  # else the agent lives, and serves them
+        killed = self._kill_workers(with_snapshots=order.who == "agent")  # a running agent still serves snapshots
         if killed or order.who == "agent":
             text = f"{order.reason}; ended {len(killed)} processes"
             log.error("event=lease-ended reason=%r", f"{text} and the agent" if order.who == "agent" else text)
@@ -224,7 +224,7 @@ class _Keeper:
                 self._master.send_multipart(agent_to_master.encode(message, request_id), zmq.DONTWAIT)
 
     def _read_answers(self) -> int:
-        """Take in what the master said; return the newest of our requests that it has answered; 0: none."""
+        """Handle the master's messages; return the id of the newest request that it answered; 0: none."""
         newest = 0
         while self._master is not None:
             try:
@@ -232,7 +232,7 @@ class _Keeper:
             except zmq.Again:
                 break
             except ProtocolError:
-                continue  # the agent hears the same, and says so
+                continue  # the agent gets unreadable messages, too, and reports them
             if isinstance(message, HeartbeatSeen):
                 self._choice.succeeded()
                 self._core.answered(request_id)
@@ -269,7 +269,7 @@ class _Keeper:
         self._core.contact(time.monotonic(), known.get(error, Contact.NONE))
 
     def _tell_death(self) -> None:
-        """Tell the master that the agent has ended, once its workers have."""
+        """Kill the workers, then tell the master that the agent has ended."""
         self._kill_workers()
         facts = self._facts
         word = AgentDied(node=facts.node, incarnation=facts.incarnation, reason=f"its agent (pid {facts.pid}) ended")
@@ -277,5 +277,5 @@ class _Keeper:
         while self._master is not None and time.monotonic() < began + DEATH_S:
             self._send(word, request_id_at(time.monotonic()))
             self._master.poll(int(1000 * DEATH_EVERY_S))
-            if self._read_answers() >= request_id_at(began):  # and not to a pulse before
+            if self._read_answers() >= request_id_at(began):  # not an answer to an earlier pulse
                 break

@@ -1,7 +1,7 @@
 """The agent's socket to its master: a DEALER that connects again by itself and never keeps a message for later.
 
-What is sent while no connection stands is dropped. The core says everything that matters again, and a queue of old
-heartbeats is of no use to a master that comes back.
+Without a connection, messages are dropped. The core repeats everything that matters, and a queue of old heartbeats is
+of no use to a master that comes back.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from unified_agent.poll_loop import PollLoop
 RECONNECT_FIRST_MS = 50
 RECONNECT_MOST_MS = 2000
 LINGER_MS = 500
-"""Time that the agent's last message has at the end."""
+"""Time for sending the agent's last message at its end."""
 _A_TURN = 64
-"""Messages that are taken before other sources have their turn."""
+"""Most messages that are read before other sources have their turn."""
 
 
 def make_socket(context: zmq.Context[zmq.Socket[bytes]], key: ClusterKey | None, listener: str) -> zmq.Socket[bytes]:
-    """Return a socket to be connected to the master, which connects again by itself and queues nothing meanwhile."""
+    """Return an unconnected socket for the master. It connects again by itself, and queues nothing meanwhile."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IMMEDIATE, 1)
@@ -76,7 +76,7 @@ class MasterChannel:
             return  # no connection
 
     def close(self) -> None:
-        """Give the last message its time, then go."""
+        """Give the last message time to be sent, then close."""
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._disconnect()
         self._context.term()
@@ -113,7 +113,7 @@ class MasterChannel:
         return MasterSaid(message=message, request_id=request_id)
 
     def _unreadable(self, frames: list[bytes], error: ProtocolError) -> MasterUnreadable:
-        """Return the event with its reason; a master that cannot read an agent answers as it answers clients."""
+        """Return the event with its reason; a master that cannot read an agent refuses it like a client."""
         try:
             refused = msgspec.msgpack.decode(frames[-1], type=Refused)
         except UNREADABLE:

@@ -1,11 +1,10 @@
-"""The lock of a node id, with one agent each of a cluster on a host, and the clean-up of what killed agents left.
+"""The lock of a node id, which allows one agent per cluster and host, and the clean-up after killed agents.
 
-`<run root>/agents/<node>-<cluster>.lock` is locked while its agent lives and says who that is. An agent that starts
-reads there what those that were killed called themselves, of whatever cluster, and ends the processes that carry that
-name in their environment.
+A running agent locks `<run root>/agents/<node>-<cluster>.lock`, and writes there who it is. An agent that starts reads
+the files of killed agents of all clusters, and ends the processes that have their incarnation in the environment.
 
-Shared memory that dead workers left is removed when an agent starts, whenever a worker of its ends, again once what was
-on its way to somebody has had the time to arrive, and when the agent stops.
+Shared memory of dead workers is removed when an agent starts, when one of its workers ends, again after a time for
+messages that were on their way, and when the agent stops.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from unified_agent.spawn import MARKER_INCARNATION, MARKER_NODE, MARKER_SNAPSHOT
 
 log = logging.getLogger("unified_agent")
 CLEAN_UP_S = 10.0
-"""Time that an agent gives another one to clean up after its own predecessor."""
+"""Time for which an agent waits while another one cleans up after its own predecessor."""
 LOCKS = "agents"
 """Folder of the locks, in the run root."""
 
@@ -53,14 +52,14 @@ class AgentRecord(Value, frozen=True):
     incarnation: str
     run_dir: str
     start_ticks: int
-    """Start time of the agent's own process: nothing that it started is older."""
+    """Start time of the agent's own process: its children are not older."""
 
 
 class NodeLock:
     """The lock of a node id of one cluster on this host, held until `release`, or the process's end."""
 
     def __init__(self, run_root: Path, node: str, master: str) -> None:
-        """Take the lock; AgentTakenError: it is held, by the pid in the message."""
+        """Take the lock; AgentTakenError: the pid in the message holds it."""
         self._path = settings.make_private(run_root / LOCKS) / f"{node}-{_digest(master, node)[:12]}.lock"
         self._node = node
         self._descriptor = self._take()
@@ -84,14 +83,14 @@ class NodeLock:
                     return descriptor
             except FileNotFoundError:
                 pass
-            os.close(descriptor)  # its last holder removed it between our opening and our locking
+            os.close(descriptor)  # its last owner removed the file between our open and our lock
 
     def write(self, record: AgentRecord) -> None:
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, msgspec.json.encode(record), 0)
 
     def release(self) -> None:
-        """Release the lock at an end in order: nothing is left to clean up."""
+        """Release the lock at an orderly end: nothing is left to clean up."""
         self._path.unlink(missing_ok=True)
         os.close(self._descriptor)
 
@@ -105,19 +104,19 @@ class NodeClaim(NamedTuple):
 
 
 def sweep(sweeper: Sweeper, living: Collection[str] = (), *, is_last: bool = False) -> None:
-    """Remove shared memory whose process is gone, if nobody reads it; `living` and `is_last` as in `Sweeper.sweep`."""
+    """Remove shared memory of dead processes, if nobody reads it; `living` and `is_last` as in `Sweeper.sweep`."""
     removed = sweeper.sweep(time.monotonic(), time.time(), living=living, is_last=is_last)
     if removed:
         log.info("event=shared-memory-removed segments=%d first=%s", len(removed), removed[0])
 
 
 def hold_name(master: str, node: str) -> socket.socket:
-    """Hold a node id towards one master on this host, for as long as the socket is open.
+    """Hold a node id for one master on this host, for as long as the socket is open.
 
-    The lock file is as private as the run folder, which differs between users and between a login shell and a service;
-    a name in the abstract namespace is the same for all of them, and dies with its process.
+    The lock file lies in the run folder, which differs between users and between a login shell and a service. All of
+    them share the names of the abstract namespace, and a name ends with its process.
 
-    AgentTakenError: it is held, by the pid in the message.
+    AgentTakenError: the pid in the message holds it.
     """
     name = "\0unified-agent-" + _digest(master, node)[:32]
     holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -157,10 +156,10 @@ def _taken(node: str, pid: int | None) -> AgentTakenError:
 
 @contextlib.contextmanager
 def claim(run_root: Path, node: str, master: str, incarnation: str = "") -> Iterator[NodeClaim]:
-    """Clean up what killed agents left, and hold a node id, with a run folder; AgentTakenError: another has it.
+    """Clean up after killed agents, and hold a node id and a run folder; AgentTakenError: another agent has the id.
 
     Args:
-        incarnation: the incarnation of the agent, if something runs by that name already.
+        incarnation: the agent's incarnation, if its zygote runs under that name already.
     """
     clean_up_all(run_root)
     lock = NodeLock(run_root, node, master)
@@ -195,7 +194,7 @@ def _read_record(descriptor: int) -> AgentRecord | None:
 
 
 def clean_up_all(run_root: Path) -> None:
-    """End what killed agents of this user left on this host: those that hold a lock no more, and did not release it."""
+    """End what killed agents of this user left on this host: agents whose lock file remains, but is not locked."""
     for path in sorted((run_root / LOCKS).glob("*.lock")):
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             try:
@@ -216,8 +215,8 @@ def clean_up_all(run_root: Path) -> None:
 def clean_up(record: AgentRecord, run_root: Path) -> list[int]:
     """End what a killed agent left and remove its run folder; return the pids that had to be killed.
 
-    A process is counted as the agent's only if its environment names the node and this incarnation of the agent, it
-    belongs to this user, and it started after that agent did.
+    A process counts as the agent's only if its environment names the node and this incarnation, it belongs to this
+    user, and it started after the agent.
     """
 
     killed = kill_processes(record.node, record.incarnation, record.start_ticks)
@@ -228,12 +227,12 @@ def clean_up(record: AgentRecord, run_root: Path) -> list[int]:
 
 
 def kill_processes(node: str, incarnation: str, start_ticks: int, *, with_snapshots: bool = True) -> list[int]:
-    """Kill what this incarnation of an agent has started, and what that has started, its own process excluded; return
-    the pids found at first.
+    """Kill the processes that an agent's incarnation started, and their descendants, but not the calling process;
+    return the pids found first.
     """
 
     seen: dict[int, int] = {}
-    """Start times by pid: one that was found is waited for, although its parent may die first."""
+    """Start times by pid: a process once found is awaited, although its parent may end first."""
 
     def left() -> list[int]:
         there = [

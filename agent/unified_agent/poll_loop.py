@@ -21,7 +21,7 @@ class PollLoop:
         self._channels: dict[int, ChildChannel] = {}
 
     def watch(self, source: zmq.Socket[bytes] | int, call: Call) -> None:
-        """Have `call` called when there is something to read."""
+        """Call `call` whenever there is something to read."""
         self._calls[source] = call
         self._poller.register(source, zmq.POLLIN)
 
@@ -36,7 +36,7 @@ class PollLoop:
             self._poller.unregister(source)
 
     def unwatch_channel(self, channel: ChildChannel) -> None:
-        """Forget a channel; once it has closed, another may have its descriptor's number, and is left alone."""
+        """Forget a channel; another channel that has its descriptor's number by now is left alone."""
         if self._channels.get(channel.descriptor) is channel:
             del self._channels[channel.descriptor]
             self.unwatch(channel.descriptor)
@@ -48,6 +48,6 @@ class PollLoop:
         for source, flags in self._poller.poll(max(0, math.ceil(timeout_s * 1000))):
             if flags & zmq.POLLOUT and isinstance(source, int) and source in self._channels:
                 self._channels[source].flush()
-            call = self._calls.get(source)  # an earlier call of this turn may have ended it
+            call = self._calls.get(source)  # an earlier call of this turn may have unwatched it
             if call is not None and flags & ~zmq.POLLOUT:
                 call()

@@ -1,9 +1,8 @@
 """The only file of the agent that starts, signals and reaps processes.
 
-Workers are children of a zygote. The zygote says when one was forked and how it ended; the agent signals by pidfd. When
-a zygote itself is killed, the kernel kills its workers, and they become the agent's own children (it is a subreaper),
-so that their exit codes are still known. One that hangs takes no more orders: its workers go on, and it is killed after
-the last of them.
+Workers are children of a zygote. The zygote reports each fork and each end; the agent signals by pidfd. When a zygote
+is killed, the kernel kills its workers. They become the agent's children (it is a subreaper), so that their exit codes
+are still known. A zygote that hangs gets no more orders: its workers go on, and it is killed after the last of them.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ log = logging.getLogger("unified_agent")
 CLOSE_S = 2.0
 """Time that zygotes have to kill their workers and leave, before they are killed themselves."""
 LATE_S = 1.0
-"""Time by which the agent itself may be late to judge a zygote that hangs."""
+"""Most delay of the agent itself with which it still takes a silent zygote to hang."""
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
-"""Reasons why a process cannot be started now, that say nothing of its interpreter."""
+"""Errors of a process start that say nothing of the interpreter: they may pass."""
 
 
 class Processes:
@@ -70,9 +69,9 @@ class Processes:
         Args:
             python: the interpreter of workers that name none.
             entry: ``module:function`` that a worker runs.
-            fork_s: time for which a zygote may say nothing while it has to tell of a fork or an end.
-            on_event: what happened, for the core.
-            on_end: a worker's process has ended so, and all it said has been handed on.
+            fork_s: time for which a zygote may be silent while it has to report a fork or an end.
+            on_event: called with events for the core.
+            on_end: called when a worker's process has ended, after all its messages were handed on.
         """
         self._loop = loop
         self._python = python
@@ -85,21 +84,21 @@ class Processes:
         self._zygotes: dict[str, ZygoteHandle] = {}
         """Zygotes that take orders, by interpreter."""
         self._running: dict[int, ZygoteHandle] = {}
-        """Zygotes that take orders or are on their way out, by pid."""
+        """Zygotes that take orders or are ending, by pid."""
         self._helpers: dict[int, Callable[[int], None]] = {}
-        """Other children of the agent, by pid, with what is called at their ends."""
+        """Callbacks for the ends of other children of the agent, by pid."""
         self._kept: set[str] = {python}
         self._children: dict[int, ForkedWorker] = {}
         self._by_incarnation: dict[JobWorkerIncarnation, ForkedWorker] = {}
         self._ends = select.epoll()
-        """Waits for the ends of workers, which their zygotes have to tell of then."""
+        """Waits for the ends of workers; their zygotes have to report them then."""
         self._by_pidfd: dict[int, ForkedWorker] = {}
         loop.watch(self._ends.fileno(), self._on_processes_ended)
         self._count = 0
         self._num_zygotes = 0
         self._sweeper = Sweeper()
         self._starting = threading.Lock()
-        """Held while a thread starts a program, and while processes are looked for that nobody knows."""
+        """Held while a thread starts a program, and while unknown children are searched."""
         self._programs: set[int] = set()
         """Pids of the programs that threads run."""
         self.groups = WorkerGroups(None)
@@ -107,15 +106,15 @@ class Processes:
         process.become_subreaper()
 
     def preload(self, zygote: Spawned | None = None) -> None:
-        """Start the zygote of the agent's own interpreter, so that the first worker need not wait; or take this one."""
+        """Start, or take over, a zygote of the agent's own interpreter, so that the first worker need not wait."""
         if zygote is None:
             self._zygote(self._python).import_at_leisure()
         else:
             self._add(ZygoteHandle(zygote))
-            self.reap()  # of its end before there was a handler of SIGCHLD nobody has heard
+            self.reap()  # it may have ended before there was a handler of SIGCHLD
 
     def keep(self, pythons: list[str]) -> None:
-        """Close the zygotes of other interpreters than these and our own, once they have no children."""
+        """Close the zygotes of all interpreters but these and the agent's own, once they have no children."""
         self._kept = {self._python, *pythons}
         for python in [python for python in self._zygotes if python not in self._kept]:
             self._close_if_idle(python)
@@ -129,11 +128,11 @@ class Processes:
         *,
         is_held: bool = False,
     ) -> None:
-        """Have a worker's process made, which is sent `launch`.
+        """Order a worker's process, and send it `launch`.
 
         Args:
             passed: descriptors that go with the launch.
-            streams: its stdout and stderr. All of them are closed here in every case.
+            streams: its stdout and stderr. All descriptors are closed here in every case.
             is_held: True to wait for `release`, or `refuse`.
 
         Raises:
@@ -160,7 +159,7 @@ class Processes:
             self._fork(child, python)
 
     def _fork(self, child: ForkedWorker, python: str) -> None:
-        """Have a zygote of the interpreter fork a worker as soon as the zygote is up."""
+        """Let a zygote of the interpreter fork a worker as soon as the zygote is up."""
         try:
             zygote = self._zygote(python)
         except (OSError, ValueError) as error:  # ValueError: a name that no file can have
@@ -175,7 +174,7 @@ class Processes:
             self._order(child)
 
     def release(self, incarnation: JobWorkerIncarnation) -> None:
-        """Have the process of a held worker made, unless it was stopped meanwhile."""
+        """Start the process of a held worker, unless the worker was stopped meanwhile."""
         child = self._by_incarnation.get(incarnation)
         if child is not None and child.held_for:
             python, child.held_for = child.held_for, ""
@@ -184,17 +183,17 @@ class Processes:
     def refuse(
         self, incarnation: JobWorkerIncarnation, reason: str, category: Literal["crash", "setup"] = "setup"
     ) -> None:
-        """Have a held worker fail before it is made: what it needs cannot be had."""
+        """Fail a held worker before its start, because its needs cannot be met."""
         child = self._by_incarnation.get(incarnation)
         if child is not None and child.held_for:
             self._fail(child, category, reason)
 
     def incarnations(self) -> list[JobWorkerIncarnation]:
-        """Return the incarnations whose processes are there."""
+        """Return the incarnations that have a process, or wait for one."""
         return list(self._by_incarnation)
 
     def tell(self, incarnation: JobWorkerIncarnation, message: AgentToWorker) -> None:
-        """Send a worker a message. A worker that reads nothing is killed before what waits for it fills the memory."""
+        """Send a worker a message. A worker that reads nothing is killed before waiting messages fill the memory."""
         child = self._by_incarnation.get(incarnation)
         if child is None:
             return
@@ -202,12 +201,12 @@ class Processes:
             child.channel.send(message)
         except ChannelOverflowError as error:
             log.warning("event=worker-killed incarnation=%s reason=%r", incarnation, str(error))
-            child.killed_for = f"its agent did, because {error}"
+            child.killed_for = f"its agent killed it: {error}"
             self._loop.unwatch_channel(child.channel)
             self.signal(incarnation, "kill")
 
     def signal(self, incarnation: JobWorkerIncarnation, how: Literal["terminate", "interrupt", "kill"] | int) -> None:
-        """Send SIGTERM or SIGINT to a worker's process, SIGKILL to its group, any other if the process handles it."""
+        """Send SIGTERM or SIGINT to a worker's process, SIGKILL to its group, another signal only if it is handled."""
         child = self._by_incarnation.get(incarnation)
         if child is None:
             return
@@ -236,7 +235,7 @@ class Processes:
             return -1
 
     def reap(self) -> None:
-        """Reap every child of the agent's own that has ended, upon SIGCHLD."""
+        """Reap every ended child of the agent, after SIGCHLD."""
         has_lost_stray = False
         while (ended := _ended_child()) is not None:
             pid, code, peak_kb = ended
@@ -251,21 +250,21 @@ class Processes:
             has_lost_stray = has_lost_stray or pid not in self._programs
             for child in [child for child in self._children.values() if child.pid == pid]:
                 self._end(child, code, peak_kb)  # adopted from a dead zygote
-        if has_lost_stray:  # its own children are ours now
+        if has_lost_stray:  # the stray's children are the agent's now
             self._kill_strays()
 
     def add_helper(self, pid: int, on_end: Callable[[int], None]) -> None:
-        """Have `on_end(exit code)` called when a child that somebody else has started ends."""
+        """Call `on_end(exit code)` when a child ends that another part of the agent has started."""
         self._helpers[pid] = on_end
 
     def forget_helper(self, pid: int) -> None:
-        """Leave the end of such a child to whoever has started it."""
+        """Leave the end of a helper to the part that started it."""
         self._helpers.pop(pid, None)
 
     def run_program(self, command: Sequence[str], within_s: float, passed: Sequence[int] = ()) -> tuple[bytes, bytes]:
         """Run a program to its end, from any thread; return what it wrote to stdout and to stderr.
 
-        Its exit code is not known: the agent reaps every child of its process, this one, too.
+        Its exit code is not known: the agent reaps all its children, including the program.
 
         Args:
             passed: descriptors that it inherits.
@@ -300,7 +299,7 @@ class Processes:
         )
 
     def tick(self) -> None:
-        """Do what is due: hurry zygotes, give up those that hang, and remove shared memory."""
+        """Do what is due: hurry zygotes, give up zygotes that hang, and remove empty groups and shared memory."""
         now = time.monotonic()
         for zygote in list(self._zygotes.values()):
             if zygote.hurry_at is not None and now >= zygote.hurry_at:
@@ -396,7 +395,7 @@ class Processes:
                 versions = f"its unified speaks protocol version {word.protocol_version}, the agent {PROTOCOL_VERSION}"
                 text = f"the interpreter {zygote.python} cannot start workers: {versions}; install the same release."
                 self._fail(child, "setup", text)
-        if not zygote.is_up:  # whoever needs it next shall be told the same, and not wait for it
+        if not zygote.is_up:  # dismiss it, so that the next request fails at once, too
             self._dismiss(zygote)
 
     def _order(self, child: ForkedWorker) -> None:
@@ -411,7 +410,7 @@ class Processes:
             child.pidfd = os.pidfd_open(pid)
             found = process.facts(pid)
             if child.zygote is None or found is None or found.parent != child.zygote.pid:
-                os.close(child.pidfd)  # it has ended, and the number belongs to somebody else
+                os.close(child.pidfd)  # it has ended, and another process has its number
                 child.pidfd = -1
             else:
                 self.groups.add(child.incarnation, pid, child.memory_mb)
@@ -424,7 +423,7 @@ class Processes:
             self.signal(child.incarnation, "kill")
 
     def _on_zygote_ended(self, zygote: ZygoteHandle, code: int) -> None:
-        self._hear_zygote(zygote)  # its last words may say how a worker ended
+        self._hear_zygote(zygote)  # its last messages may say how a worker ended
         self._dismiss(zygote)
         zygote.reaped(code)
         if code != 0:
@@ -450,7 +449,7 @@ class Processes:
                 self._zygote(zygote.python)
 
     def _adopt(self, child: ForkedWorker) -> None:
-        """Kill a child of a dead zygote; the agent reaps it now, unless the zygote has done so without a word."""
+        """Kill a child of a dead zygote; the agent reaps it now, unless the zygote did so without a report."""
         found = process.facts(child.pid)
         if found is None or found.parent != os.getpid():
             self._end(child, -signal.SIGKILL)
@@ -458,7 +457,7 @@ class Processes:
             process.signal_group(child.pid, signal.SIGKILL)
 
     def _kill_strays(self) -> None:
-        """Kill what workers of a dead zygote have left, now the agent's children, which nobody else will ever end."""
+        """Kill what workers of a dead zygote left: the agent's children now, which nobody else will end."""
         own = os.getpid()
 
         def strays() -> list[int]:
@@ -469,7 +468,7 @@ class Processes:
         process.kill_until_none(strays)
 
     def _give_up(self, zygote: ZygoteHandle) -> None:
-        """Put another zygote in the place of one that hangs. Its workers live on, and the agent sees their ends."""
+        """Replace a zygote that hangs. Its workers go on, and the agent sees their ends."""
         fault = f"its zygote (pid {zygote.pid}) hangs: it has said nothing for {self._fork_s:g} s"
         log.error("event=zygote-hangs pid=%d python=%s reason=%r", zygote.pid, zygote.python, fault)
         zygote.is_given_up = True
@@ -478,7 +477,7 @@ class Processes:
             if not child.pid:
                 self._fail(child, "crash", f"could not be started: {fault}")
             elif process.facts(child.pid) is None:
-                self._adopt(child)  # reaped, and not told of
+                self._adopt(child)  # reaped, but not reported
             else:
                 self._end_unreaped(child)
         self._kill_if_unused(zygote)
@@ -496,7 +495,7 @@ class Processes:
                 child.zygote.expect(child.order.child)
 
     def _end_unreaped(self, child: ForkedWorker) -> None:
-        """Take in the end of a child whose zygote hangs, if it has ended."""
+        """Handle the end of a child whose zygote hangs, if the child has ended."""
         code = process.unreaped_code(child.pid)
         if code is not None:
             process.signal_group(child.pid, signal.SIGKILL)
@@ -531,8 +530,8 @@ class Processes:
                     child.routes, child.inbox_id = word.inbox.routes, word.inbox.inbox_id
                 self._on_event(WorkerSaid(incarnation=child.incarnation, word=word))
         except (msgspec.DecodeError, ProtocolError) as error:
-            reason = f"it said no message of ours: {error}"
-            child.killed_for = f"its agent did, because {reason}"
+            reason = f"it sent an unreadable message: {error}"
+            child.killed_for = f"its agent killed it: {reason}"
             log.error("event=worker-killed incarnation=%s reason=%r", child.incarnation, reason)
             child.channel.close()
             self.signal(child.incarnation, "kill")
@@ -578,7 +577,7 @@ class Processes:
         self.sweep()
 
     def _remove_sockets(self, child: ForkedWorker) -> None:
-        """Remove the file of its inbox, which a worker that was killed leaves behind."""
+        """Remove the files of a worker's inbox: a killed worker leaves them behind."""
         for route in child.routes:
             path = Path(route.removeprefix("ipc://"))
             if route.startswith("ipc://") and path.is_relative_to(self._run_dir) and ".." not in path.parts:
@@ -592,7 +591,7 @@ def memory_of(launch: Launch) -> float:
 
 
 def _ended_child() -> tuple[int, int, int] | None:
-    """Return pid, exit code and most resident KiB of a child that has ended; None if there is no other."""
+    """Return pid, exit code and most resident KiB of an ended child; None if there is none."""
     try:
         pid, status, usage = os.wait4(-1, os.WNOHANG)
     except ChildProcessError:

@@ -1,7 +1,7 @@
 """The agent's end of the node's snapshot server, a process that starts when the first worker connects to its socket.
 
-The sockets are the agent's, so that a server that dies is replaced when a worker connects again, or another node's
-server that brings a copy.
+The agent owns the sockets. So a dead server is replaced when a worker connects again, or another node's server that
+brings a copy.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from unified_agent.spawn import MARKER_SNAPSHOTS, spawn
 log = logging.getLogger("unified_agent")
 CLOSE_S = 2.0
 SETTLED_S = 5.0
-"""Age below which a server that ends may end again at once: the second in a row is not replaced unasked."""
+"""A server that ends younger than this may fail again: after the second in a row, waiting connections are closed."""
 _BACKLOG = 128
 
 
 class SnapshotProcess:
-    """The snapshot server of this node, while there is one, and the socket on which it is awaited."""
+    """The snapshot server of this node, while there is one, and the sockets whose connections start it."""
 
     def __init__(
         self,
@@ -90,11 +90,11 @@ class SnapshotProcess:
         self._await_first()
 
     def token(self, job_id: str) -> str:
-        """Return the token that the workers of a job are given."""
+        """Return the token for the workers of a job."""
         return token_of(self.host.secret, job_id)
 
     def note_copy_nodes(self, jobs: Iterable[DesiredJob]) -> None:
-        """Tell the server which other nodes hold copies for jobs here, where that has changed."""
+        """Tell the server which other nodes hold copies for jobs here, if that has changed."""
         copy_nodes = {job.job_id: job.copy_node for job in jobs if job.copy_node is not None}
         if copy_nodes != self._copy_nodes:
             self._copy_nodes = copy_nodes
@@ -108,7 +108,7 @@ class SnapshotProcess:
             self._server.channel.send(ReplaceKey(key))
 
     def persist(self) -> None:
-        """Have what is held written to storage, where jobs gave one; an event says when that is done."""
+        """Let the server write its snapshots to the storage of their jobs, if any; an event reports the end."""
         if self._server is None:
             self._on_event(SnapshotsReported(is_to_persist=False))
         else:
@@ -132,7 +132,7 @@ class SnapshotProcess:
             self._loop.watch(listener.fileno(), self._start)
 
     def _start(self) -> None:
-        """Start the server: somebody waits for it, and it takes the connection itself."""
+        """Start the server, which accepts the waiting connection itself."""
         descriptors = [listener.fileno() for listener in self._listeners()]
         try:
             self._server = server = HelperProcess(
@@ -163,17 +163,17 @@ class SnapshotProcess:
             if not kept.is_to_persist:
                 log.info("event=snapshots-persisted number=%d", kept.num_written)
             self._on_event(SnapshotsReported(is_to_persist=kept.is_to_persist))
-        if not server.channel.is_open:  # its end is heard of by SIGCHLD
+        if not server.channel.is_open:  # SIGCHLD reports its end
             self._loop.unwatch_channel(server.channel)
 
     def _on_end(self, code: int) -> None:
-        """Wait for the next worker that connects: it starts another server."""
+        """Handle the server's end, and wait for the next connection, which starts another server."""
         assert self._server is not None
         server, self._server = self._server, None
         server.reaped(code)
         self._hang_up(server)
         log.warning(
-            "event=snapshots-ended reason=%r: what it held is lost; %s",
+            "event=snapshots-ended reason=%r: its snapshots are lost; %s",
             process.describe_end(code),
             server.last_words(),
         )
@@ -184,7 +184,7 @@ class SnapshotProcess:
         self._await_first()
 
     def _turn_away(self) -> None:
-        """Hang up on those that wait: they are told so, and start no server again that cannot live."""
+        """Close the waiting connections, so that they do not start another server that fails at once."""
         for listener in self._listeners():
             with contextlib.suppress(OSError):
                 while True:
@@ -196,12 +196,12 @@ class SnapshotProcess:
 
 
 def _listen_for_peers(address: str) -> socket.socket | None:
-    """Return a socket for the servers of other nodes; None, with a warning, where this host has no such address."""
+    """Return a socket for the servers of other nodes; None, with a warning, if the address cannot be listened on."""
     try:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = bind_free(lambda port: socket.create_server((address, port), family=family))
     except (OSError, UsageError) as error:
-        text = f"{address} cannot be listened on ({error}): this node gives no copies away, and takes none"
+        text = f"{address} cannot be listened on ({error}): this node neither sends nor receives copies"
         log.warning("event=snapshots-unreachable reason=%r", text)
         return None
     listener.setblocking(False)

@@ -1,6 +1,6 @@
-"""Starting the agent's helpers, zygotes among them: their folder, environment, and the socket to each.
+"""Start of the agent's helpers, including zygotes: their folder, environment, and the socket to each.
 
-The zygote of a cluster that begins waits for these imports, so they are few, and none of them needs msgspec.
+The first zygote of a cluster waits for these imports, so they are few, and none of them needs msgspec.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from unified.config.cgroups import read_text
 
 MARKER_NODE = "UNIFIED_AGENT_NODE"
 MARKER_INCARNATION = "UNIFIED_AGENT_INCARNATION"
-"""Markers in the environment of everything an agent starts, so that the next agent knows what the last one left."""
+"""Markers in the environment of all processes of an agent: the next agent finds orphans by them."""
 MARKER_SNAPSHOTS = "UNIFIED_AGENT_SNAPSHOTS"
-"""Further marker, of the snapshot server and what it starts: what it holds outlives workers."""
+"""Further marker, of the snapshot server and its children: snapshots outlive workers."""
 TUNABLES = "GLIBC_TUNABLES"
 _PAST_CACHES = "glibc.cpu.x86_non_temporal_threshold"
 RUN_DIR_PREFIX = "a-"
@@ -52,7 +52,7 @@ def run_folder(run_root: Path, incarnation: str) -> Path:
 
 
 def child_environment(env: Mapping[str, str], node: str, incarnation: str) -> dict[str, str]:
-    """Return the environment of all that an agent starts, from its own."""
+    """Return the environment of all processes that an agent starts, from the agent's own."""
     found = tunables(env.get(TUNABLES, ""), last_cache_bytes())
     return {**env, TUNABLES: found, MARKER_NODE: node, MARKER_INCARNATION: incarnation}
 
@@ -60,10 +60,10 @@ def child_environment(env: Mapping[str, str], node: str, incarnation: str) -> di
 def tunables(given: str, cache_bytes: int) -> str:
     """Return ``GLIBC_TUNABLES`` of an interpreter, with which large copies write past the caches.
 
-    A copy that does not fit would first read what it is about to overwrite, a third more to do. glibc knows that, but
-    on some processors takes the caches of all cores together for one (384 MiB where a core has 32).
+    A copy through the caches that does not fit in them first reads what it overwrites: a third more memory traffic.
+    glibc avoids that, but on some processors it counts the caches of all cores as one (384 MiB where a core has 32).
 
-    What is `given` stays, and wins. Nothing is added if the size of one core's last cache is not known (0).
+    `given` stays, and takes precedence. Nothing is added if the size of one core's last cache is not known (0).
     """
     if not cache_bytes or _PAST_CACHES in given:
         return given
@@ -71,7 +71,7 @@ def tunables(given: str, cache_bytes: int) -> str:
 
 
 def last_cache_bytes(caches: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Return the size of a core's last cache before memory, shared with others or not; 0 if it is not known."""
+    """Return the size of a core's last cache before memory, shared or not; 0 if it is not known."""
     sizes = [read_text(size).removesuffix("K") for size in caches.glob("index*/size")]
     return max((int(size) * 1024 for size in sizes if size.isdecimal()), default=0)
 
@@ -93,7 +93,7 @@ def spawn(
     """Start ``python -m module SOCKET arguments``, in the folder of its log.
 
     Args:
-        descriptors: those that it inherits beside its socket.
+        descriptors: further descriptors that it inherits beside its socket.
 
     Raises:
         OSError: the interpreter cannot be started.
@@ -110,7 +110,7 @@ def spawn(
                 stderr=subprocess.STDOUT,
                 cwd=log.parent,
                 env=env,
-                start_new_session=True,  # Ctrl-C in the agent's terminal is the agent's business
+                start_new_session=True,  # Ctrl-C in the agent's terminal is for the agent only
             )
     except OSError:
         ours.close()

@@ -1,8 +1,8 @@
-"""A control group (version 2) for each worker, within that of an agent which may divide it: ``Delegate=`` of systemd.
+"""A control group (version 2) per worker, within the agent's group if that may be divided (``Delegate=`` of systemd).
 
-The agent and its helpers move into a group beside those of the workers, as one that has processes of its own cannot
+The agent and its helpers move into a group beside the workers' groups, because a group with processes of its own cannot
 limit others. A worker's group has the memory that its role asks for; what the worker leaves there is killed at its end.
-Workers of an agent that the kernel spares when memory runs out are not spared, in whatever group they are.
+If the kernel spares the agent when memory runs out, it still does not spare the workers, in any group.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _MB = 2**20
 
 
 class WorkerGroups:
-    """Groups of the workers of one agent; without one to divide, it does nothing."""
+    """Groups of the workers of one agent; without a group to divide, it makes none."""
 
     def __init__(self, group: Path | None) -> None:
-        """Move this process, which has no children yet, into a group within the one that it is to divide.
+        """Move this process, which has no children yet, into a group within the group to divide.
 
         Args:
-            group: the agent's own, which nobody else divides; None: it may not be divided.
+            group: the agent's own group, which nobody else divides; None: it may not be divided.
         """
         self._group: Path | None = None
         self._groups: dict[JobWorkerIncarnation, Path] = {}
         self._left: set[Path] = set()
-        """Groups of ended workers, in which what was killed may not have ended yet."""
+        """Groups of ended workers, in which killed processes may not have ended yet."""
         self.due_at: float | None = None
         """Time at which `remove_empty` is due, on the monotonic clock."""
         self._count = 0
@@ -57,7 +57,7 @@ class WorkerGroups:
         self._group = group
 
     def add(self, incarnation: JobWorkerIncarnation, pid: int, memory_mb: float) -> None:
-        """Move a worker that has just begun into a group of its own, with this limit of memory; 0: none."""
+        """Move a new worker into a group of its own, with this limit of memory; 0: no limit."""
         if self._is_spared:
             with contextlib.suppress(OSError):
                 Path(f"/proc/{pid}/oom_score_adj").write_text("0")
@@ -78,13 +78,13 @@ class WorkerGroups:
             log.warning("event=no-worker-group incarnation=%s reason=%r", incarnation, f"{group}: {error.strerror}")
 
     def kill(self, incarnation: JobWorkerIncarnation) -> None:
-        """Kill all that is in a worker's group, in whatever session it is."""
+        """Kill all processes in a worker's group, in any session."""
         if (group := self._groups.get(incarnation)) is not None:
             with contextlib.suppress(OSError):  # a kernel before 5.14 has no such file
                 (group / "cgroup.kill").write_text("1")
 
     def end(self, incarnation: JobWorkerIncarnation) -> None:
-        """Kill what a worker that has ended has left, and remove its group once that is empty."""
+        """Kill what an ended worker left, and remove its group once the group is empty."""
         self.kill(incarnation)
         if (group := self._groups.pop(incarnation, None)) is not None:
             self._left.add(group)

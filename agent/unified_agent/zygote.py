@@ -1,4 +1,4 @@
-"""The agent's handles on one zygote, a child that has everything imported and forks workers, and on each of these."""
+"""The agent's handles on a zygote, a child that has imported everything and forks workers, and on each worker."""
 
 from __future__ import annotations
 
@@ -14,68 +14,68 @@ from unified_agent.helper_process import HelperProcess
 from unified_agent.spawn import Spawned
 
 SETTLED_S = 10.0
-"""Age below which a zygote that ends is not replaced before a worker needs one: what ended it may end the next."""
+"""A zygote that ends younger than this is replaced only for the next worker: the cause may end its successor, too."""
 IMPORT_NICE = 10
-"""Nice value of imports that no worker waits for: beside a rank that computes they get a tenth of a core."""
+"""Nice value of imports that no worker waits for: beside a computing rank they get a tenth of a core."""
 
 HURRY_AGAIN_S = 0.1
-"""Time after which a session's nice value is set again that the kernel has refused."""
+"""Time until a nice value that the kernel refused for a session is set again."""
 
 
 class ZygoteHandle(HelperProcess):
-    """A running zygote process, made and forgotten by `Processes`, which also reaps it."""
+    """A running zygote process; `Processes` starts, reaps and forgets it."""
 
     def __init__(self, spawned: Spawned) -> None:
         super().__init__(spawned)
         self.python = spawned.python
         self.is_up = False
         self.is_given_up = False
-        """True if it hangs: it is sent no more orders, and lives on for the sake of its workers."""
+        """True if the zygote hangs: it gets no more orders, and goes on only for its workers."""
         self._owed: set[int | None] = set()
-        """Children of which it has to tell the fork or the end."""
+        """Children whose fork or end the zygote still has to report."""
         self._silent_since = 0.0
         self._is_niced = False
         self.hurry_at: float | None = None
-        """Time at which it is to be hurried again, on the monotonic clock; None: that was done, or need not be."""
+        """Time (monotonic) of the next call of `hurry`; None: it succeeded, or is not needed."""
 
     def receive(self) -> list[ZygoteToAgent]:
-        """Return the messages that have come."""
+        """Return the messages that have arrived."""
         return [zygote_to_agent.decode(body) for body in self.channel.receive()]
 
     def import_at_leisure(self) -> None:
-        """Let it import after those who compute, until a worker is wanted of it."""
+        """Let the zygote import at low priority, until a worker needs it."""
         self._is_niced = True
         process.nice_session(IMPORT_NICE, self.pid)
 
     def hurry(self) -> None:
-        """Let it import like everybody else, as a worker is wanted of it."""
+        """Let the zygote import at normal priority, because a worker needs it."""
         if self._is_niced:
             self._is_niced = not process.nice_session(0, self.pid)
         self.hurry_at = time.monotonic() + HURRY_AGAIN_S if self._is_niced else None
 
     def expect(self, child: int) -> None:
-        """Note that it has to tell of a child, from now on."""
+        """Note that the zygote has to report a child, from now on."""
         if not self._owed:
             self._silent_since = time.monotonic()
         self._owed.add(child)
 
     def was_heard(self, child: int | None = None) -> None:
-        """Note that it has reported a child, and so does not hang; None: its time begins anew."""
+        """Note that the zygote reported a child; None: only restart the time of its silence."""
         self._owed.discard(child)
         self._silent_since = time.monotonic()
 
     @property
     def silent_since(self) -> float | None:
-        """Time since which it has told nothing although it has to, on the monotonic clock; None: it has not to."""
+        """Time (monotonic) since which a report is due and none has come; None: no report is due."""
         return self._silent_since if self._owed else None
 
     @property
     def is_settled(self) -> bool:
-        """True if it has lived for so long that another in its place may live, too."""
+        """True if the zygote has run for so long that a successor may run, too."""
         return self.age_s > SETTLED_S
 
     def why_useless(self, how: str) -> str:
-        """Return why its interpreter cannot start workers, from what it has written; `how`: the way it ended."""
+        """Return why the interpreter cannot start workers, from the zygote's output; `how`: the way it ended."""
         words = self.last_words()
         hint = ""
         if "No module named 'unified" in words:
@@ -85,21 +85,21 @@ class ZygoteHandle(HelperProcess):
 
 @dataclass(eq=False)
 class ForkedWorker:
-    """A worker's process, from the wish for it to its end."""
+    """A worker's process, from its order to its end."""
 
     incarnation: JobWorkerIncarnation
     channel: ChildChannel
     order: Fork
     descriptors: list[int]
     zygote: ZygoteHandle | None = None
-    """None while the order waits for a zygote that is up."""
+    """None while the worker is held."""
     pid: int = 0
     pidfd: int = -1
     held_for: str = ""
-    """Interpreter that is to run it once what its job needs is there; empty: it is not held."""
+    """Interpreter that will run the worker once its job's needs are met; empty: it is not held."""
     is_kill_asked: bool = False
     killed_for: str = ""
-    """Reason for which it is killed here, rather than by the core."""
+    """Reason of a kill by `Processes` rather than by the core."""
     memory_mb: float = 0.0
     """Memory that its role asks for; 0: any."""
     routes: Sequence[str] = ()

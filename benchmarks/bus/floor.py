@@ -19,7 +19,7 @@ import numpy as np
 import zmq
 
 from benchmarks.bus import work
-from unified.memory.copy import Copy, copy_memory, num_cores
+from unified.tensors.copy import Copy, copy_memory, num_cores
 from unified.worker.fork_setup import keep_freed
 from unified_agent.spawn import TUNABLES, last_cache_bytes, tunables
 

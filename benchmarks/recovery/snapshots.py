@@ -26,7 +26,7 @@ from rich.table import Table
 from benchmarks.bus.run import touch
 from benchmarks.launch.run import machine
 from unified import DLJobBuilder, current_worker
-from unified.memory.copy import Copy, copy_memory
+from unified.tensors.copy import Copy, copy_memory
 from unified.testing import LocalCluster
 
 FOLDER, MIB, ROUNDS = "SNAPSHOT_BENCH_FOLDER", "SNAPSHOT_BENCH_MIB", "SNAPSHOT_BENCH_ROUNDS"

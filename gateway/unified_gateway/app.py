@@ -45,7 +45,7 @@ STATUS_OF_CODE = {
     "does-not-fit": 409,
     "bad-request": 422,
 }
-"""HTTP status of what the cluster refuses, by its code; 503 for all others, which concern the cluster itself."""
+"""HTTP status of the cluster's refusals, by code. All other codes concern the cluster itself: 503."""
 BURST = 10.0
 _log = logging.getLogger("unified.gateway")
 
@@ -53,11 +53,11 @@ _log = logging.getLogger("unified.gateway")
 def create_app(
     options: GatewayOptions, tokens: Tokens, backend: TrainingBackend | None = None, page: PageOptions | None = None
 ) -> FastAPI:
-    """Return the application of one gateway, which opens and closes it when it starts and ends itself.
+    """Return the application of one gateway. It opens the gateway when it starts, and closes it when it ends.
 
     Args:
-        backend: what runs the jobs; None: what the options say.
-        page: where the page is served; None: it is not.
+        backend: runs the jobs; None: the backend that the options name.
+        page: options of the page; None: no page is served.
     """
     gateway = Gateway(options, tokens, backend, page)
 
@@ -78,7 +78,7 @@ def create_app(
         reads=(options.reads_per_s, BURST * options.reads_per_s),
     )
     app.add_middleware(HttpAdmission, tokens=tokens, limits=limits, telemetry=gateway.telemetry)
-    if gateway.page is not None:  # outside of admission, which knows no cookies
+    if gateway.page is not None:  # outermost: admission knows no cookies
         app.add_middleware(PageDispatcher, page=gateway.page, routes=router)
     app.add_exception_handler(RequestValidationError, _answer_validation)
     app.add_exception_handler(UnifiedError, _answer_error)
@@ -88,7 +88,7 @@ def create_app(
 
 
 def __getattr__(name: str) -> Any:
-    """Make `app` when it is asked for, so that importing `create_app` reads no environment."""
+    """Create `app` at its first use, so that importing `create_app` reads no environment."""
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     options = GatewayOptions.from_environment()
@@ -97,7 +97,6 @@ def __getattr__(name: str) -> Any:
 
 
 async def _answer_error(_: Request, error: Exception) -> JSONResponse:
-    """Answer with the status that belongs to an error, and its message, which says what to do next."""
     status = _status_of(error)
     body: dict[str, Any] = {"detail": str(error)}
     if isinstance(error, RunConflictError):
@@ -113,7 +112,7 @@ def _status_of(error: Exception) -> int:
         return STATUS_OF_CODE.get(error.code, 503)
     if isinstance(error, MasterUnreachableError | StorageUnavailableError):
         return 503
-    if isinstance(error, StorageError):  # what the request depends on said no: its bucket, or its credentials
+    if isinstance(error, StorageError):  # the run's store refused: its bucket, or its credentials
         return 424
     if isinstance(error, ProtocolError):
         return 502
@@ -121,7 +120,7 @@ def _status_of(error: Exception) -> int:
 
 
 async def _answer_validation(request: Request, error: Exception) -> JSONResponse:
-    """Answer with the fields that are wrong. What was sent is not repeated: it may hold secrets."""
+    """Answer with the fields that are wrong. It does not repeat the values: they may be secrets."""
     assert isinstance(error, RequestValidationError)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if request.method == "POST" and kind not in ("", "application/json") and not kind.endswith("+json"):

@@ -1,7 +1,7 @@
 """The interface of a cluster that runs the jobs of the gateway: our own master, or Kubeflow.
 
-Rules about runs (one job a run id, resume, conflicts) are above it, in `runs.py`, the same for each backend. Names of
-jobs are unique among all that one backend serves.
+Rules about runs (one job per run id, resume, conflicts) are in `runs.py`, the same for each backend. Names of jobs are
+unique within one backend.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ FRAMEWORK_LABEL = "unified/framework"
 RUN_ID_LABEL = "unified/run-id"
 NAMESPACE_LABEL = "unified/namespace"
 REQUEST_ANNOTATION = "unified/request"
-"""Payload as it was asked for, as canonical JSON; in place of each value of `env` stands a salted digest."""
+"""The submitted payload as canonical JSON, with a salted digest in place of each value of `env`."""
 ATTEMPT_ANNOTATION = "unified/attempt-id"
 
 
 class NameTakenError(RefusedError):
-    """Another job of this name or run id is there that the submitter did not know of: look again."""
+    """Another job, unknown to the submitter, has this name or run id: look again."""
 
     def __init__(self, reason: str) -> None:
         super().__init__("name-taken", reason)
@@ -33,7 +33,7 @@ class NameTakenError(RefusedError):
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """One attempt at a run, in the words of no backend."""
+    """One attempt at a run, independent of the backend."""
 
     request: TrainingRequest
     name: str
@@ -46,7 +46,7 @@ class RunPlan:
     """The payload's labels and the gateway's own. ``unified/run-id`` may be longer than Kubernetes allows."""
     annotations: Mapping[str, str]
     kept_env: tuple[str, ...] = ()
-    """Variables whose values are not known here: they are those of the job that this attempt follows."""
+    """Variables whose values are not known here: the job that this attempt follows has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class RunRecord:
     num_restarts: int = 0
     labels: Mapping[str, str] = field(default_factory=dict)
     annotations: Mapping[str, str] = field(default_factory=dict)
-    """Empty in lists: `get` has them."""
+    """Empty in lists; `get` returns them."""
 
     @property
     def is_ended(self) -> bool:
@@ -99,23 +99,23 @@ class TrainingBackend(Protocol):
     """A cluster that runs training jobs.
 
     Errors of all calls: `MasterUnreachableError` when the cluster does not answer (HTTP 503), `RefusedError` when it
-    says no (its code decides: ``not-found`` 404, ``name-taken`` 409, ``bad-request`` 422, ``unavailable`` 503, …),
+    refuses (its code decides: ``not-found`` 404, ``name-taken`` 409, ``bad-request`` 422, ``unavailable`` 503, …),
     `UsageError` for a request that this backend cannot carry out (422).
     """
 
     name: str
-    """Word for ``--backend``: ``master`` or ``kubeflow``."""
+    """Value of ``--backend``: ``master`` or ``kubeflow``."""
     default_namespace: str
 
     async def submit(self, plan: RunPlan, *, follows: str) -> Submitted:
         """Start an attempt.
 
         Args:
-            follows: job id of the ended attempt that this one takes the place of; empty for a run's first.
+            follows: job id of the ended job of this name that this attempt replaces; empty if there is none.
 
         Raises:
-            NameTakenError: another job has this name or this run id and lives, or the newest job of this name is not
-                the one of `follows`. This is decided by the cluster at once, so of many submissions one wins.
+            NameTakenError: a job of this name or run id has not ended, or the newest job of this name is not `follows`.
+                The cluster decides this atomically, so one of concurrent submissions wins.
         """
         ...
 
@@ -124,7 +124,7 @@ class TrainingBackend(Protocol):
         ...
 
     async def find_run(self, run_id: str) -> RunRecord | None:
-        """Return the newest attempt of this run id, whatever its name; None if none is known."""
+        """Return the newest attempt of this run id, under any name; None if none is known."""
         ...
 
     async def runs(self) -> list[RunRecord]:
@@ -132,15 +132,15 @@ class TrainingBackend(Protocol):
         ...
 
     async def stop(self, name: str, *, force: bool) -> None:
-        """Stop a run in order, or at once by force; one that has ended is left as it is."""
+        """Stop a run in order, or at once with `force`. An ended run stays as it is."""
         ...
 
     def logs(self, name: str, *, rank: int | None, follow: bool, tail_bytes: int | None) -> AsyncIterator[str]:
         """Yield the lines that a run printed; with `follow`, until it has ended and all was read.
 
         Args:
-            rank: of the one rank to read; None for all.
-            tail_bytes: begin that far before the end of each rank's output; None at the beginning.
+            rank: the only rank to read; None for all.
+            tail_bytes: begin this far before the end of each rank's output; None: at its beginning.
         """
         ...
 
@@ -149,7 +149,7 @@ class TrainingBackend(Protocol):
         ...
 
     async def metrics(self, name: str, *, since: float, limit: int) -> KeptReports:
-        """Return the newest points of what rank 0 reported after `since`, oldest first."""
+        """Return the newest points that rank 0 reported after `since`, oldest first."""
         ...
 
     def describe(self, plan: RunPlan) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, as they are in its store: those that it can be resumed from."""
+"""Complete checkpoints in a run's store: the run can be resumed from them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RunCheckpointReader:
             raise StorageUnavailableError(f"{layout.prefix} was not read within {TIMEOUT_S:g} s.") from None
 
     def close(self) -> None:
-        """Begin no read any more; those that are under way end by themselves."""
+        """Start no more reads; reads under way end by themselves."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -42,7 +42,7 @@ def _read(layout: RunLayout, limit: int) -> list[CheckpointInfo]:
     with RunCheckpointManager(layout) as manager:
         try:
             steps = manager.complete_steps()
-        except NotFoundError:  # the bucket, or the folder, is made by the first checkpoint
+        except NotFoundError:  # the first checkpoint makes the bucket or folder
             return []
         for step in steps[-limit:]:
             try:

@@ -22,9 +22,9 @@ from unified_gateway.tokens import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, Tokens
 
 DEFAULT_PORT = 8000
 MIN_TICKET = 32
-"""Characters of a ticket."""
+"""Fewest characters of a ticket."""
 CANNOT_SERVE = 2
-"""Exit code of a gateway that would end the same way if it were started again, as argparse has it."""
+"""Exit code, the same as argparse's, for an error that a restart would not mend."""
 
 _log = logging.getLogger("unified.gateway")
 
@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--port", type=_port, default=DEFAULT_PORT, help=f"0 takes any free one (default: {DEFAULT_PORT})")
     add("--uds", type=Path, metavar="PATH",
         help="listen on this Unix socket, which its owner alone can open, in place of --host and --port")  # fmt: skip
-    add("--tls-cert", type=Path, metavar="FILE", help="serve HTTPS with this certificate, and those that it hangs on")
+    add("--tls-cert", type=Path, metavar="FILE", help="serve HTTPS with this certificate file, including its chain")
     add("--tls-key", type=Path, metavar="FILE", help="its private key (default: in the file of the certificate)")
     add("--behind-proxy", action="store_true",
         help="a proxy before the gateway serves HTTPS, and passes the header Host on")  # fmt: skip
@@ -52,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="further name of this host that browsers open the page by")  # fmt: skip
     add("--read-only", action="store_true", help="nobody changes anything from the page")
     add("--ticket-fd", type=int, metavar="N",
-        help="serve the page alone, to who shows the ticket that this descriptor has")  # fmt: skip
+        help="serve only the page, to the browser that shows the ticket in this descriptor")  # fmt: skip
     add("--grpc-port", type=_port, metavar="PORT", help="serve the coordinator over gRPC there, for other languages")
     add("--token-file", type=Path, metavar="FILE",
         help=f"lines `name: token` (default: {TOKEN_FILE_VARIABLE})")  # fmt: skip
@@ -118,13 +118,13 @@ def _bind(host: str, port: int) -> str:
 
 
 def _page(arguments: argparse.Namespace, options: GatewayOptions) -> PageOptions | None:
-    """Return the options of the page; None, and a line in the log, where it is not to be served."""
+    """Return the options of the page. If it is not served, log the reason and return None."""
     ticket = ""
     if arguments.ticket_fd is not None:
         with open(arguments.ticket_fd, encoding="ascii", closefd=True) as pipe:
             ticket = pipe.read().strip()
         if len(ticket) < MIN_TICKET:
-            raise UsageError(f"what came through descriptor {arguments.ticket_fd} is no ticket: it is too short.")
+            raise UsageError(f"the ticket in descriptor {arguments.ticket_fd} is too short.")
     page = PageOptions(
         host="" if arguments.uds is not None else arguments.host,
         hosts=frozenset(arguments.allow_host),
@@ -135,7 +135,7 @@ def _page(arguments: argparse.Namespace, options: GatewayOptions) -> PageOptions
     )
     hindrance = page.hindrance
     if options.backend != "master":
-        hindrance = f"the page shows a cluster of ours, and jobs go to {options.backend}."
+        hindrance = f"the page shows only clusters of our own master, but jobs go to {options.backend}."
     if not hindrance:
         return page
     if ticket:

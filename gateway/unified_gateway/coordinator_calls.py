@@ -1,7 +1,7 @@
 """The calls of the gRPC coordinator, for programs in other languages: each becomes requests to the master.
 
-`deploy/proto/coordinator.proto` says what the messages mean. Nothing is kept here of workers, datasets and barriers, so
-that a gateway may end and another one go on in its place.
+`deploy/proto/coordinator.proto` says what the messages mean. This module keeps no state of workers, datasets and
+barriers, so that another gateway can replace this one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from unified.threads import start_thread
 
 COUNT_WITHIN_S = 60.0
 COUNTS_AT_ONCE = 4
-"""Most datasets whose files are counted at once, and the time for each."""
+"""Seconds to count the files of one dataset, and the most datasets that are counted at once."""
 _ON_LOSS_SHRINK = 1
 Fields = dict[str, Any]
 """Fields of a message."""
@@ -40,10 +40,10 @@ class GrpcCall(NamedTuple):
 
     space: str
     deadline: float
-    """The client's, by `time.monotonic`; infinite if it gave none."""
+    """The client's deadline on the clock `time.monotonic`; infinite if the client gave none."""
 
     def within(self, seconds: float) -> float:
-        """Return so many seconds, or those that are left of the call."""
+        """Return `seconds`, or the remaining time of the call if that is less."""
         return max(min(seconds, self.deadline - time.monotonic()), 0.0)
 
 
@@ -56,7 +56,7 @@ class CoordinatorCalls:
     def __init__(self, coordinator: RemoteCoordinator) -> None:
         self._coordinator = coordinator
         self._counts: dict[tuple[str, str], Future[list[protocol.FileRun]]] = {}
-        """Files that are being counted, by path and format: all workers of a training register its dataset at once."""
+        """Counts under way, by path and format: all workers of a training register its dataset at once."""
 
     async def register_worker(self, asked: Any, call: GrpcCall) -> Fields:
         """Register an incarnation of a worker."""
@@ -133,9 +133,7 @@ class CoordinatorCalls:
         except CoordinatorError as error:
             if error.code != "not-found":
                 raise
-            await self._ask(
-                protocol.SetDataWorker(**who), Done, call
-            )  # refused if it is the dataset that was not found
+            await self._ask(protocol.SetDataWorker(**who), Done, call)  # refused if the dataset itself was not found
             answer = await self._ask(request, protocol.DataShards, call)
         found = _fields(answer, "num_left")
         for shard in answer.shards:  # one at most
@@ -143,7 +141,7 @@ class CoordinatorCalls:
         return found
 
     async def wait_barrier(self, asked: Any, call: GrpcCall) -> Fields:
-        """Wait until all of a world have come; an end for any other reason is an error."""
+        """Wait until all of a world have arrived; raise an error if the barrier ends for another reason."""
         request = protocol.WaitBarrier(
             space=call.space,
             barrier_id=asked.barrier_id,
@@ -190,12 +188,11 @@ class CoordinatorCalls:
         return {"is_found": True, "saved_at": answer.saved_at, **checkpoint}
 
     async def _ask(self, request: protocol.CoordinatorRequest, expected: type[A], call: GrpcCall) -> A:
-        """Ask the master, within the time of the call."""
         timeout_s = call.within(self._coordinator.timeout_s)
         return await asyncio.wrap_future(self._coordinator.submit(request, expected, timeout_s=timeout_s))
 
     def _leave_barrier(self, request: protocol.WaitBarrier) -> None:
-        """Tell the master that nobody waits behind this arrival any more, without waiting until it has heard."""
+        """Tell the master that nobody waits for this arrival any more; do not wait for an answer."""
         leave = protocol.LeaveBarrier(
             space=request.space,
             barrier_id=request.barrier_id,
@@ -207,7 +204,7 @@ class CoordinatorCalls:
             self._coordinator.submit(leave, Done)
 
     async def _count(self, path: str, format: str, call: GrpcCall) -> list[protocol.FileRun]:  # noqa: A002
-        """Find and count the files of a dataset in a thread, which goes on when the call has ended."""
+        """Find and count the files of a dataset in a thread, which goes on after the call has ended."""
         key = (path, format)
         future = self._counts.get(key)
         if future is None:
@@ -216,10 +213,10 @@ class CoordinatorCalls:
                     "busy", f"{COUNTS_AT_ONCE} datasets are being counted: try again later, or give total_samples."
                 )
             future = self._counts[key] = Future()
-            future.set_running_or_notify_cancel()  # a call that is cancelled ends the count for no other
+            future.set_running_or_notify_cancel()  # a cancelled call does not cancel the count for other calls
             try:
                 start_thread("unified-dataset-count", self._count_now, key, future)
-            except RuntimeError:  # the system has none to give
+            except RuntimeError:  # the system has no thread left
                 del self._counts[key]
                 raise
         seconds = call.within(COUNT_WITHIN_S)
@@ -254,7 +251,7 @@ def _session(asked: Any) -> str:
 
 
 def _timeout(asked: Any) -> float | None:
-    """Return the time of a barrier, or None. It is checked here, as the connection to the master reckons with it."""
+    """Return the timeout of a barrier, or None. Check it here: the connection to the master computes with it."""
     if not asked.HasField("timeout_s"):
         return None
     seconds: float = asked.timeout_s
@@ -264,7 +261,7 @@ def _timeout(asked: Any) -> float | None:
 
 
 def _absolute(path: str) -> str:
-    """Return the path of a dataset as every host means it."""
+    """Return the path of a dataset; raise UsageError if it depends on the host's working directory."""
     path = path.removeprefix("file://")
     if path and not path.startswith("/") and "://" not in path:
         raise UsageError(f"the path {path!r} is not absolute: write /folder/files or s3://bucket/folder.")

@@ -32,20 +32,20 @@ from unified_gateway.tokens import TOKEN_HEADER, Tokens
 
 SPACE_KEY = "x-unified-space"
 CODE_KEY = "x-unified-code"
-"""Metadata: of a call its space, of a refusal the coordinator's own code."""
+"""Metadata keys: the space of a call, and the coordinator's own code of a refusal."""
 MAX_REQUEST = 1 << 20
 MAX_ANSWER = 4 << 20
-"""Bytes of a message. Clients take no more than 4 MiB, unless they say so."""
+"""Most bytes of a message. By default, clients accept 4 MiB."""
 MAX_CALLS = 10_000
-"""Most calls at once, those that wait at barriers among them."""
+"""Most calls at once, including those that wait at barriers."""
 MAX_DETAILS = 600
-"""Longest error text, in characters of which each may take 12 bytes: clients take 8 KiB of metadata."""
+"""Most characters of an error text. Each may take 12 bytes, and clients accept 8 KiB of metadata."""
 _KEEPALIVE_MS = 30_000
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_REQUEST),
     ("grpc.max_send_message_length", MAX_ANSWER),
-    ("grpc.so_reuseport", 0),  # a second gateway on this port is an error, and does not take half of the calls
-    ("grpc.keepalive_time_ms", _KEEPALIVE_MS),  # a client that was cut off leaves its barriers
+    ("grpc.so_reuseport", 0),  # a second gateway on this port fails, and takes no calls away
+    ("grpc.keepalive_time_ms", _KEEPALIVE_MS),  # finds lost clients, which then leave their barriers
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
 ]
@@ -79,12 +79,12 @@ STATUS_OF_ERROR: list[tuple[type[Exception], grpc.StatusCode]] = [
 """Status for errors without a code; the first class that fits counts."""
 Method = Callable[[Any, GrpcCall], Awaitable[Fields]]
 COMPILED = Path(__file__).with_name("coordinator.binpb")
-"""Compiled description of the service. The messages are made from it here, as a generated module would refuse each
+"""Compiled description of the service. Messages are made from it at run time: a generated module would refuse each
 release of protobuf that is older than its compiler."""
 
 
 async def serve(*, bind: str, coordinator: RemoteCoordinator, tokens: Tokens) -> tuple[grpc.aio.Server, int]:
-    """Start the service. Its calls are not encrypted: beyond a trusted network, a proxy before it does that.
+    """Start the service. Its calls are not encrypted: outside a trusted network, put a proxy in front of it.
 
     Args:
         bind: ``HOST:PORT``; port 0 takes any free one.
@@ -94,7 +94,7 @@ async def serve(*, bind: str, coordinator: RemoteCoordinator, tokens: Tokens) ->
         The server, to be ended with ``await server.stop(grace)``, and its port.
 
     Raises:
-        UsageError: the port cannot be had, or other hosts would reach it and there is no token.
+        UsageError: the port cannot be opened, or other hosts can reach it and there is no token.
     """
     tokens.check_listening("the gRPC service", bind)
     server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
@@ -112,7 +112,7 @@ async def serve(*, bind: str, coordinator: RemoteCoordinator, tokens: Tokens) ->
 
 def described() -> ServiceDescriptor:
     """Return the description of the service."""
-    pool = DescriptorPool()  # of our own: another module of this process may have its coordinator.proto, too
+    pool = DescriptorPool()  # not the default pool: another module of this process may have a coordinator.proto, too
     for file in FileDescriptorSet.FromString(COMPILED.read_bytes()).file:
         pool.AddSerializedFile(file.SerializeToString())
     return pool.FindServiceByName("unified.coordinator.v1.CoordinatorService")
@@ -161,7 +161,7 @@ def _guarded(method: Method, answer: Callable[..., Any], tokens: Tokens) -> Call
 
 
 def status_of(error: Exception) -> grpc.StatusCode:
-    """Return the status that stands for an error."""
+    """Return the status of an error."""
     if code := getattr(error, "code", ""):
         return STATUS_OF_CODE.get(code, _Status.FAILED_PRECONDITION)
     return next(status for kind, status in STATUS_OF_ERROR if isinstance(error, kind))

@@ -1,7 +1,7 @@
-"""Metrics of the whole cluster for Prometheus, from the mirror: one scrape, whatever the number of nodes.
+"""Metrics of the whole cluster for Prometheus, from the mirror: one scrape for any number of nodes.
 
-Names and labels follow docs/observability.md. No label has a value for each worker; a job's series go an hour after its
-end. Counters of a job are kept by the master, so that a gateway that starts again does not set them back.
+Names and labels follow docs/observability.md. No label has a value per worker. A job's series end an hour after it.
+The master keeps a job's counters, so that a restart of the gateway does not reset them.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from unified.protocol.framing import PROTOCOL_VERSION
 from unified.protocol.records import NodeState, Phase, Stage, WorkerState
 
 SHOWN_S = 3600.0
-"""Seconds for which an ended job has series."""
+"""Seconds after its end for which a job has series."""
 MAX_REPORTED = 20
-"""Reported values of a role that have series."""
+"""Most reported values of a role that have series."""
 Labels = tuple[str, ...]
 Values = Iterator[tuple[Labels, float]]
 
 
 class Scraped(NamedTuple):
-    """The cluster at one scrape, with what several families need of it."""
+    """The cluster at one scrape, with groups that several families use."""
 
     mirror: ClusterMirror
     jobs: list[JobStatus]
     """Jobs that have series."""
     roles: list[tuple[JobStatus, str, list[WorkerStatus]]]
-    """Roles of these, with their workers."""
+    """Roles of `jobs`, with their workers."""
 
     @classmethod
     def of(cls, mirror: ClusterMirror) -> Scraped:
@@ -52,7 +52,7 @@ class Scraped(NamedTuple):
 
 
 class Family(NamedTuple):
-    """A family of series, and where its values are."""
+    """A family of series, and the function that yields its values."""
 
     name: str
     help: str
@@ -72,7 +72,7 @@ class ClusterCollector(Collector):
         self.mirror = mirror
 
     def describe(self) -> Iterable[Metric]:
-        return ()  # or registering would read all of it
+        return ()  # otherwise the registration would collect all series
 
     def collect(self) -> Iterator[Metric]:
         build = GaugeMetricFamily("unified_build_info", "Release of the gateway.", labels=["version", "protocol"])
@@ -120,7 +120,7 @@ def _amounts(field: str, factor: float = 1.0) -> Callable[[Scraped], Values]:
 
 
 def _stage(job: JobStatus) -> str:
-    """Return the job's stage, or that it is suspended, which an alert on jobs that wait has to know."""
+    """Return the job's stage, or SUSPENDED, which an alert on waiting jobs needs."""
     return SUSPENDED if stage_text(job) == SUSPENDED else job.stage.value
 
 
@@ -226,7 +226,7 @@ FAMILIES = (
         "unified_devices", "Accelerators by kind: free, held by jobs, or on lost nodes.", ("kind", "state"), _devices
     ),
     Family("unified_cpus", "CPUs of living nodes: free, or held by jobs.", ("state",), _amounts("cpu")),
-    Family("unified_memory_bytes", "Memory of living nodes, likewise.", ("state",), _amounts("memory_mb", 2**20)),
+    Family("unified_memory_bytes", "Memory of living nodes: free, or held.", ("state",), _amounts("memory_mb", 2**20)),
     Family("unified_jobs", "Jobs that are known, by stage.", ("stage",), _jobs),
     Family("unified_job_info", "Name and submitter of a job.", ("job_id", "name", "owner"), _job_info),
     Family("unified_job_stage", "1 for the stage that the job is in.", ("job_id", "stage"), _job_stage),

@@ -1,8 +1,8 @@
 """Training runs as `PyTorchJob` objects of a Kubernetes cluster that has the Kubeflow Training Operator.
 
-The objects are all the state there is: labels and annotations say which run they are and how it was asked for. A name
-is one object, so that of many submissions at once the API server lets one win; a run id under two names is decided by
-age. Stopping a run deletes its object, after which nothing is known of it but what it wrote to its store.
+The objects are the only state: their labels and annotations hold the run id and the payload. A name is one object, so
+the API server lets one of concurrent submissions win. If a run id has two names, the older object wins. Stopping a run
+deletes its object: afterwards, only the run's store knows of it.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from unified_gateway.kubernetes.pod_logs import PodLogs
 from unified_gateway.plan import StoredRequest
 
 GONE_S = 60.0
-"""Time for which the ended object of a run that is resumed is waited for to be gone."""
+"""Seconds to wait until the earlier object of a resumed run is gone."""
 LOOK_S = 0.25
 MAX_EVENT_PODS = 16
 BYTES_PER_LINE = 100
-"""Average of a log's lines: Kubernetes counts back in lines, not in bytes."""
+"""Average bytes of a log line: Kubernetes counts the end of a log in lines."""
 REASON_LINES = 400
-"""Lines at the end of a failed pod's log in which the reason is looked for."""
+"""Last lines of a failed pod's log that are searched for the reason."""
 _MAX_REASONS = 1000
 
 
@@ -62,8 +62,8 @@ class KubeflowBackend:
     """A Kubernetes cluster as `TrainingBackend`.
 
     Args:
-        namespaces: those that runs may be in; the first is for those that name none.
-        options: None: those of the environment.
+        namespaces: namespaces of runs; the first is the default.
+        options: None: read from the environment.
         api: None: the cluster of this pod's ServiceAccount, or of the kubeconfig.
     """
 
@@ -82,7 +82,7 @@ class KubeflowBackend:
         self._api = KubernetesApi(configured()) if api is None else api
         self._logs = PodLogs(self._api)
         self._reasons: dict[str, RunRecord] = {}
-        """Records of runs that have failed, by job id: their pods need not be asked for again."""
+        """Records of failed runs, by job id, so that their pods are read only once."""
 
     async def submit(self, plan: RunPlan, *, follows: str) -> Submitted:
         namespace = self._namespace(plan)
@@ -99,7 +99,7 @@ class KubeflowBackend:
         if earlier is not None:
             await self._remove(_record(earlier))
         created = _record(await self._api.create_job(namespace, body))
-        # Another name with this run id may have come at the same time; all that came see each other now.
+        # A job of another name with this run id may be created at the same time; by now both can be seen.
         for rival in await self._living(plan):
             if (rival.submitted_at or 0.0, rival.job_id) < (created.submitted_at or 0.0, created.job_id):
                 await self._api.delete_job(namespace, created.name, created.job_id)
@@ -177,7 +177,7 @@ class KubeflowBackend:
         namespace = plan.request.namespace or self.default_namespace
         if namespace not in self._namespaces:
             known = ", ".join(self._namespaces)
-            raise UsageError(f"namespace: {namespace!r} is none that this service works in; there are {known}.")
+            raise UsageError(f"namespace: this service does not use {namespace!r}; it uses {known}.")
         return namespace
 
     async def _object(self, name: str) -> Json | None:
@@ -216,7 +216,7 @@ class KubeflowBackend:
         return [replace(run, annotations={}) for run in complete]
 
     async def _with_pods(self, run: RunRecord) -> RunRecord:
-        """Return the record with what its pods say; the reason of a failure is looked for once."""
+        """Return the record with facts from its pods. The reason of a failure is searched only once."""
         if run.job_id in self._reasons and run.status == "failed":
             return self._reasons[run.job_id]
         pods = await self._pods(run)
@@ -253,13 +253,12 @@ def _age(run: RunRecord) -> tuple[float, str]:
 
 
 def _owner(pod: Json) -> str:
-    """Return the uid of the object that a pod belongs to."""
     owners = pod["metadata"].get("ownerReferences") or ()
     return next((each["uid"] for each in owners if each.get("controller")), "")
 
 
 def _with_kept(plan: RunPlan, earlier: Json | None) -> RunPlan:
-    """Return the plan with the variables whose values the earlier object has."""
+    """Return the plan with the kept variables, whose values the earlier object has."""
     known = {} if earlier is None else environment_of(earlier)
     if missing := [name for name in plan.kept_env if name not in known]:
         raise UsageError(f"env: the values of {', '.join(missing)} are not known any more: give them again.")

@@ -50,7 +50,7 @@ METRICS_WITHIN_S = 15.0
 LINES_AT_ONCE = 500
 STATUS_EVERY_S = 1.0
 MASTER_GRACE_S = 300.0
-"""Seconds for which a reader of logs bears a master that is away."""
+"""Seconds without an answer of the master after which a reader of logs gives up."""
 T = TypeVar("T")
 
 
@@ -59,8 +59,8 @@ class MasterBackend:
 
     Args:
         address: ``tcp://HOST:PORT``.
-        shares_host: the cluster is this host alone: runs are placed by their devices, whatever CPUs and memory they
-            ask for.
+        shares_host: the cluster is this host alone: only devices decide the placement of runs, and the CPUs and memory
+            that they ask for are ignored.
     """
 
     name = "master"
@@ -86,7 +86,7 @@ class MasterBackend:
 
     async def get(self, name: str) -> RunRecord | None:
         found = await self._job(name)
-        if found is not None and found.name != name:  # `name` is the id of a job that has another
+        if found is not None and found.name != name:  # `name` is the id of a job with another name
             lines = [line for line in await self._lines({}) if line.name == name]
             newest = max(lines, key=lambda line: line.submitted_at, default=None)
             found = None if newest is None else await self._job(newest.job_id)
@@ -209,7 +209,7 @@ class MasterBackend:
         return (await self._master.ask(client_master.ListJobs(labels=dict(labels)), client_master.JobList)).jobs
 
     async def _in_thread(self, items: Iterator[T]) -> AsyncIterator[T]:
-        """Yield the items of an iterator that blocks, which is run on the threads for logs."""
+        """Yield the items of a blocking iterator, which runs on the threads for logs."""
         loop = asyncio.get_running_loop()
         while some := await loop.run_in_executor(self._threads, _take, items):
             for item in some:
@@ -241,7 +241,7 @@ def job_spec(plan: RunPlan, *, shares_host: bool = False) -> JobSpec:
         node_num=request.num_nodes,
         device_per_node=per_node,
         user_config=payload.encode(plan.options.as_job_config()),
-        failover_exec=2,  # restart the role,
+        failover_exec=2,  # restart the role
         stop_grace_s=STOP_GRACE_S,
         submitted_by=f"unified-gateway@{os.uname().nodename}:{os.getpid()}",
         labels=dict(plan.labels),
@@ -250,7 +250,7 @@ def job_spec(plan: RunPlan, *, shares_host: bool = False) -> JobSpec:
 
 
 def _record(found: client_master.JobStatus | client_master.JobLine) -> RunRecord:
-    """Return a job as a run; without a run id if it is no job of a gateway's."""
+    """Return a job as a run; without a run id if no gateway submitted it."""
     is_run = found.labels.get(KIND_LABEL) == KIND
     if isinstance(found, client_master.JobStatus):
         failure, annotations = found.end.failure.summary if found.end is not None else "", found.annotations

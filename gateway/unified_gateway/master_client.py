@@ -12,7 +12,7 @@ A = TypeVar("A")
 
 
 class MasterClient:
-    """A connection to one master, for one event loop. It is made anew when its socket broke.
+    """A connection to one master, for one event loop. It reconnects after its socket broke.
 
     Args:
         address: ``tcp://HOST:PORT``.
@@ -38,7 +38,7 @@ class MasterClient:
 
         Raises:
             RefusedError: the master said no.
-            MasterUnreachableError: nobody answered in time.
+            MasterUnreachableError: no answer came in time.
         """
         connection = self.connection
         loop = asyncio.get_running_loop()

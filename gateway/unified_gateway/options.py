@@ -19,24 +19,24 @@ PREFIX = "TRAINER_API_"
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayOptions:
-    """Options of one gateway. Each field has a variable, ``TRAINER_API_…``, and the master's is ``UNIFIED_MASTER``."""
+    """Options of one gateway. Each field has a variable ``TRAINER_API_…``; that of `master` is ``UNIFIED_MASTER``."""
 
     master: str | None = None
-    """Address of the master; None: a cluster of this host alone, as long as the gateway runs."""
+    """Address of the master; None: a cluster on this host alone, for as long as the gateway runs."""
     backend: BackendName = "master"
     token_file: Path | None = None
     namespaces: tuple[str, ...] = ("default",)
-    """Namespaces of Kubernetes that the kubeflow backend works in; the first is where a payload names none."""
+    """Namespaces of Kubernetes that the kubeflow backend works in; the first is a payload's default."""
     nodes: int = 1
     """Agents of the cluster of this host."""
     devices: int | None = None
-    """Virtual devices of each; None: the accelerators that the host has, or 8 virtual ones without any."""
+    """Virtual devices of each agent; None: the host's accelerators, or 8 if it has none or `nodes` is above 1."""
     writes_per_s: float = 50.0
-    """Requests a second of one client that submit, stop or resume; ten times as many at once. 0: no limit."""
+    """Requests per second of one client that submit, stop or resume; ten times as many in a burst. 0: no limit."""
     reads_per_s: float = 0.0
-    """All other requests of one client, likewise."""
+    """The same limit for all other requests of one client."""
     head_within_s: float = 15.0
-    """Seconds in which a connection has to bring the whole head of a request."""
+    """Seconds within which a connection has to send the whole head of a request."""
     grpc_bind: str | None = None
     """``HOST:PORT`` of the coordinator's gRPC service; None: there is none."""
 
@@ -70,7 +70,7 @@ def release() -> str:
     """Return the installed release, such as ``0.1.0``."""
     try:
         return version("unified-runtime")
-    except PackageNotFoundError:  # run from a folder that nobody installed
+    except PackageNotFoundError:  # run from a folder, without an installation
         return "0"
 
 

@@ -1,8 +1,8 @@
-"""From a payload to an attempt at a run: the job's name, its environment and labels, and what of it is kept. Pure.
+"""From a payload to an attempt at a run: the job's name, its environment and labels, and the stored payload. Pure.
 
-What is kept of a payload, to compare later ones with and to resume from, is an annotation of the job. Values of `env`
-may be secrets: in their place it has digests with a salt, which tell that a value is the same and not which. Whoever
-can read the job at the cluster can try out words against a digest, so a secret should be longer than a word.
+An annotation of the job stores the payload, to compare later payloads with it and to resume from it. Values of `env`
+may be secrets: the annotation has salted digests in their place, which show only whether two values are equal. A reader
+of the job can test guesses against a digest, so a secret should be longer than a word.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from unified_gateway.schemas import MAX_NAME, ResumeRequest, TrainingRequest
 
 RESUME = "resume_from_checkpoint"
 NEEDED_TO_RESUME = ("framework", "model_id", "checkpoint_base_uri", "dataset_uri")
-"""Fields that a resumed run shares with what it goes on from."""
+"""Fields that a resume may not change."""
 _PREFIX = "train-"
 _HASH_DIGITS = 6
 
@@ -59,7 +59,7 @@ class StoredRequest(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, annotations: Mapping[str, str]) -> StoredRequest | None:
-        """Return what a job's annotations hold; None if it is no job of the gateway, or of a release to come."""
+        """Return what a job's annotations hold; None if it is no job of a gateway, or of a later release."""
         try:
             return msgspec.json.decode(annotations.get(REQUEST_ANNOTATION, ""), type=cls)
         except msgspec.DecodeError:
@@ -70,9 +70,9 @@ class StoredRequest(msgspec.Struct, frozen=True):
         return json.dumps(msgspec.to_builtins(self), sort_keys=True, separators=(",", ":"))
 
     def differences(self, request: TrainingRequest) -> dict[str, Difference]:
-        """Return the fields in which a payload differs, ``env.NAME`` for variables, whose values are not shown.
+        """Return the fields in which a payload differs; variables as ``env.NAME``, without their values.
 
-        `resume_from_checkpoint` says how a run begins, not what it is, so it is none of them.
+        `resume_from_checkpoint` is left out: it says how a run begins, not what it is.
         """
         asked = request.model_dump(mode="json", exclude={"env"})
         defaults = {name: field.get_default(call_default_factory=True) for name, field in _FIELDS.items()}
@@ -93,10 +93,10 @@ class StoredRequest(msgspec.Struct, frozen=True):
         return found
 
     def resumed(self, changes: ResumeRequest) -> tuple[TrainingRequest, dict[str, str]]:
-        """Return the payload of a resume, and the digests of the variables whose values the earlier job has.
+        """Return the payload of a resume, and the digests of variables that keep the earlier job's values.
 
         Raises:
-            ValidationError: of pydantic; the changes do not go with the rest.
+            ValidationError: of pydantic; the changes do not fit the rest of the payload.
         """
         extra_args = {**self.fields.get("extra_args", {}), **changes.extra_args}
         known = {name: value for name, value in self.fields.items() if name in _FIELDS}
@@ -105,7 +105,7 @@ class StoredRequest(msgspec.Struct, frozen=True):
 
 
 class Difference(NamedTuple):
-    """A field that two payloads with one run id have different values of."""
+    """Values of a field that differs between two payloads of one run id."""
 
     submitted: Any
     requested: Any
@@ -115,9 +115,9 @@ _FIELDS = {name: field for name, field in TrainingRequest.model_fields.items() i
 
 
 def job_name(request: TrainingRequest) -> str:
-    """Return the name of a run's job: a DNS label, another one for each run id.
+    """Return the name of a run's job: a DNS label, different for each run id.
 
-    A run id that is no such label itself, or is too long, is made one, with a few digits of its digest behind it.
+    A run id that is no DNS label, or is too long, is converted to one that ends with digits of the run id's digest.
     """
     if request.job_name is not None:
         return request.job_name
@@ -136,9 +136,9 @@ def plan_run(
 
     Args:
         attempt_id: id of this submission.
-        salt: for the digests of `env`; that of the earlier attempt, if variables are kept.
-        namespace: where the payload names none.
-        kept: digests of variables whose values the job has that this attempt follows.
+        salt: salt of the digests of `env`; the earlier attempt's, if variables are kept.
+        namespace: used if the payload names none.
+        kept: digests of variables that keep the values of the job that this attempt follows.
     """
     stored = StoredRequest.of(request, salt, kept)
     options = TrainingOptions(

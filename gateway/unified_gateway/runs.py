@@ -1,8 +1,8 @@
-"""Rules about runs, above any backend: one job a run id, resume, conflicts; and what is known of all runs.
+"""Rules about runs, for all backends: one job per run id, resume, conflicts; and a cache of all runs.
 
-A run is its `run_id`. The same payload again finds the job that it made before; another payload for the same run is a
-conflict, unless it resumes a run that has ended. Of submissions at the same time the cluster lets one win
-(`TrainingBackend.submit`), and the others find that one: no lock is held here, and any number of gateways may serve.
+The `run_id` identifies a run. A repeated payload finds the job that it made before. Another payload with the same run
+id is a conflict, unless it resumes an ended run. The cluster lets one of concurrent submissions win
+(`TrainingBackend.submit`), and the others find its run: no lock is held here, and any number of gateways may serve.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from unified_gateway.plan import NEEDED_TO_RESUME, RESUME, Difference, StoredReq
 from unified_gateway.schemas import ResumeRequest, TrainingRequest
 
 MAX_AGE_S = 1.0
-"""Age at which the list of runs is asked for again."""
+"""Age at which the list of runs is read again."""
 MAX_TRIES = 5
-"""Submissions of others that may come between a look and a submission."""
+"""Tries of a submission: each time another one may come between the lookup and the submission."""
 LIST_WITHIN_S = 5.0
-"""Seconds that a reading of the list may take; less than the time that Prometheus gives."""
+"""Seconds within which the cluster has to list its runs; less than Prometheus waits for a scrape."""
 MISSES_PER_S, MISSES_BURST = 100.0, 200.0
-"""Runs that are not in the list, which the cluster is asked about one by one; others wait for the next list."""
+"""Limit of requests about single runs that the list lacks; further callers wait for the next list."""
 
 
 class RunNotFoundError(RefusedError):
@@ -40,10 +40,10 @@ class RunNotFoundError(RefusedError):
 
 
 class RunConflictError(RefusedError):
-    """The run id, or the name, is that of another run, or of one that goes on.
+    """The run id or the name belongs to another run, or to one that goes on.
 
     Attributes:
-        run: that run.
+        run: the run in the way.
         differences: fields in which the payloads differ.
     """
 
@@ -61,7 +61,7 @@ class SubmitOutcome(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Action on a payload: begin an attempt that follows a job (empty: the first), or return the run that is there."""
+    """Action on a payload: begin an attempt that follows a job (empty: the first), or return the existing run."""
 
     action: Literal["begin", "return"]
     follows: str = ""
@@ -72,17 +72,17 @@ def decide(request: TrainingRequest, run: RunRecord | None, named: RunRecord | N
 
     Args:
         run: newest attempt of its run id.
-        named: newest job of its name, of whichever run.
+        named: newest job of its name, of any run.
 
     Raises:
-        RunConflictError: the payload cannot have its way.
+        RunConflictError: the payload conflicts with one of them.
     """
     follows = named.job_id if named is not None else ""
     stored = StoredRequest.read(run.annotations) if run is not None else None
     if run is None or stored is None or run.run_id != request.run_id:
         if named is None or named.is_ended:
             return Decision("begin", follows)
-        raise RunConflictError(f"the name {named.name} is that of another job, {named.job_id}, which goes on.", named)
+        raise RunConflictError(f"another job, {named.job_id}, has the name {named.name} and has not ended.", named)
     differences = stored.differences(request)
     different = f"different: {', '.join(differences)}."
     if not run.is_ended:
@@ -109,7 +109,7 @@ class RunService:
     """Submits, resumes and stops runs on one backend, and knows the state of all of them.
 
     Args:
-        new_id: makes ids of attempts and salts; no two are the same.
+        new_id: makes unique ids of attempts and salts.
     """
 
     def __init__(self, backend: TrainingBackend, *, new_id: Callable[[], str] = lambda: secrets.token_hex(8)) -> None:
@@ -181,7 +181,7 @@ class RunService:
     async def run(self, name: str) -> RunRecord:
         """Return a run as it is now; RunNotFoundError if there is none."""
         found = await self.backend.get(name)
-        if found is None or not found.run_id:  # a job that nobody began here
+        if found is None or not found.run_id:  # not a job of a gateway
             raise RunNotFoundError(name)
         return found
 
@@ -190,7 +190,7 @@ class RunService:
         earlier = await self.run(name)
         await self.backend.stop(name, force=force)
         found = await self.backend.get(name)
-        if found is None:  # its backend forgets what was stopped
+        if found is None:  # its backend forgets stopped runs
             return replace(earlier, detail="it is being stopped")
         self.cache.put(found)
         return found
@@ -198,7 +198,7 @@ class RunService:
     async def _known(self, name: str, run_id: str) -> tuple[RunRecord | None, RunRecord | None]:
         """Return the newest attempt of this run id, and the newest job of this name."""
         run, named = await asyncio.gather(self.backend.find_run(run_id), self.backend.get(name))
-        if named is not None and named.run_id == run_id:  # it may have come between the two
+        if named is not None and named.run_id == run_id:  # it may have appeared between the two answers
             run = named if run is None or newest_first(named) < newest_first(run) else run
         return run, named
 
@@ -219,17 +219,17 @@ class Snapshot:
     by_name: dict[str, RunRecord] = field(init=False)
     """Newest attempt of each name."""
     bodies: dict[str, bytes] = field(default_factory=dict)
-    """Encoded answers, by name, of those who were asked for."""
+    """Encoded statuses, by name, of the runs that were asked for."""
 
     def __post_init__(self) -> None:
         self.by_name = {run.name: run for run in reversed(self.attempts)}
 
 
 class RunCache:
-    """The runs of a backend, asked for at most once a second, and only when somebody wants to know.
+    """The runs of a backend, listed at most once a second, and only on demand.
 
-    Callers that come while an answer is on its way wait for that one; an error is theirs too, for a second. What this
-    gateway itself has submitted or stopped since is in it at once.
+    Callers wait for a list that is under way. If it fails, all callers of the next second get the same error. Runs that
+    this gateway itself submits or stops are in the cache at once.
     """
 
     def __init__(self, backend: TrainingBackend, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -238,7 +238,7 @@ class RunCache:
         self._snapshot: Snapshot | None = None
         self._loading: asyncio.Task[Snapshot] | None = None
         self._due_at = float("-inf")
-        """Time from which on the list may be asked for again."""
+        """Earliest time of the next list."""
         self._own: dict[str, tuple[float, RunRecord]] = {}
         self._misses = TokenBucket(MISSES_PER_S, MISSES_BURST, clock=clock)
 
@@ -255,8 +255,8 @@ class RunCache:
     async def run(self, name: str) -> RunRecord | None:
         """Return the newest attempt of a name, or None.
 
-        One that another gateway has begun since the list was made is asked for by name, as far as limits allow; else
-        the next list tells.
+        Another gateway may have begun a run after the list was made. A run that the list lacks is therefore requested
+        by name, as far as limits allow; otherwise the next list decides.
         """
         began = self._clock()
         snapshot = await self.snapshot()
@@ -274,13 +274,13 @@ class RunCache:
         return found
 
     def put(self, run: RunRecord) -> None:
-        """Take in what is newer than the list."""
+        """Add a run that is newer than the list."""
         self._own[run.job_id] = (self._clock(), run)
         if self._snapshot is not None:
             self._snapshot = self._with_own(self._snapshot)
 
     async def close(self) -> None:
-        """Wait for nothing any more."""
+        """Cancel the list that is under way."""
         if self._loading is not None:
             self._loading.cancel()
             await asyncio.gather(self._loading, return_exceptions=True)
@@ -311,11 +311,11 @@ class RunCache:
 
 
 def newest_first(run: RunRecord) -> tuple[Any, ...]:
-    """Return the key by which runs are listed."""
+    """Return the sort key of lists of runs."""
     return (-(run.submitted_at or 0.0), run.job_id)
 
 
 def _retrieve(task: asyncio.Task[Snapshot]) -> None:
-    """Take note of an error of which nobody may be left to hear."""
+    """Retrieve the error, so that asyncio does not log it when no caller is left."""
     if not task.cancelled():
         task.exception()

@@ -16,18 +16,18 @@ from unified.training.arguments import parse_arguments
 from unified.training.layout import check_run_id, check_uri
 
 MAX_NAME = 52
-"""Most characters of a job's name: Kubeflow puts ``-worker-9999`` behind it, and has 63."""
+"""Most characters of a job's name: Kubeflow appends ``-worker-9999``, and allows 63."""
 MAX_EXTRA_ARGS_BYTES = 64 * 1024
 MAX_ENV_CHARS = 256 * 1024
 MAX_VALUE_BYTES = 100_000
-"""Most bytes of one variable: Linux takes no longer one on to a program."""
+"""Most bytes of one variable, below Linux's limit of 128 KiB."""
 MAX_ANNOTATION_CHARS = 256 * 1024
 MAX_LABELS, MAX_LABEL_CHARS = 64, 4096
 """Labels are sent with each list, so they are few and short."""
 JOB_VARIABLES = ("UNIFIED_LOG_LEVEL", "UNIFIED_STORAGE_", "UNIFIED_DATASET_", "UNIFIED_CHECKPOINT_")
-"""Beginnings of the variables of the runtime that `env` may set."""
+"""Prefixes of the runtime's variables that `env` may set."""
 RESERVED_PREFIX = "unified/"
-"""Beginning of labels and annotations that the gateway itself sets."""
+"""Prefix of labels and annotations that the gateway itself sets."""
 RESERVED_VARIABLES = frozenset(
     """
     FRAMEWORK RUN_ID CHECKPOINT_BASE_URI CHECKPOINT_PREFIX DATASET_URI LOGS_URI CONFIG_URI MODEL_ID CONFIG_PATH
@@ -35,7 +35,7 @@ RESERVED_VARIABLES = frozenset(
     RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK NODE_RANK MASTER_ADDR MASTER_PORT
     """.split()  # noqa: SIM905
 )
-"""Variables that the run gets from its payload or its place, so that `env` may not set them."""
+"""Variables that come from the payload or a rank's placement, so that `env` may not set them."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _WORD = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
@@ -46,7 +46,7 @@ RunState = Literal["submitted", "running", "failed", "succeeded"]
 
 
 def _plain(text: str) -> str:
-    """Return a text that may stand in an environment: without control characters."""
+    """Return the text if it has no control characters, which an environment cannot hold, and no password."""
     if _CONTROL.search(text):
         raise ValueError("control characters are not allowed")
     if is_credential("", text):
@@ -68,15 +68,15 @@ def _uri(text: str) -> str:
 
 
 def without_value(text: str) -> str:
-    """Return an error text without the value that it is about, which may be a secret."""
+    """Return an error text without the wrong value, which may be a secret."""
     return re.sub(r"(=| ')[^\n]*? is not allowed: ", " is not allowed: ", text, count=1)
 
 
 def _extra_args(extra_args: dict[str, Any]) -> dict[str, Any]:
     try:
         text = json.dumps(extra_args, allow_nan=False, ensure_ascii=False).encode()
-    except ValueError:  # a lone surrogate as well
-        raise ValueError("a number in it is not finite, or a text no Unicode") from None
+    except ValueError:  # also for a lone surrogate
+        raise ValueError("it has a number that is not finite, or a text that is not valid Unicode") from None
     if len(text) > MAX_EXTRA_ARGS_BYTES:
         raise ValueError(f"it has {len(text)} bytes of JSON, and at most {MAX_EXTRA_ARGS_BYTES} are taken")
     for name, value in extra_args.items():
@@ -92,7 +92,7 @@ def _env(env: dict[str, str]) -> dict[str, str]:
         if name in RESERVED_VARIABLES:
             raise ValueError(f"{name} is set by the service, from a field of the payload or the place of a rank")
         if name.startswith("UNIFIED_") and not name.startswith(JOB_VARIABLES):
-            raise ValueError(f"{name} is the runtime's own; there are {', '.join(JOB_VARIABLES)}…")
+            raise ValueError(f"{name} is reserved for the runtime; env may set {', '.join(JOB_VARIABLES)}…")
         if "\0" in value or _nbytes(value) > MAX_VALUE_BYTES:
             raise ValueError(f"the value of {name} has the character NUL, or more than {MAX_VALUE_BYTES} bytes")
     if sum(len(name) + len(value) for name, value in env.items()) > MAX_ENV_CHARS:
@@ -101,7 +101,7 @@ def _env(env: dict[str, str]) -> dict[str, str]:
 
 
 def _metadata(pairs: dict[str, str]) -> dict[str, str]:
-    """Check labels or annotations by the rules of Kubernetes, whichever backend runs it."""
+    """Check labels or annotations by the rules of Kubernetes, for every backend."""
     for key in pairs:
         prefix, slash, word = key.rpartition("/")
         if not _WORD.fullmatch(word) or (slash and not _DOMAIN.fullmatch(prefix)):
@@ -117,7 +117,7 @@ def _nbytes(text: str) -> int:
     try:
         return len(text.encode())
     except UnicodeEncodeError:
-        raise ValueError("a text in it is no Unicode") from None
+        raise ValueError("it has a text that is not valid Unicode") from None
 
 
 def _labels(labels: dict[str, str]) -> dict[str, str]:
@@ -145,7 +145,7 @@ class TrainingRequest(BaseModel):
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
-        protected_namespaces=(),  # `model_id` is a name of the document's
+        protected_namespaces=(),  # the API has the field `model_id`, and pydantic reserves `model_`
         json_schema_extra={
             "examples": [
                 {
@@ -195,7 +195,7 @@ class TrainingRequest(BaseModel):
 
     @model_validator(mode="after")
     def _arguments_are_known(self) -> Self:
-        """Check `extra_args` as the training program does, where that needs none of its libraries."""
+        """Check `extra_args` as the training program does, as far as this needs none of its libraries."""
         try:
             parse_arguments(self.framework, self.extra_args)
         except UsageError as error:
@@ -204,7 +204,7 @@ class TrainingRequest(BaseModel):
 
 
 class ResumeRequest(BaseModel):
-    """Changes to a run that is resumed. All that is not given stays as it was submitted."""
+    """Changes to a run that is resumed. All other settings stay as they were submitted."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -270,7 +270,7 @@ class RunMetrics(BaseModel):
     """Metrics of a run, oldest first."""
 
     items: list[MetricsInfo]
-    num_thinned: int = Field(default=0, description="Old points between these that are kept no more.")
+    num_thinned: int = Field(default=0, description="Old points between these that were thinned out.")
 
 
 class CheckpointInfo(BaseModel):

@@ -1,4 +1,4 @@
-"""Parts of a running gateway: its backend, what is known of runs, and the services beside HTTP."""
+"""Parts of a running gateway: its backend, its cache of runs, and the services beside HTTP."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MIRROR_WITHIN_S = 5.0
 """Seconds for which a scrape waits for the master; Prometheus gives up after 10."""
 SAVED_AGE_S = 30.0
 MAX_SAVED, MAX_CHECKPOINTS = 50, 100
-"""Runs whose checkpoints the page is told, the newest; and checkpoints of each."""
+"""Number of newest runs whose checkpoints the page shows, and of checkpoints per run."""
 TASK_FIELDS = (
     "name", "namespace", "run_id", "framework", "status", "detail", "job_id", "submitted_at", "started_at", "ended_at",
     "exit_code", "num_restarts", "labels",
@@ -59,8 +59,8 @@ class Gateway:
     """One gateway, from `open` to `close`.
 
     Args:
-        backend: what runs the jobs; None: what the options say.
-        page: where the page is served; None: it is not.
+        backend: runs the jobs; None: the backend that the options name.
+        page: options of the page; None: no page is served.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Gateway:
             await self._serve_grpc(options.grpc_bind, address)
 
     def _watch(self, address: str) -> None:
-        """Begin with the mirror of the cluster, which follows the master while somebody looks."""
+        """Create the watcher of the cluster, which follows the master only while somebody looks."""
         if self.page is not None:
             self.page.open(address)
             self._stack.push_async_callback(self.page.close)
@@ -144,7 +144,7 @@ class Gateway:
             return None
 
     async def close(self) -> None:
-        """End what `open` began. Runs go on, unless the cluster is the gateway's own."""
+        """Close all that `open` opened. Runs go on, unless the gateway started the cluster."""
         await self._stack.aclose()
 
     async def _start_cluster(self) -> EmbeddedCluster:
@@ -152,12 +152,12 @@ class Gateway:
 
         options = self.options
         devices = options.devices or (None if options.nodes == 1 and has_accelerator() else VIRTUAL_DEVICES)
-        # Its workers descend from this process, and the token is none of their business.
+        # Its workers inherit this process's environment, and must not see the token.
         cluster = EmbeddedCluster(options.nodes, devices, env={TOKEN_VARIABLE: ""}, max_master_restarts=10)
         starting = asyncio.create_task(asyncio.to_thread(cluster.start))
         try:
             await asyncio.shield(starting)
-        except asyncio.CancelledError:  # by a signal: the thread goes on, and what it starts has to end
+        except asyncio.CancelledError:  # by a signal: the thread still starts the cluster, so wait and stop it
             await asyncio.wait({starting})
             await asyncio.to_thread(cluster.stop, 1.0)
             raise
@@ -207,7 +207,7 @@ class Gateway:
         ]
 
     def _saved_of(self, name: str) -> list[dict[str, Any]] | None:
-        """Return the checkpoints of a run, as they were `SAVED_AGE_S` ago at most; None: they are being read."""
+        """Return the last known checkpoints of a run, None before the first read. Read again after `SAVED_AGE_S`."""
         known = self._saved.setdefault(name, SavedCheckpoints())
         if known.reading is None and time.monotonic() - known.read_at > SAVED_AGE_S:
 
@@ -224,15 +224,15 @@ class Gateway:
         return known.items
 
     async def layout(self, name: str) -> RunLayout:
-        """Return the layout of a run, from the payload that is kept with it."""
+        """Return the layout of a run, from its stored payload."""
         run = await self.runs.run(name)
         stored = StoredRequest.read(run.annotations)
         if stored is None:
-            raise RunConflictError(f"the payload of {name} is not known, and so not where its checkpoints are.", run)
+            raise RunConflictError(f"the payload of {name} is not known, so its checkpoints cannot be found.", run)
         return RunLayout(stored.fields["checkpoint_base_uri"], run.run_id, run.framework)
 
     def check_followers(self) -> None:
-        """Raise RefusedError if too many read logs already."""
+        """Raise RefusedError if too many readers follow logs already."""
         if self._num_followers >= MAX_FOLLOWERS:
             raise RefusedError("unavailable", f"{MAX_FOLLOWERS} readers follow logs: try again later.")
 

@@ -1,7 +1,7 @@
 """Tokens that clients of the gateway show, each with a name for logs, limits and metrics.
 
-A token is compared by the digests of both sides with `hmac.compare_digest`, against all tokens that there are, so that
-the time taken tells nothing about them. Neither logs nor errors show one.
+A client's token is compared with every known token, as digests and with `hmac.compare_digest`: the time that this takes
+tells nothing about the tokens. Neither logs nor errors show a token.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _TOKEN = re.compile(r"[\x21-\x7e]+")
 
 
 class Tokens:
-    """The tokens of one gateway, by name. Without any, it serves everybody, which loopback alone allows.
+    """The tokens of one gateway, by name. Without tokens it serves everybody, and may listen on loopback only.
 
     Args:
         tokens: tokens by name.
-        readers: names of tokens that change nothing.
+        readers: names of tokens that may only read.
     """
 
     def __init__(self, tokens: Mapping[str, str], readers: Collection[str] = ()) -> None:
@@ -54,11 +54,11 @@ class Tokens:
     def load(cls, file: Path | None, env: Mapping[str, str] | None = None) -> Tokens:
         """Return the tokens of a file and of ``TRAINER_API_TOKEN``.
 
-        A line of the file is ``name: token``, or ``name: token read`` for one that changes nothing; ``#`` begins a
-        comment.
+        A line of the file is ``name: token``, or ``name: token read`` for a token that may only read; ``#``
+        begins a comment.
 
         Args:
-            file: None means ``TRAINER_API_TOKEN_FILE`` of the environment, and none without that.
+            file: None: the file that the variable ``TRAINER_API_TOKEN_FILE`` names, if it is set.
 
         Raises:
             UsageError: the file cannot be read, is open to others, or has a line that is no token.
@@ -74,11 +74,11 @@ class Tokens:
 
     @property
     def are_needed(self) -> bool:
-        """True if a request has to show one."""
+        """True if a request has to show a token."""
         return bool(self._digests)
 
     def client_of(self, shown: str | None) -> str | None:
-        """Return the name of the client that shows this token, or None for one that is to be turned away."""
+        """Return the name of the client that shows this token, or None if the token is unknown."""
         if not self._digests:
             return ANYONE
         digest = _digest(shown or "")
@@ -113,7 +113,7 @@ def _read(path: Path) -> tuple[dict[str, str], set[str]]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"the token file {path} cannot be read: {reason}.") from None
-    if mode & stat.S_IROTH:  # its group may: a secret that Kubernetes mounts is read through `fsGroup`
+    if mode & stat.S_IROTH:  # its group may read it: Kubernetes mounts a secret for the group `fsGroup`
         raise UsageError(f"the token file {path} can be read by everybody on this host: `chmod o-r {path}`.")
     tokens: dict[str, str] = {}
     readers: set[str] = set()

@@ -1,1 +1,1 @@
-"""The control daemon: decides where and when workers live, and touches no tensor."""
+"""The control daemon: decides where and when workers run, and touches no tensor."""

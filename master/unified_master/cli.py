@@ -64,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 _NOT_MENDED = (OtherStoreError, RestoreError, CoordinatorError)
-"""Errors of a state that another start does not read either."""
+"""Errors of the saved state, with which another start would fail, too."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _advertised_host(text: str | None) -> str | None:
-    """Return the host of --advertise; UsageError if it is no name or address, or one with a port."""
+    """Return the host of --advertise; UsageError unless it is a name or an address without a port."""
     if text is None:
         return None
     try:
@@ -120,7 +120,7 @@ def _advertised_host(text: str | None) -> str | None:
 
 
 def _key(addresses: Sequence[str], insecure: bool) -> tuple[ClusterKey | None, Callable[[], ClusterKey | None]]:
-    """Return the cluster's key, if there is one, and what finds it anew; UsageError where there has to be one."""
+    """Return the cluster's key or None, and a function that finds it anew; UsageError if a key is required."""
     beyond = [address for address in addresses if not is_loopback(address)]
     find = functools.partial(find_key, (beyond or addresses)[0])
     key = find()

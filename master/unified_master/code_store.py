@@ -22,9 +22,9 @@ from unified.values import Value
 from unified_master.core.master import MasterCore
 
 MAX_BYTES = 1 << 30
-"""Largest archive that is taken; what a submitter may pack is its own limit (`UNIFIED_SHIP_LIMIT`)."""
+"""Largest archive that the master takes; submitters have a limit of their own (`UNIFIED_SHIP_LIMIT`)."""
 KEPT_BYTES = 8 << 30
-"""Bytes that archives may take; beyond it those go that no living job has, the one that was asked for first."""
+"""Most bytes of all archives. Beyond it, archives without an unfinished job go, the least recently found first."""
 BLOCK = 1 << 20
 
 
@@ -37,7 +37,7 @@ class CodeReceived(Value, frozen=True, kw_only=True):
 
 
 class CodeStore:
-    """Archives in a folder: `DIGEST` of each that is whole, `DIGEST.part` of one that is on its way."""
+    """A folder of archives: `DIGEST` is a whole archive, `DIGEST.part` one that is still being received."""
 
     def __init__(self, folder: Path, max_bytes: int = MAX_BYTES, kept_bytes: int = KEPT_BYTES) -> None:
         self._folder = folder
@@ -45,7 +45,7 @@ class CodeStore:
         self._kept_bytes = kept_bytes
 
     def answer(self, request: ClientToCodeStore, master: MasterCore) -> MasterAnswer:
-        """Return the answer to a request; the archives of the master's living jobs are kept."""
+        """Return the answer to a request; the archives of the master's unfinished jobs are kept."""
         try:
             match request:
                 case FindCode():
@@ -69,7 +69,7 @@ class CodeStore:
         return CodeState(num_bytes=part.stat().st_size if part.is_file() else 0)
 
     def _put(self, request: PutCode, master: MasterCore) -> MasterAnswer:
-        """Add to an archive what follows what is there; else say how much is there."""
+        """Append a part that begins where the archive ends; for any other part, return how much is there."""
         if not 0 < request.size <= self._max_bytes:
             reason = f"an archive of {request.size / (1 << 20):.0f} MiB is refused: at most {self._max_bytes >> 20}."
             return Refused(code="bad-request", reason=reason)

@@ -1,7 +1,7 @@
 """The coordinator of data, barriers and checkpoints as a service of the master: its core behind our socket and store.
 
-Workers of a job meet in the space of its id. So this service hears the reports of the master's own core, and
-nobody at a barrier waits for the missed heartbeats of a worker whose end is known.
+Workers of a job meet in the space that has the job's id. The service hears the reports of the master's core, so that a
+barrier learns of a worker's end at once, and not by missed heartbeats.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from unified_master.core.messages import MasterAction, ReportEvent, SaveRecord, 
 from unified_master.core.restore import Record
 
 INCARNATION_ENDS = frozenset({"worker-finished", "worker-exited", "worker-failed"})
-"""Events of the master's core after which that incarnation of the worker says nothing more."""
+"""Events of the master's core after which an incarnation makes no more requests."""
 
 
 class CoordinatorReceived(Value, frozen=True, kw_only=True):
@@ -59,9 +59,9 @@ class CoordinatorService:
         self._core.restore(now, records)
 
     def answer(self, now: float, asked: CoordinatorReceived) -> list[MasterAction]:
-        """Return the actions that a request leads to; at a barrier a later call gives its answer."""
+        """Return the actions that a request leads to; the answer at a barrier comes from a later call."""
         peer, request_id, request = asked.peer, asked.request_id, asked.request
-        if isinstance(request, Heartbeat):  # thousands a second, and nothing of them is kept
+        if isinstance(request, Heartbeat):  # thousands a second, and none is saved
             return [Send(peer=peer, request_id=request_id, message=self._core.heartbeat(now, request))]
         if isinstance(request, DataRequest) and request.incarnation >= 0 and self._is_past(request):
             reason = f"worker {request.worker_id} {REPLACED}"
@@ -74,7 +74,7 @@ class CoordinatorService:
         return self._step(now, CoordinatorTick())
 
     def hear(self, now: float, actions: Iterable[MasterAction]) -> list[MasterAction]:
-        """Return what follows from the master's decisions: incarnations that ended, jobs that are forgotten."""
+        """Return the actions that follow from the master's: incarnations ended, or jobs were forgotten."""
         found: list[MasterAction] = []
         for action in actions:
             if isinstance(action, ReportEvent) and action.record.event in INCARNATION_ENDS:
@@ -85,12 +85,12 @@ class CoordinatorService:
         return found
 
     def _is_past(self, request: DataRequest) -> bool:
-        """Return True if a newer incarnation of that worker of the job has begun."""
+        """Return True if a newer incarnation of the request's worker has begun."""
         worker = self._master.cluster.worker(request.space, request.worker_id)
         return worker is not None and request.incarnation < worker.incarnation
 
     def _incarnations(self, space: str) -> dict[str, int] | None:
-        """Return the desired incarnation of each worker of a job that has not ended; None if the space is no job's."""
+        """Return the desired incarnation of each unfinished worker of a job; None if no job has this space."""
         job = self._master.cluster.jobs.get(space)
         if job is None:
             return None

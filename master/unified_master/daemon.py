@@ -79,13 +79,13 @@ from unified_master.store import Store, UnwritableStoreError
 
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # `|` of enum members costs more than a send
 _COPIED_BYTES = 65_536
-"""Size below which a copy is cheaper than to keep the memory until ZeroMQ is done with it."""
+"""Size below which a copy is cheaper than keeping the memory until ZeroMQ has sent it."""
 MAX_BATCH = 512
-"""Messages taken in before their consequences are committed and sent."""
+"""Most messages of a batch; the results of a batch are committed and sent together."""
 MAX_DEFECTS = 5
 DEFECT_WINDOW_S = 60.0
 FAREWELL_S = 1.0
-"""Time that agents have to answer the word that the master stops, without which they would end their workers."""
+"""Time to wait for an answer of each agent to `MasterStopping`. Agents that miss it would end their workers."""
 FULL_POLL_MS = 500
 """Time between two attempts to write to a disk that is full."""
 MAX_DEFERRED = 10_000
@@ -145,7 +145,7 @@ class MasterDaemon:
         self._notifier = notifier or ServiceNotifier({})
 
     def _now(self) -> float:
-        """Return seconds since 1970 that never go back: the wall clock when it was made, plus monotonic time since."""
+        """Return seconds since 1970 that never go back: the wall clock at the daemon's start, plus monotonic time."""
         return time.monotonic() + self._clock_offset
 
     def run(self) -> int:
@@ -186,9 +186,7 @@ class MasterDaemon:
         return router
 
     def _start_relay(self, address: str, store: Store) -> tuple[BusRelay, str]:
-        """Start the relay, on the port of this master's last term if that is free: workers that run since then know no
-        other.
-        """
+        """Start the relay, on the port of the last term if it is free: workers that still run know no other port."""
         shown = split_address(address).host
         where = self.options.relay_bind or split_address(self.options.bind)._replace(port=0).url
         last_port = store.note("relay-port")
@@ -290,7 +288,7 @@ class MasterDaemon:
         return events
 
     def _refuse(self, router: zmq.Socket[bytes], peer: bytes, frames: Sequence[bytes], error: ProtocolError) -> None:
-        """Tell the sender what is wrong, in its own version where that can be read."""
+        """Tell the sender what is wrong, in the sender's protocol version if that can be read."""
         code = "version" if isinstance(error, VersionMismatchError) else "bad-request"
         try:
             version, request_id = _loose_header.decode(frames[0] if frames else b"")
@@ -317,7 +315,7 @@ class MasterDaemon:
                 continue
             try:
                 self._step(core, event, actions)
-            except Exception:  # any defect of ours: the core may be half changed, so it is not used again
+            except Exception:  # any defect of ours: the core may be half changed, and is replaced
                 self._record(actions, store, meanwhile)
                 self._perform(actions, router)
                 actions = []
@@ -328,7 +326,7 @@ class MasterDaemon:
         return core
 
     def _step(self, core: MasterCore, event: DaemonEvent, actions: list[MasterAction]) -> None:
-        """Step through one event; its consequences are added to `actions` as soon as each is known."""
+        """Handle one event. Add each action to `actions` at once, so that a defect later on does not lose it."""
         now = self._now()
         if isinstance(event, CoordinatorReceived):
             actions += self._coordinator.answer(now, event)
@@ -366,7 +364,7 @@ class MasterDaemon:
         store: Store,
         meanwhile: Callable[[list[MasterAction], str], None] | None = None,
     ) -> None:
-        """Commit what the actions save. As long as the disk is full, call `meanwhile`, which may add to them."""
+        """Commit the records of the actions. While the disk is full, call `meanwhile`, which may add actions."""
         is_full = False
         while True:
             saves = [action for action in actions if isinstance(action, SaveRecord)]
@@ -390,9 +388,9 @@ class MasterDaemon:
     def _wait_for_disk(
         self, core: MasterCore, router: zmq.Socket[bytes], actions: list[MasterAction], reason: str
     ) -> None:
-        """Serve for a moment while nothing can be recorded: nodes stay alive, and clients may look.
+        """Serve for a moment while nothing can be recorded: nodes stay alive, and clients may read.
 
-        Nothing is decided. Requests of clients are refused, and all else waits until it can be recorded.
+        Nothing is decided. Other requests of clients are refused, and all other events are deferred.
         """
         router.poll(FULL_POLL_MS)
         self._notifier.beat(True, lambda: f"its state cannot be written: {reason}")
@@ -419,7 +417,7 @@ class MasterDaemon:
         body = b""
         for action in actions:
             if isinstance(action, Send):
-                if action.message is not message:  # all whom a barrier releases are sent the same
+                if action.message is not message:  # all peers that a barrier releases get one message
                     message = action.message
                     body = _codec.encode_body(message)
                 _send(router, action.peer, _codec.encode_header(action.request_id), *cut(body))
@@ -449,7 +447,7 @@ def _status(cluster: Cluster) -> str:
 
 
 def _hear_all(router: zmq.Socket[bytes], peers: set[bytes]) -> None:
-    """Wait a moment for a word of each: what was sent on a connection that is closed too soon may be lost."""
+    """Wait a moment for a message of each peer: closing a connection too soon may lose what was sent on it."""
     deadline = time.monotonic() + FAREWELL_S
     while peers and (left_s := deadline - time.monotonic()) > 0:
         router.poll(math.ceil(left_s * 1000))
@@ -465,7 +463,7 @@ def describe(record: EventRecord) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file of which readers see all or nothing."""
+    """Write a file so that readers see all of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text)
@@ -499,7 +497,7 @@ def _why_not_bound(bind: str, error: zmq.ZMQError) -> str:
 def _receive(router: zmq.Socket[bytes]) -> tuple[bytes, list[bytes]] | None:
     """Return the next message: the connection that it came on, and its frames. None if none is there.
 
-    The master takes in thousands a second, so that each call of ZeroMQ counts.
+    The master receives thousands of messages a second, so each call of ZeroMQ counts.
     """
     try:
         peer = router.recv(_NOBLOCK)
@@ -508,7 +506,7 @@ def _receive(router: zmq.Socket[bytes]) -> tuple[bytes, list[bytes]] | None:
     frames: list[bytes] = []
     has_more = True
     while has_more:
-        frame = router.recv(_NOBLOCK, copy=False)  # it knows whether it is the last; to ask the socket costs as much
+        frame = router.recv(_NOBLOCK, copy=False)  # has `more`; asking the socket costs as much as a receive
         frames.append(frame.bytes)
         has_more = frame.more
     return peer, frames
@@ -521,5 +519,5 @@ def _send(router: zmq.Socket[bytes], peer: bytes, *frames: Buffer) -> None:
         for frame in frames[:-1]:
             router.send(frame, _MORE, copy=len(frame) < _COPIED_BYTES)
         router.send(frames[-1], _NOBLOCK, copy=len(frames[-1]) < _COPIED_BYTES)
-    except zmq.ZMQError as error:  # agents and clients ask again, so nothing is lost for good
+    except zmq.ZMQError as error:  # agents and clients ask again
         _log.debug("event=not-sent reason=%r", str(error))

@@ -27,7 +27,7 @@ QUICK_S = 10.0
 """Run time below which the next start has to wait longer."""
 BACKOFF = Backoff()
 CANNOT_SERVE = 2
-"""Exit code of a gateway whose options or packages are at fault, as `unified_gateway.cli` has it."""
+"""Exit code of a gateway whose options or packages are at fault; see `unified_gateway.cli`."""
 _log = logging.getLogger("unified.master")
 
 
@@ -39,10 +39,10 @@ class GatewayAddress(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, bind: str) -> GatewayAddress:
-        """Return the address of ``PORT`` or ``HOST:PORT``; without a host, loopback or all addresses as `bind` has.
+        """Return the address of ``PORT`` or ``HOST:PORT``; the default host is loopback if `bind` is, else all.
 
         Raises:
-            UsageError: it is neither.
+            UsageError: the text is neither.
         """
         default = "127.0.0.1" if is_loopback(bind) else "0.0.0.0"
         try:
@@ -58,17 +58,17 @@ class GatewayProcess:
     """``python -m unified_gateway`` for one master, from now until `close`."""
 
     def __init__(self, master: str, address: GatewayAddress) -> None:
-        # -P: a user's own module in the working directory is not for us
+        # -P: no imports of a user's modules in the working directory
         self._command = [sys.executable, "-P", "-m", "unified_gateway", "--master", master]
         self._command += ["--host", address.host, "--port", str(address.port), "--die-with-parent", str(os.getpid())]
         self._is_closing = threading.Event()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        # The parent-death signal comes when the thread that started a process ends: this one stays.
+        # The parent-death signal comes when the thread that started the process ends, so this thread stays.
         self._thread = start_thread("unified-gateway", self._supervise)
 
     def close(self) -> None:
-        """End the gateway, and wait for that."""
+        """End the gateway, and wait for its end."""
         with self._lock:
             self._is_closing.set()
             process = self._process
@@ -98,7 +98,6 @@ class GatewayProcess:
                 _log.error("event=gateway-ended reason=%r", f"the gateway {how}; it is started again")
 
     def _run(self) -> int:
-        """Run the gateway once; return its exit code."""
         with self._lock:
             if self._is_closing.is_set():
                 return 0

@@ -1,8 +1,8 @@
 """The bus relay: forwards messages between workers that cannot reach each other directly.
 
-It is stateless. A worker connects a DEALER whose ZeroMQ identity is its inbox id, and may send through any other; a
-message goes to the inbox id that its envelope names. Nothing but the envelope is read, and nothing is kept but what
-became of the first pieces of a series, with which the others go, and the message at its end.
+A worker connects a DEALER whose ZeroMQ identity is its inbox id, and may send through any other DEALER. A message goes
+to the inbox id that its envelope names. The relay reads only envelopes. It remembers only series in progress: once a
+piece is lost, the series' later pieces and its final message are lost, too.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from unified.threads import start_thread
 logger = logging.getLogger(__name__)
 LossCode = Literal["unknown-target", "overloaded"]
 _TRACKED_BYTES = 64 * 1024
-"""Size from which on frames are counted in bytes; smaller ones are bounded by their number."""
+"""Least size of frames that count towards `limit_bytes`; smaller frames are bounded by their number."""
 _MAX_QUEUED_MESSAGES = 10_000
 _MAX_IDLE_QUEUES = 256
 _MAX_SERIES = 4096
 _BATCH = 200
-"""Messages taken before the loop looks whether it shall end."""
+"""Most messages between two checks whether the loop must end."""
 _HEARTBEAT_MS = 5_000
 _BACKLOG = 4096
 """Workers that may connect at one moment, as they do when a large job starts."""
@@ -52,8 +52,8 @@ class BusRelay:
     Args:
         bind: where to listen, such as ``tcp://10.0.0.1:0`` (0: any free port).
         host: under which name others reach it; needed when `bind` names a wildcard.
-        limit_bytes: what may wait for one slow receiver. Beyond it its mail is given back to the sender.
-        key: of the cluster, without which nobody is let in; None lets everybody in.
+        limit_bytes: bytes that may wait for one slow receiver. Beyond it, messages go back to their sender.
+        key: the cluster's key, which every peer must have; None lets everybody in.
 
     Attributes:
         num_forwarded, num_undeliverable, num_rejected: counts since the start.
@@ -71,7 +71,7 @@ class BusRelay:
         self._rejections = LogOnce()
         self._queued: dict[str, deque[tuple[zmq.MessageTracker, int]]] = {}
         self._series: dict[tuple[str, str], tuple[int, LossCode | None]] = {}
-        """Numbers of the series that are on their way, by sender and target, and whether they are lost."""
+        """Series in progress, by sender and target: the number, and why the series is lost, if it is."""
         self._thread: threading.Thread | None = None
         self._stop: zmq.Socket[bytes] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -94,7 +94,7 @@ class BusRelay:
         router.set(zmq.BACKLOG, _BACKLOG)
         router.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         router.set(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS)
-        router.set(zmq.IPV6, "[" in self.bind)  # with it, IPv4 addresses would be shown in a mapped form
+        router.set(zmq.IPV6, "[" in self.bind)  # only if needed: it shows IPv4 addresses in mapped form
         gatekeeper.guard(router)
         try:
             bind_address(router.bind, self.bind)
@@ -156,7 +156,7 @@ class BusRelay:
         if envelope.kind is Kind.PIECE:
             return
         if code is None:
-            self.num_forwarded += envelope.kind is not Kind.HELLO  # of a worker that asks whether it is known
+            self.num_forwarded += envelope.kind is not Kind.HELLO  # a HELLO asks whether the relay knows its sender
             return
         self.num_undeliverable += 1
         if envelope.kind is not Kind.UNDELIVERABLE:
@@ -165,7 +165,7 @@ class BusRelay:
     def _pass_on(
         self, router: zmq.Socket[bytes], envelope: Envelope, frames: list[bytes | zmq.Frame]
     ) -> LossCode | None:
-        """Send a message, unless a piece that went ahead of it was lost."""
+        """Send a message, unless an earlier piece of its series was lost."""
         if envelope.series is None:
             return self._send(router, envelope.target, frames)
         pair, number = (envelope.sender, envelope.target), envelope.series.number
@@ -174,18 +174,18 @@ class BusRelay:
             code = self._send(router, envelope.target, frames, has_begun=begun == number)
         if envelope.kind is Kind.PIECE:
             self._series[pair] = number, code
-            if len(self._series) > _MAX_SERIES:  # of senders that are gone
+            if len(self._series) > _MAX_SERIES:  # some senders are gone
                 del self._series[next(iter(self._series))]
         return code
 
     def _send(
         self, router: zmq.Socket[bytes], target: str, frames: list[bytes | zmq.Frame], *, has_begun: bool = False
     ) -> LossCode | None:
-        """Queue a message without waiting; None if that was done. There is room for a series that `has_begun`."""
+        """Queue a message without waiting; return None on success. A series that `has_begun` may exceed the limit."""
         large = [frame for frame in frames if isinstance(frame, zmq.Frame) and len(frame) >= _TRACKED_BYTES]
         if large and not self._has_room(target) and not has_begun:
             return "overloaded"
-        # a received frame cannot be tracked, one over its memory can; the last leaves after all others
+        # a received frame cannot be tracked, a new one over its memory can; the last frame leaves after all others
         last = large[-1] if large else None
         tracked = zmq.Frame(last.buffer, track=True) if last is not None else None
         try:
@@ -201,7 +201,7 @@ class BusRelay:
             return "unknown-target"
         if tracked is not None:
             self._queued.setdefault(target, deque()).append((tracked.tracker, sum(map(len, large))))
-        if len(self._queued) > _MAX_IDLE_QUEUES:  # those of receivers that are gone
+        if len(self._queued) > _MAX_IDLE_QUEUES:  # some receivers are gone
             for each in list(self._queued):
                 self._has_room(each)
         return None

@@ -23,9 +23,9 @@ SCHEMA_VERSION = 2
 MAX_EVENTS = 200_000
 """Number of lines of the event log that are kept."""
 TRIM_EVERY = 10_000
-"""Number of lines after which those beyond `MAX_EVENTS` are dropped."""
+"""Number of new lines after which the event log is cut to `MAX_EVENTS`."""
 LEAST_FREE = 1 << 20
-"""Room in bytes below which a master begins nothing new, so that what goes on can be recorded."""
+"""Free bytes of the disk below which a master begins nothing new: what runs still has to be recorded."""
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _OF_THE_DISK = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 _SCHEMA = """
@@ -39,11 +39,11 @@ class StoreError(ClusterError):
 
 
 class UnwritableStoreError(StoreError):
-    """The disk is full or fails: the same may be written later."""
+    """The disk is full or fails: a later write may succeed."""
 
 
 class OtherStoreError(StoreError):
-    """The state is damaged, or of another release or program: starting the master again changes nothing."""
+    """The state is damaged, or of another release or program: a restart of the master does not help."""
 
 
 class Store:
@@ -68,7 +68,7 @@ class Store:
             raise
 
     def commit(self, saves: Iterable[SaveRecord], reports: Iterable[ReportEvent]) -> None:
-        """Write everything in one transaction; on return it is on disk. StoreError: nothing of it can be written."""
+        """Write everything in one transaction; on return it is on disk. StoreError: nothing was written."""
         try:
             self._write(saves, reports)
         except sqlite3.Error as error:
@@ -78,10 +78,10 @@ class Store:
             ) from None
 
     def shortage(self) -> str:
-        """Return the reason why nothing new should be begun, as little room is left; empty: there is enough."""
+        """Return the reason to begin nothing new, if too little of the disk is free; empty: there is enough."""
         try:
             found = os.statvfs(self.directory)
-        except OSError:  # a commit will tell
+        except OSError:  # the next commit reports it
             return ""
         free = (found.f_bavail if os.getuid() else found.f_bfree) * found.f_frsize
         if free >= LEAST_FREE:
@@ -109,7 +109,7 @@ class Store:
         return list(self._database.execute(query))
 
     def events(self) -> list[EventRecord]:
-        """Return the event log, oldest first; its oldest part is dropped when it is too long."""
+        """Return the event log, oldest first, after cutting it to `MAX_EVENTS`."""
         self._trim(self._database)
         rows = self._database.execute("select data from events order by sequence")
         try:
@@ -124,12 +124,12 @@ class Store:
         database.execute("delete from events where sequence <= (select max(sequence) from events) - ?", (MAX_EVENTS,))
 
     def note(self, name: str) -> str:
-        """Return the shell's own note of a name; empty if there is none."""
+        """Return the shell's note of this name; empty if there is none."""
         found = self._database.execute("select data from records where kind = 'shell' and key = ?", (name,)).fetchone()
         return bytes(found[0]).decode() if found else ""
 
     def write_note(self, name: str, text: str) -> None:
-        """Keep something of the shell's own beside the core's records, which never have the kind ``shell``."""
+        """Keep a note of the shell beside the core's records, which never have the kind ``shell``."""
         self.commit([SaveRecord(kind="shell", key=name, data=text.encode())], [])
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class Store:
                 f"the state directory {self.directory} is in use by another master (pid {owner}): "
                 "stop that one, or give this one another --state-dir."
             ) from None
-        except OSError as error:  # Lustre without its mount option `flock`, for one
+        except OSError as error:  # such as Lustre without its mount option `flock`
             os.close(self._lock)
             reason = f"the state directory {self.directory} is on a file system without locks ({error.strerror})"
             raise StoreError(f"{reason}: give another --state-dir, or have it mounted with locks.") from None
@@ -170,19 +170,19 @@ class Store:
         return database
 
     def _prepare(self, database: sqlite3.Connection) -> None:
-        is_new = _is_new(database, self.path)  # before anything is written: a file that is refused stays as it is
+        is_new = _is_new(database, self.path)  # before any write: a refused file stays as it is
         shared = network_file_system(self.directory)
         database.execute(f"pragma journal_mode = {'truncate' if shared else 'wal'}")
         if shared:
             logger.info("event=rollback-journal path=%s: no write-ahead log, as it is on %s", self.path, shared)
-        # Decisions leave the process only after they would survive a power cut.
+        # A decision must survive a power cut before it leaves the process.
         database.execute("pragma synchronous = full")
         if is_new:
             database.executescript(f"begin; {_SCHEMA} pragma user_version = {SCHEMA_VERSION}; commit;")
 
 
 def back_up(directory: Path, target: Path) -> None:
-    """Copy the store of a state directory, of which a master may be running, to a new file.
+    """Copy the store of a state directory to a new file, also while a master uses it.
 
     StoreError: there is no store, it is damaged, or the copy cannot be written; the target is never replaced.
     """
@@ -193,13 +193,13 @@ def back_up(directory: Path, target: Path) -> None:
         raise StoreError(f"there is no master's store at {path}: give the --state-dir of the master.")
     part = target.with_name(f".{target.name}.part")
     try:
-        os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))  # it has all that jobs were given
+        os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))  # it has all data of jobs
         with (
             contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as source,
             contextlib.closing(sqlite3.connect(part)) as copy,
         ):
             source.backup(copy)
-            copy.execute("pragma journal_mode = delete")  # one file, which needs no other beside it
+            copy.execute("pragma journal_mode = delete")  # the copy is a single file
             _is_new(copy, path)
         with part.open("rb") as file:
             os.fsync(file.fileno())

@@ -161,7 +161,7 @@ def from_the_command_line(command: Callable[..., Ran]) -> None:
         (["service-0", "rnak"], 2, "Did you mean 'rank'?"),
         (["sevice", "rank"], 2, "has no worker 'sevice'. Did you mean 'service'?"),
         (["service-0", "set_rate", "half"], 2, "have to be JSON, and 'half' is not"),
-        (["service-0", "thing"], 1, "it holds a Python object, and this program reads plain data and arrays alone"),
+        (["service-0", "thing"], 1, "it holds a Python object, but this program reads only plain data and arrays"),
         (["service-0", "hang", "--timeout", "0.5"], 1, "did not answer"),
     ):
         ran = command(*words)

@@ -178,8 +178,8 @@ def test_packages_that_a_job_requires_are_installed_once(
     ("given", "error"),
     [
         ("nowhere.txt", "cannot be read"),
-        (["-r other.txt"], "is about a file that nodes do not have"),
-        (["./folder"], "is about a file that nodes do not have"),
+        (["-r other.txt"], "refers to a file that nodes do not have"),
+        (["./folder"], "refers to a file that nodes do not have"),
         ("folder/uv.lock", "uv"),
     ],
 )

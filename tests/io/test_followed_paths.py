@@ -1,4 +1,4 @@
-"""The files that a call and a save cross are those that `docs/architecture.md` names, and no more than it says."""
+"""The ways that `docs/architecture.md` follows file by file are those of the code, and no longer than they may be."""
 
 import ast
 import re
@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.bus import World, entry
 from tests.support.file_trace import ROOT, FileTrace
+from tests.support.master import Bench, elastic
 from tests.support.runtime import InstantBus, worker_of
 from unified.api.runtime import RoleGroup, rpc
 from unified.checkpoint import CheckpointManager
@@ -25,6 +26,23 @@ def listed(heading: str) -> list[str]:
     """The files of the numbered list below a heading, in order."""
     section = re.split(r"^#+ ", PAGE.partition(f"# {heading}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
     return re.findall(r"^\d+\. `([\w/]+\.py)`", section, re.MULTILINE)
+
+
+def listed_functions(heading: str) -> list[tuple[str, str]]:
+    """Files of a list with the function, method or record that stands first behind each."""
+    section = re.split(r"^#+ ", PAGE.partition(f"# {heading}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+    return re.findall(r"^\d+\. `([\w/]+\.py)`: `([\w.]+)`", section, re.MULTILINE)
+
+
+def defined(file: str) -> set[str]:
+    """Qualified names of the functions, methods and classes of a file."""
+    found: set[str] = set()
+    for node in ast.parse((ROOT / file).read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+    return found
 
 
 def module(file: str) -> str:
@@ -99,12 +117,32 @@ def test_a_save_crosses_the_files_that_the_page_lists(tmp_path: Path) -> None:
 def test_each_listed_file_is_imported_by_one_above_it(heading: str) -> None:
     files = listed(heading)
     above = listed("A small call, file by file") if heading == "With an array" else []
-    assert len(files) >= 10
+    assert len(files) >= 7
     for index, file in enumerate(files):
         assert (ROOT / file).is_file(), f"{file} is not there"
         if above or index:
             found = {name for each in [*above, *files[:index]] for name in imported(each)}
             assert module(file) in found, f"none of the files above {file} imports it"
+
+
+def test_a_job_passes_the_functions_that_the_page_lists() -> None:
+    programs = ("driver", "master", "agent", "worker")
+    steps = [step for program in programs for step in listed_functions(f"In the {program}")]
+    assert [(file, name) for file, name in steps if name not in defined(file)] == []
+    assert len(steps) > 30
+    assert len({file for file, _ in steps}) <= 36
+
+
+def test_a_lost_node_passes_the_functions_that_the_page_lists() -> None:
+    bench = Bench(elastic(total=2, per_group=1, accelerator=8), nodes=3)
+    lost = bench.worker("e", 1).node
+    with closing(FileTrace("no other thread")) as trace, trace.here():
+        bench.world.kill_agent(lost)
+        bench.world.until(lambda: bench.worker("e", 1).node != lost, "a new place")
+        bench.running()
+    steps = listed_functions("A lost node, file by file")
+    assert len(steps) == len(listed("A lost node, file by file")) <= 7
+    assert [step for step in trace.functions if step in steps] == steps
 
 
 def test_a_field_of_a_role_is_spelled_in_few_files() -> None:

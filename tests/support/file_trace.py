@@ -1,4 +1,4 @@
-"""Trace of the product files whose functions run, in the order in which each was first entered."""
+"""Trace of the product files and functions that run, in the order in which each was first entered."""
 
 import sys
 import threading
@@ -23,7 +23,7 @@ class FileTrace:
         self._threads = threads
         self.is_on = False
         """Threads other than the one in `here` are recorded while this is set."""
-        self._entered: dict[str, None] = {}
+        self._entered: dict[tuple[str, str], None] = {}
         threading.setprofile(self._note)
 
     def close(self) -> None:
@@ -32,7 +32,12 @@ class FileTrace:
 
     @property
     def files(self) -> list[str]:
-        return [name.removeprefix(f"{ROOT}/") for name in list(self._entered)]
+        return list(dict.fromkeys(file for file, _ in self.functions))
+
+    @property
+    def functions(self) -> list[tuple[str, str]]:
+        """Files, each with the qualified name of a function in it."""
+        return [(file.removeprefix(f"{ROOT}/"), name) for file, name in list(self._entered)]
 
     @contextmanager
     def here(self) -> Iterator[None]:
@@ -51,4 +56,4 @@ class FileTrace:
 
     def _note_here(self, frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(TREES):
-            self._entered[frame.f_code.co_filename] = None
+            self._entered[frame.f_code.co_filename, frame.f_code.co_qualname] = None

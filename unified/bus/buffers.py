@@ -1,4 +1,4 @@
-"""Buffers: the type of raw memory in messages, and the checks of one that came. A leaf of the bus, without ctypes."""
+"""Buffers: the type of raw memory in messages, and checks of received buffers. A leaf of the bus, without ctypes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ MAX_DIMENSIONS = 64
 
 
 def check_size(data: Buffer, shape: list[int], itemsize: int) -> None:
-    """ProtocolError unless `data` holds exactly the items that `shape` claims."""
+    """Raise ProtocolError unless `data` holds exactly the items that `shape` claims."""
     held = memoryview(data).nbytes
     if len(shape) > MAX_DIMENSIONS or any(type(size) is not int or size < 0 for size in shape):
-        raise ProtocolError(f"a shape of {len(shape)} sizes, or of no sizes, is refused.")
+        raise ProtocolError(f"a shape of {len(shape)} sizes is refused: at most {MAX_DIMENSIONS}, each 0 or more.")
     if math.prod(shape) * itemsize != held:
         raise ProtocolError(f"shape {shape} of {itemsize}-byte items does not fit a buffer of {held} bytes.")
 
@@ -28,7 +28,7 @@ def size_of(body: Buffer, buffers: list[Buffer]) -> int:
 
 
 def needed(module: str) -> Any:
-    """Import numpy or torch because a value of it came."""
+    """Import numpy or torch for a received value; ProtocolError: it is not installed."""
     try:
         return import_module(module)
     except ImportError:

@@ -1,10 +1,10 @@
 """Bus endpoint of one process: composes its listeners, connections, client and server.
 
-Threads: any thread calls, and sends from there; a thread that waits for an answer of this host receives it itself.
-Besides there are the I/O threads and their ticks (`unified.bus.transport.io_threads`), one that receives from other
-hosts, one that watches deadlines, one that gives idle memory back, one that sends the calls that had to wait for their
-worker, and one that gives up streams that nobody holds any more. Handlers run as `unified.bus.calls.server` says.
-`unified.bus.calls.pending` decides what to do; this is the shell around it.
+Threads: any thread may call, and sends the call itself. A thread that waits for an answer from this host receives the
+answer itself. Other threads: the I/O threads and their ticks (`unified.bus.transport.io_threads`), one that receives
+from other hosts, one that watches deadlines, one that gives idle memory back, one that sends calls that waited for
+their worker, and one that gives up dropped streams. `unified.bus.calls.server` runs handlers.
+`unified.bus.calls.pending` makes the decisions; this module is the shell around it.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ MAX_METHOD_NAME = 1000
 QUIET_S = 0.5
 SETTLE_WITHIN_S = 5.0
 _held_up: list[zmq.Context[zmq.Socket[bytes]]] = []
-"""With a socket that a thread still holds: ending these, as collecting them would, could wait for ever."""
+"""Contexts with a socket that a thread still uses. Kept, because ending or collecting one could block for ever."""
 
 
 class BusEndpoint:
-    """End of the bus in one incarnation of one worker. Nothing is opened before `start`: it may be made before a fork.
+    """Bus endpoint of one incarnation of one worker. It opens nothing before `start`: it may be made before a fork.
 
     Args:
-        registry: methods that others may call; None: those of this process.
-        default_timeout_s: deadline of a call that names none; None: none but the callee's death.
-        limit_bytes: in flight to one peer.
+        registry: methods that others may call; None: `RPC_REGISTRY`.
+        default_timeout_s: deadline of calls without their own; None: no deadline, only the callee's death ends them.
+        limit_bytes: most bytes in flight to one peer.
         tracer: recorder of the calls' spans.
     """
 
@@ -90,7 +90,7 @@ class BusEndpoint:
         self._pool = HandlerPool("bus-handler", MAX_HANDLER_THREADS)
         self._trimmer = Trimmer("bus-trimmer", self._trim)
         self._sweeper: SerialWorker[Callable[[], object]] = SerialWorker("bus-sweeper", lambda work: work())
-        """Gives memory back, which can take a second, while news and deadlines go on."""
+        """Gives memory back: that can take a second, and must not delay news and deadlines."""
         self.unread = UnreadErrors(identity.worker)
         """Errors of calls made here that nobody read."""
         self.directory = WorkerDirectory()
@@ -110,27 +110,27 @@ class BusEndpoint:
 
     @property
     def num_rejected(self) -> int:
-        """Messages that were dropped because they could not be read, were for somebody else, or came before."""
+        """Number of dropped messages: unreadable, for another inbox or job, or duplicates."""
         return self._dispatcher.admission.num_rejected
 
     @property
     def num_received(self) -> int:
-        """Messages of calls that have come: calls, answers, items of streams."""
+        """Number of received messages of calls: calls, answers, items of streams."""
         return self._dispatcher.admission.num_read
 
     def start(self) -> Inbox:
-        """Bind the inbox, start to receive, and return where others find it.
+        """Bind the inbox, start to receive, and return the record by which others reach it.
 
         Raises:
             OptionError: a route that does not exist.
-            UsageError: the relay is to be used, and there is none.
+            UsageError: it has started already, or the route is the relay, and there is none.
             ClusterError: no address could be bound.
         """
         if self._context is not None:
             raise UsageError(f"the bus of worker {self.worker} has been started already.")
         policy = read_policy(self._network.route, os.environ)
         if policy == "relay" and not self._network.relay:
-            raise UsageError("the bus is to use the relay, and there is none: unset UNIFIED_BUS_ROUTE.")
+            raise UsageError("the bus is to use the relay, but there is no relay: unset UNIFIED_BUS_ROUTE.")
         self._pid = os.getpid()
         # From the kernel: forked siblings share the state of `random`.
         self.identity = me = self.identity._replace(inbox=secrets.token_hex(12))
@@ -181,20 +181,20 @@ class BusEndpoint:
         return inbox
 
     def update_directory(self, entries: Iterable[DirectoryEntry]) -> None:
-        """Take news of the job's directory in, from any thread. The calls of an incarnation that is over have all ended
-        before a listener is told of that, and before any other incarnation is called."""
-        with self._learning:  # listeners are told of changes in the order in which they came about
+        """Merge news of the job's directory, from any thread. The calls of a dead incarnation end before listeners hear
+        of its death, and before the next incarnation is called."""
+        with self._learning:  # listeners hear of changes in their order
             changes = self._client.learn(entries)
             for listener in [*self._directory_listeners]:
                 listener(changes)
 
     def on_directory(self, listener: Callable[[Sequence[Change]], object]) -> Callable[[], None]:
-        """Have `listener(changes)` called with what further news change; return what ends that. It must not block."""
+        """Call `listener(changes)` after later news; return a function that ends this. The listener must not block."""
         self._directory_listeners.append(listener)
         return partial(self._directory_listeners.remove, listener)
 
     def open(self) -> None:
-        """The exports are complete: begin with the calls that waited for that."""
+        """Begin the calls that waited: the exports are complete."""
         self._server.open()
 
     def call(
@@ -210,14 +210,14 @@ class BusEndpoint:
     ) -> RpcFuture[Any]:
         """Call `method` of the worker `target` (its full name) and return at once.
 
-        Arrays, tensors and large bytes that do not go through shared memory are sent from the caller's own memory: they
-        must not be changed before the future has ended. A worker that is not up yet is waited for.
+        Arrays, tensors and large bytes that do not go through shared memory are sent from the caller's memory: do not
+        change them before the future has ended. The call waits for a worker that is not up yet.
 
         Args:
             timeout: seconds from now to the call's deadline; None: the default of this endpoint.
             block: wait while too many bytes are in flight to the target; else raise.
-            incarnation: the only one of the target that may have the call, which ends in WorkerDiedError as soon as
-                that one is over; None: the one that is there, or the next.
+            incarnation: the only one of the target that may get the call; when it is over, the call ends in
+                WorkerDiedError. None: the present one, or the next.
 
         Raises:
             UsageError: an argument cannot be sent, or the bus was not started.
@@ -238,8 +238,8 @@ class BusEndpoint:
         timeout: float | None = None,
         incarnations: Sequence[int | None] | None = None,
     ) -> list[RpcFuture[Any]]:
-        """Call several workers, or one incarnation of each, as `call` does: the arguments are encoded once, and lie in
-        shared memory once."""
+        """Call several workers, or one incarnation of each, as `call` does. Arguments are encoded, and copied to shared
+        memory, once."""
         self._check_may_call(method)
         payload = OutgoingPayload(encode_arguments(args, kwargs, devices=True), num_readers=len(targets))
         may_wait = self._may_wait(True)
@@ -257,7 +257,7 @@ class BusEndpoint:
         *,
         timeout: float | None = None,
     ) -> list[RpcFuture[Any]]:
-        """Call several workers, each with arguments of its own. If one cannot be sent, none is called."""
+        """Call several workers, each with its own arguments. If one payload cannot be encoded, none is called."""
         self._check_may_call(method)
         payloads = [OutgoingPayload(encode_arguments(args, kwargs, devices=True)) for args, kwargs in arguments]
         may_wait = self._may_wait(True)
@@ -267,9 +267,9 @@ class BusEndpoint:
         ]
 
     def allocate(self, nbytes: int) -> memoryview | None:
-        """Memory to write to, of which workers of this host get views when it is sent; None: there is none to be had.
+        """Return memory to write to, of which workers of this host get views when it is sent; None: none is available.
 
-        From then on it must not be changed. See `unified.shared_empty`.
+        Do not change it after it was sent. See `unified.shared_empty`.
         """
         if not self._is_started or not any(route.startswith("ipc:") for route in self._listeners.inbox.routes):
             return None
@@ -280,9 +280,9 @@ class BusEndpoint:
 
     def close(self) -> None:
         """End every open call with RpcCancelledError, close the sockets, remove the Unix socket's file, end the
-        threads. Answers that wait for the kernel are given half a second to leave.
+        threads. Answers that the kernel has not taken get half a second to leave.
 
-        A handler that is inside user code is hardly waited for; its thread ends with the process.
+        The endpoint waits only briefly for a handler inside user code; its thread ends with the process.
         """
         with self._lock:
             if self._is_closing or not self._is_started or self._pid != os.getpid():
@@ -336,11 +336,10 @@ class BusEndpoint:
         return self.unread.watch(what, error)
 
     def settle(self, quiet_s: float = QUIET_S, within_s: float = SETTLE_WITHIN_S) -> int:
-        """Wait for the answers that are on their way to users' calls, and log the errors that nobody has read; return
-        how many of these there were since the start.
+        """Wait for answers to users' calls, and log the errors that nobody read; return their number since the start.
 
-        To be called when the worker's own code is done. A call whose handler takes longer is left alone: it waits until
-        none has ended for `quiet_s` seconds, and for `within_s` at most.
+        Call it when the worker's own code is done. It waits until no call has ended for `quiet_s` seconds, and at most
+        `within_s`: calls whose handlers take longer stay open.
         """
         self._sender.release()
         self._client.settle(quiet_s, within_s)
@@ -361,7 +360,7 @@ class BusEndpoint:
             )
 
     def _may_wait(self, block: bool) -> bool:
-        """Return whether a call may wait for room on this thread: not on one that others need to receive."""
+        """Return whether a call may wait for room on this thread: not if others need the thread to receive."""
         return block and not self._io.is_leader() and threading.get_ident() != self._remote_thread
 
     def _trim(self) -> None:
@@ -373,7 +372,7 @@ class BusEndpoint:
 
     def peer_gone(self, inbox_id: str) -> None:
         """Forget the process behind an inbox."""
-        self._connections.drop(inbox_id)  # first: what is granted later finds that its way is lost
+        self._connections.drop(inbox_id)  # before caller_died, so that later grants see the lost connection
         self._server.caller_died(inbox_id)
         self._dispatcher.admission.forget(inbox_id)
         self._dispatcher.pieces.forget(inbox_id)
@@ -382,7 +381,7 @@ class BusEndpoint:
         self._sweeper.put(partial(self._reader.forget, inbox_id))
 
     def _abandon(self) -> None:
-        """Close the copies of the connections in a child, so that peers see at once when its parent ends."""
+        """Close a forked child's copies of the connections, so that peers notice at once when the parent ends."""
         if not self._is_closing:
             self._io.abandon()
             self._listeners.abandon()

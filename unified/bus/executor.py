@@ -1,6 +1,6 @@
 """Executors of handlers: the thread pool for plain functions and the event loop for coroutines.
 
-Unlike with `concurrent.futures`, a handler that never returns keeps no process alive.
+A handler that never returns does not keep the process alive, unlike one in `concurrent.futures`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LoopThread:
             self._loop.call_soon_threadsafe(work)
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Cancel what runs on it, and end it."""
+        """Cancel the tasks of the loop, and end its thread."""
         with self._lock:
             self.is_closing = True
             loop, thread = self._loop, self._thread
@@ -64,13 +64,13 @@ MOST_THREADS = 1024
 
 
 class HandlerPool:
-    """Pool of at most `max_threads` daemon threads that work, started as work comes. Those that wait for other calls
-    (`waits`) do not count, so that handlers that call one another use it up only when `most_threads` of them wait.
+    """Pool of at most `max_threads` daemon threads, started as work comes. Threads that wait for other calls (`waits`)
+    do not count, so that handlers that call one another use the pool up only when `most_threads` wait.
 
     Attributes:
-        most_threads: with those that wait for other calls.
+        most_threads: limit on all threads, with those that wait for other calls.
         on_used_up: called, on any thread, when there is work and `most_threads` wait.
-        on_full: the same when there is work that no thread is free for.
+        on_full: called, on any thread, when there is work that no thread is free for.
     """
 
     def __init__(self, name: str, max_threads: int) -> None:
@@ -86,7 +86,7 @@ class HandlerPool:
         """Number of pieces of work that are queued or running."""
         self._num_waiting = 0
         self._num_presumed = 0
-        """Number of threads that wait and have not said so."""
+        """Number of threads that seem to wait without `waits` (`presume`)."""
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -97,8 +97,7 @@ class HandlerPool:
                 return
             self._num_busy += 1
             is_used_up = self._grow()
-            # Last: nothing that lets other threads run stands between this and what the submitting thread does next,
-            # which may be to begin the call before this one.
+            # Last, so that nothing holds this thread up after it: next, the thread may begin the preceding call.
             self._work.put(work)
         if is_used_up:
             self.on_used_up()
@@ -106,7 +105,7 @@ class HandlerPool:
             self.on_full()
 
     def withdraw(self, is_wanted: Callable[[Callable[[], object]], bool]) -> list[Callable[[], object]]:
-        """Take work that has not begun back: that for which `is_wanted` is True."""
+        """Take back the work that has not begun, and for which `is_wanted` is True."""
         withdrawn: list[Callable[[], object]] = []
         with self._lock:
             kept: list[Callable[[], object] | None] = []
@@ -123,8 +122,8 @@ class HandlerPool:
         return withdrawn
 
     def waits(self) -> bool:
-        """Take in that this thread is about to wait for another call; if it returns True, call `waited` afterwards."""
-        with self._lock:  # also for the question: a thread may be at work before it is entered
+        """Note that this thread is about to wait for another call. If this returns True, call `waited` afterwards."""
+        with self._lock:  # before the look-up: a new thread may work before `_grow` has added it
             if threading.get_ident() not in self._threads:
                 return False
             self._num_waiting += 1
@@ -143,8 +142,8 @@ class HandlerPool:
         return self._num_busy > len(self._threads) and not self._is_closed
 
     def presume(self, waiting: Collection[int]) -> None:
-        """Let others stand in, until this is called again, for threads with these idents, as far as they are of this
-        pool: they seem to wait for other calls, though they have not said so."""
+        """Let other threads stand in, until the next `presume`, for the pool's threads among these idents: they seem to
+        wait for other calls, without `waits`."""
         with self._lock:
             self._num_presumed = len(self._threads.keys() & waiting)
             num_threads = -1
@@ -155,7 +154,7 @@ class HandlerPool:
             self.on_used_up()
 
     def close(self, timeout_s: float = 0.2) -> None:
-        """Drop what has not begun, and wait `timeout_s` at most; a thread inside a handler ends with the process."""
+        """Drop work that has not begun, and wait `timeout_s` at most; a handler's thread ends with the process."""
         with self._lock:
             self._is_closed = True
             threads = list(self._threads.values())
@@ -170,8 +169,8 @@ class HandlerPool:
                 timeout_s = 0.01 if thread.is_alive() else timeout_s
 
     def _grow(self) -> bool:
-        """Add a thread, under the lock, if there is work for it. Return True if there is, and none may be had for it
-        before one of those that wait goes on."""
+        """Add a thread, under the lock, if there is work for it. Return True if the work has to wait for a waiting
+        thread."""
         num_threads = len(self._threads)
         if self._num_busy <= num_threads or self._is_closed:
             return False
@@ -198,10 +197,10 @@ class HandlerPool:
             try:
                 work()
             except BaseException:
-                logger.exception("a handler thread of the bus caught what nobody expected")
-            del work  # it holds arguments, and the next may be long in coming
+                logger.exception("a handler thread of the bus caught an unexpected exception")
+            del work  # it refers to arguments, and the next work may come much later
             with self._lock:
                 self._num_busy -= 1
-                if len(self._threads) > self._limit:  # it stood in for one that waited
+                if len(self._threads) > self._limit:  # this thread stood in for a waiting one
                     self._threads.pop(threading.get_ident(), None)
                     return

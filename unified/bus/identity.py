@@ -16,7 +16,7 @@ class BusIdentity(NamedTuple):
     incarnation: int
     node: str
     host: str
-    """The same for processes that can join one another's Unix sockets."""
+    """Id that is equal for processes that can connect to one another's Unix sockets."""
     inbox: str = ""
     """Id of this incarnation's inbox; empty before the endpoint starts."""
 
@@ -35,6 +35,6 @@ class BusNetwork(NamedTuple):
     relay: str = ""
     """Address of the bus relay; empty: none."""
     route: str = "auto"
-    """``auto``, ``tcp`` or ``relay``; ``auto`` gives way to ``UNIFIED_BUS_ROUTE``."""
+    """``auto``, ``tcp`` or ``relay``; ``UNIFIED_BUS_ROUTE`` overrides ``auto``."""
     key: ClusterKey | None = None
-    """Demanded of, and shown to, other hosts and the relay; None: they are spoken to in the open."""
+    """Key that other hosts and the relay have to prove, as does this process; None: plain connections."""

@@ -1,7 +1,7 @@
 """Export of the spans of calls to OpenTelemetry, by its standard variables such as ``OTEL_EXPORTER_OTLP_ENDPOINT``.
 
-Needs the extra ``otel``. Ids follow from those of the calls, so that both sides of a call are one trace, though each
-worker exports by itself.
+Needs the extra ``otel``. Span ids follow from call ids: both sides of a call are in one trace, though each worker
+exports by itself.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class OtelExporter:
     def close(self) -> None:
         """Send what is queued, for at most two seconds."""
         with contextlib.suppress(RuntimeError):  # no thread is left
-            start_thread("otel-flush", self._batches.force_flush).join(CLOSE_WITHIN_S)  # its own timeout has no effect
+            start_thread("otel-flush", self._batches.force_flush).join(CLOSE_WITHIN_S)  # ignores its own timeout
 
     def _readable(self, span: CallSpan) -> Any:
         is_caller = span.kind == "caller"

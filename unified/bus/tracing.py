@@ -1,8 +1,8 @@
 """Spans of calls, for workers with ``UNIFIED_TRACE=calls`` or, for one call in a hundred, ``UNIFIED_TRACE=calls:0.01``.
 
-Each call has a span of its caller and one of its callee, in a file beside the log of each. Which calls are sampled
-follows from the id of the call that led to them, so that a call and those that its handler makes are all there, or
-none. Without the variable the bus runs nothing of this.
+Each call has a span of its caller and one of its callee, each in a file beside that worker's log. Sampling uses the id
+of the first call of a chain: a call and its handler's calls are all there, or none. Without the variable, nothing here
+runs.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from unified.threads import CLOSE_WITHIN_S, TimerThread
 
 VARIABLE = "UNIFIED_TRACE"
 FILE_BYTES = 8 * 2**20
-"""Size at which a file of spans becomes the older one of two."""
+"""Size at which the file of spans is rotated."""
 MAX_WAITING = 20_000
-"""Spans that wait to be written; of more the oldest are dropped."""
+"""Most spans that wait to be written; beyond that the oldest are dropped."""
 FLUSH_S = 0.25
 MAX_TEXT = 200
 
@@ -44,21 +44,21 @@ MAX_TEXT = 200
 class CallTracer:
     """Recorder of the spans of one endpoint, for a share of its calls (`rate`, from 0 to 1), in the file `path`.
 
-    The older half is beside it, as ``.1``, and the offset of the newer one as ``.base``: the layout of a log.
+    Beside it are the older half (``.1``) and the offset of the newer half (``.base``), as for a log.
     """
 
     def __init__(self, path: Path, rate: float = 1.0, exporters: Sequence[OtelExporter] = ()) -> None:
         self._exporters = exporters
         self._path = path
         self._older, self._base = (path.with_name(f"{path.name}.{suffix}") for suffix in ("1", "base"))
-        for old in (path, self._older, self._base):  # of a job with this id in an earlier start of the cluster
+        for old in (path, self._older, self._base):  # left by a job with this id before a restart of the cluster
             old.unlink(missing_ok=True)
         self._limit = round(rate * 2**32)
         self._waiting: deque[CallSpan] = deque(maxlen=MAX_WAITING)
         self._start = self._size = 0
         self._timer = TimerThread("unified-trace", self._flush, stays=True)
         self.client = partial(TracedClient, self)
-        """Makes the call client of the endpoint; `server` its call server."""
+        """Factory of the endpoint's call client; `server` makes its call server."""
         self.server = partial(TracedServer, self)
 
     def samples(self, method: str, trace_id: str) -> bool:
@@ -66,7 +66,7 @@ class CallTracer:
         return crc32(trace_id.encode()) < self._limit and not is_runtimes(method)
 
     def add(self, span: CallSpan) -> None:
-        """Keep a span, which is written soon. Any thread."""
+        """Keep a span, to be written soon; from any thread."""
         self._waiting.append(span)
         self._timer.set(time.monotonic() + FLUSH_S)
 
@@ -80,7 +80,7 @@ class CallTracer:
     def _flush(self) -> None:
         spans = [self._waiting.popleft() for _ in range(len(self._waiting))]
         lines = b"".join(msgspec.json.encode(span) + b"\n" for span in spans)
-        with contextlib.suppress(OSError):  # a disk that is full costs the spans, not the worker
+        with contextlib.suppress(OSError):  # a full disk loses spans, and must not stop the worker
             if self._size and self._size + len(lines) > FILE_BYTES:
                 self._path.replace(self._older)
                 self._start, self._size = self._start + self._size, 0
@@ -92,7 +92,7 @@ class CallTracer:
 
 
 def asked(env: Mapping[str, str], log_file: str) -> CallTracer | None:
-    """Return the tracer that a worker's environment asks for, or None. OptionError: it asks for what does not exist."""
+    """Return the tracer that a worker's environment asks for, or None. OptionError: the value is not known."""
     word, _, rate_text = env.get(VARIABLE, "").partition(":")
     if not word or not log_file:
         return None
@@ -118,7 +118,7 @@ class TracedClient(CallClient):
         call_id, token = f"{self._trace}{call.call_id}", f"{call.chain[-1]:08x}" if call.chain else ""
 
         def ended(future: Future[Any]) -> None:
-            error = future.__dict__.get("_exception")  # `exception()` would count as somebody having read it
+            error = future.__dict__.get("_exception")  # `exception()` would mark the error as read
             text = "" if error is None else f"{getattr(error, 'type_name', type(error).__name__)}: {error}"[:MAX_TEXT]
             span = CallSpan("caller", at, time.perf_counter() - began, call.method, call.target, call_id, call.trace_id)
             self._tracer.add(msgspec.structs.replace(span, token=token, error=text))
@@ -127,7 +127,7 @@ class TracedClient(CallClient):
 
 
 class _OpenCalls(dict[int, OutboundCall]):
-    """The open calls of a client, which is told of each that is added."""
+    """Open calls of a client; tells the client of each new call."""
 
     def __init__(self, client: TracedClient) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class TracedServer(CallServer):
         super().__init__(*args, **kwargs)
         self._tracer = tracer
         self._times: dict[int, tuple[float, float, float]] = {}
-        """Wall clock at the arrival of each open call, and times at which it came and began, by `id`."""
+        """Wall-clock arrival, and monotonic arrival and begin, of each open call, by `id`."""
 
     def accept(self, call: InboundCall) -> None:
         if self._tracer.samples(call.method, call.trace_id):

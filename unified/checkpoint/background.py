@@ -1,4 +1,4 @@
-"""The background saver: a thread that writes saves in order while there are some, and reports those that failed."""
+"""The background saver: a thread that writes saves in order, ends when none is left, and reports failed saves."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SaveWriter(Protocol[T_contra]):
 
 
 class Closing(Protocol):
-    """The saver of a manager, whose saves are finished at the program's end. Its thread keeps it alive until then."""
+    """A manager's saver. It finishes its saves at the program's end; its thread keeps it alive while any are left."""
 
     def close(self) -> None: ...
     def wait(self) -> None: ...
@@ -77,7 +77,7 @@ class BackgroundSaver(Generic[T]):
             return self._queue.steps
 
     def make_room(self, step: int, nbytes: int) -> None:
-        """Supersede older saves, or wait, until a save of so many bytes would be accepted."""
+        """Supersede older saves, or wait, until a save of `nbytes` would be accepted."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue.has_room(nbytes))
             superseded = self._queue.make_room(step, nbytes)
@@ -98,7 +98,7 @@ class BackgroundSaver(Generic[T]):
     def wait(self, timeout: float | None = None) -> None:
         """Wait until everything that was accepted is written or failed, or for `timeout` seconds."""
         if own_pid() != self._pid:
-            return  # the thread stayed in the other process, and so did its saves
+            return  # after a fork: the thread and its saves are in the other process
         with self._changed:
             thread = self._thread
             if not self._changed.wait_for(lambda: self._thread is None, timeout):
@@ -110,7 +110,7 @@ class BackgroundSaver(Generic[T]):
             thread.join()
 
     def take_failures(self) -> list[FailedSave]:
-        """Return the failed saves that nobody was told of yet."""
+        """Return the failed saves that were not reported yet."""
         with self._changed:
             return self._queue.take_failures()
 
@@ -131,7 +131,7 @@ class BackgroundSaver(Generic[T]):
                     self._changed.notify_all()
             if is_over:
                 self._writer.release(save.item)
-            del save  # its bytes must not stay until the next one comes
+            del save  # frees its bytes before the next save comes
 
     def _next(self) -> QueuedSave[T] | None:
         """Return the save to try now; None: there is none, and the thread ends."""
@@ -139,7 +139,7 @@ class BackgroundSaver(Generic[T]):
             while (save := self._queue.next()) is not None:
                 delay_s = self._queue.try_at - time.monotonic()
                 if delay_s <= 0:
-                    self._changed.notify_all()  # there is one place more
+                    self._changed.notify_all()  # the queue has room for one more
                     return save
                 self._changed.wait(delay_s)
             self._thread = None
@@ -170,7 +170,7 @@ class BackgroundSaver(Generic[T]):
 
 
 def is_final(error: Exception) -> bool:
-    """Return whether trying again would end the same way: the save is wrong, not allowed, or for no bucket there is."""
+    """Return whether another try would fail, too: the save is wrong, not allowed, or its bucket does not exist."""
     return isinstance(
         error,
         UsageError | CheckpointExistsError | CheckpointRankError | PermissionError | NotFoundError | ImportError,
@@ -185,7 +185,7 @@ def raise_failures(failures: list[FailedSave], place: str) -> None:
         f"step {each.step} (tries: {each.num_tries}): {type(each.error).__name__}: {each.error}" for each in failures
     )
     raise CheckpointSaveError(
-        f"Checkpoints were not saved in {place}: {what}. Those before them are as they were.",
+        f"Checkpoints were not saved in {place}: {what}. Earlier checkpoints are unchanged.",
         [each.step for each in failures],
     ) from failures[-1].error
 
@@ -195,15 +195,15 @@ _is_registered = False
 
 
 def close_at_exit(saver: Closing) -> None:
-    """Have `saver` closed at the program's end, so that its saves are written, unless it is garbage by then."""
+    """Close `saver` at the program's end, so that its saves are written, unless it is garbage by then."""
     global _is_registered
     if not _is_registered:
-        # Ordinary handlers run after thread pools were shut down, which a store may need for its uploads.
+        # Ordinary handlers run after the shutdown of thread pools, which a store may need for its uploads.
         register = getattr(threading, "_register_atexit", atexit.register)
         register(_close_all)
         _is_registered = True
     with contextlib.suppress(NotInWorkerError):
-        current_worker().on_finish(_wait_for_all)  # a worker that goes on answering calls closes nothing yet
+        current_worker().on_finish(_wait_for_all)  # no close: the worker may go on to answer calls
     _open.add(saver)
 
 

@@ -27,8 +27,8 @@ from unified.rounds.rank_group import Alone, ranks_here
 from unified.values import ClosedOnExit
 
 if TYPE_CHECKING:
-    from unified.memory.host_buffers import BufferPool
     from unified.storage.backend import StorageBackend
+    from unified.tensors.host_buffers import BufferPool
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +36,9 @@ logger = logging.getLogger(__name__)
 class CheckpointManager(ClosedOnExit):
     """Saves checkpoints in the background, and loads them. Safe for threads.
 
-    A save returns when its data are in memory of the manager's; writing goes on meanwhile, one save after another. A
-    checkpoint exists when its manifest does, which is written last, so that a crash at any moment leaves the one before
-    as the latest. Saves under way are finished by `wait`, by `close` and at the program's end.
+    A save returns once the manager holds the data; a thread writes the saves, one after another. A checkpoint exists
+    once its manifest does, which is written last: after a crash at any moment, the checkpoint before is the latest.
+    `wait`, `close` and the end of the program finish the saves under way.
 
     Args:
         storage_path: a directory, made when needed; or ``s3://bucket/prefix``.
@@ -46,31 +46,30 @@ class CheckpointManager(ClosedOnExit):
             Default: as ``[storage]`` of the settings says, or ``"local"``.
         keep_last_n: how many good checkpoints stay; None: all. Default: as ``[checkpoint]`` of the settings says, or 5.
         compression: ``"gzip"``, ``"zstd"`` (extra ``zstd``) or None. Default: the settings', or None.
-        interval_steps: save at multiples of it alone; at other steps only with ``force=True``, as for the last one. A
-            warning in the log tells of the first that is not saved. None: whenever asked. Default: the settings', or
-            None.
+        interval_steps: save only at multiples of this number; at other steps, such as the last one, only with
+            ``force=True``. The log warns of the first step that is not saved. None: save every step that is asked for.
+            Default: the settings', or None.
         run_id, framework: keep everything under ``<storage_path>/<run_id>/framework=<framework>/``, checkpoints in its
             ``checkpoints/``, as the training service does.
-        bucket: for S3, where `storage_path` names none. Default: the settings'; and its region is always theirs.
-        max_waiting, max_waiting_bytes: how much may wait to be written beside what is being written. One save of any
-            size may always wait, so a large state is in memory twice where it is saved faster than it is written.
-        when_full: ``"newest"``: the oldest waiting save gives way to a new one, which a warning in the log tells.
-            ``"wait"``: the new one waits.
-        max_tries, backoff: of a save that the storage does not take.
+        bucket: for S3, if `storage_path` names none. Default: the settings'. The region always comes from the settings.
+        max_waiting, max_waiting_bytes: limits on the saves that wait, beside the one that is being written. One save of
+            any size may always wait, so a large state is in memory twice if it is saved faster than it is written.
+        when_full: ``"newest"``: a new save supersedes the oldest waiting one, and the log warns of it. ``"wait"``: the
+            new save waits.
+        max_tries, backoff: number of tries of a save that fails, and the delays between them.
         rank, world_size: of this process. Default: as in the job, else ``RANK`` and ``WORLD_SIZE``, else 0 and 1.
         process_group: of torch.distributed: the ranks that save and load together; by default all.
-        rank_timeout: seconds that a save by several ranks waits for the others' parts after this rank's was written;
-            below ten minutes.
-        coordinator_url: who is told of each checkpoint, and of saves that failed: ``tcp://HOST:PORT``,
+        rank_timeout: seconds that a rank waits for the other ranks' parts after it wrote its own; below ten minutes.
+        coordinator_url: the coordinator that is notified of each checkpoint and each failed save: ``tcp://HOST:PORT``,
             ``http://HOST:PORT`` or ``HOST:PORT`` of a master, or ``local`` for a coordinator in this process. Default:
-            inside a job its master, else ``COORDINATOR_URL``, else nobody. It is done in the background; no save or
-            load fails or waits because nobody answers.
-        series: under which the coordinator knows the latest of these checkpoints; in a job, one for each thing that is
-            saved.
+            inside a job its master, else ``COORDINATOR_URL``, else none. A thread sends the notifications: no save or
+            load fails or waits because the coordinator does not answer.
+        series: name under which the coordinator knows the latest of these checkpoints. In a job, each thing that is
+            saved needs its own.
         on_saved: called from the saving thread with the manifest of each checkpoint that was written.
 
     Raises:
-        UsageError: an argument that cannot be, or a setting (an OptionError).
+        UsageError: an argument is invalid, or a setting (then an OptionError).
         ImportError: S3 or the compression needs an extra.
     """
 
@@ -93,7 +92,7 @@ class CheckpointManager(ClosedOnExit):
         self._reader = CheckpointReader(self.store, self._notifier)
         self._run = RunDirectory(self.store, location.prefix)
         self._pool: BufferPool | None = None
-        if location.is_local:  # a bucket is looked at when it is used: to make a manager asks no network
+        if location.is_local:  # not a bucket: making a manager must not use the network
             with suppress(OSError):
                 self.store.stored()
 
@@ -129,11 +128,11 @@ class CheckpointManager(ClosedOnExit):
         """Save bytes as the checkpoint of `step`, in the background.
 
         Args:
-            data: what `load` will return. Bytes are referred to until they were written; a bytearray is copied.
-            force: also if `step` is not at `interval_steps`.
+            data: what `load` will return. Bytes are kept by reference until they are written; a bytearray is copied.
+            force: save even if `step` is not at `interval_steps`.
 
         Raises:
-            UsageError: `data` are no bytes, or none at all; or `step` is no step.
+            UsageError: `data` are not bytes, or are empty; or `step` is invalid.
             CheckpointSaveError: earlier saves failed. This one is accepted nevertheless.
         """
         await asyncio.to_thread(self.save_bytes, data, step, force=force)
@@ -159,32 +158,32 @@ class CheckpointManager(ClosedOnExit):
         sharded: bool | None = None,
         force: bool = False,
     ) -> bool:
-        """Save a state dict as the checkpoint of `step`: copied now into memory that is used again, written later.
+        """Save a state dict as the checkpoint of `step`: copy it now into reused memory, and write it later.
 
-        Training may change the tensors as soon as this returns. What is stored is what ``torch.save`` writes, so
-        `load_state` reads it, and so does ``torch.load(io.BytesIO(await manager.load(step)))``; tensors off a GPU
+        Training may change the tensors as soon as this returns. The stored bytes are those of ``torch.save``, so
+        `load_state` reads them, and so does ``torch.load(io.BytesIO(await manager.load(step)))``. Tensors from a GPU
         are loaded to the CPU.
 
-        A state with DTensors, as FSDP2 makes them, is saved by all ranks of the process group together, each of which
-        calls this: it copies and writes its own share, and there is one checkpoint when all have written theirs.
+        A state with DTensors, as FSDP2 makes them, is saved by all ranks of the process group together. Each rank calls
+        this, and copies and writes its own share. The checkpoint exists once all ranks have written their shares.
 
         Args:
             state: a dict, or any nest of containers, with tensors on the CPU or on GPUs.
             metadata: kept in the manifest; plain numbers, text, lists and dicts.
-            sharded: by all ranks together, also a state without DTensors, of which each then writes a part; it is a
-                dict, and may hold modules and optimizers themselves. False: by this rank, all of it.
-            force: also if `step` is not at `interval_steps`; the same on all ranks that save together.
+            sharded: True: all ranks save together, also a state without DTensors, of which each rank writes a part. The
+                state is then a dict, and may hold modules and optimizers themselves. False: this rank saves all of it.
+            force: save even if `step` is not at `interval_steps`; the same on all ranks that save together.
 
         Returns:
             False: `step` is not at `interval_steps`, and nothing was done.
 
         Raises:
-            UsageError: `step` is no step, or the ranks do not fit together.
+            UsageError: `step` is invalid, or the states of the ranks do not fit together.
             CheckpointError: another rank could not save, so none did.
             CheckpointSaveError: earlier saves failed. This one is accepted nevertheless.
         """
         from unified.checkpoint.state_stream import StatePayload, is_sharded
-        from unified.memory.host_buffers import BufferPool, nbytes_of, stage_state
+        from unified.tensors.host_buffers import BufferPool, nbytes_of, stage_state
 
         if sharded or (sharded is None and is_sharded(state)):
             return self._saver.save_together(state, step, metadata=metadata, force=force)
@@ -236,12 +235,12 @@ class CheckpointManager(ClosedOnExit):
 
         Args:
             step: None, ``"latest"``, and 0 too, as the reference document has it: the newest.
-            exact: that step and no other: 0 means step 0, and no older one is loaded instead of one that is damaged.
+            exact: load that step and no other: 0 means step 0, and no older one is loaded if it is damaged.
 
         Raises:
             CheckpointNotFoundError: there is none, or none of that step (a FileNotFoundError).
-            CheckpointCorruptError: it is damaged, and so are all before it. Where only it is damaged, the newest good
-                one before it is loaded, with a `CheckpointFallbackWarning`, and `last_load` says so.
+            CheckpointCorruptError: it and all before it are damaged. If an older one is good, the newest good one is
+                loaded, with a `CheckpointFallbackWarning`, and `last_load` says so.
         """
         return await asyncio.to_thread(self.load_bytes, step, exact=exact)
 
@@ -256,7 +255,7 @@ class CheckpointManager(ClosedOnExit):
     ) -> Any:
         """Load a state dict that `save` saved, or ``torch.save`` into saved bytes. Steps and errors: those of `load`.
 
-        Of one that several ranks saved, this process gets all of it: whole tensors, in dicts whose keys are text.
+        If several ranks saved it, this process gets all of it: whole tensors, in dicts whose keys are text.
 
         Args:
             map_location, weights_only: as for ``torch.load``.
@@ -279,12 +278,12 @@ class CheckpointManager(ClosedOnExit):
     ) -> int:
         """Fill a state dict in place from what any number of ranks saved: each rank reads what its tensors need.
 
-        Where torch.distributed is set up all ranks call this together, with the same arguments, and load the same step.
+        If torch.distributed is set up, all ranks call this together, with the same arguments, and load the same step.
 
         Args:
-            state: tensors are filled, everything else is replaced; modules and optimizers at the top are given their
-                state. All that it names must be in the checkpoint.
-            weights_only: as for ``torch.load``, of what is no tensor.
+            state: tensors are filled, everything else is replaced; modules and optimizers at the top level load their
+                state. The checkpoint must contain every name in `state`.
+            weights_only: as for ``torch.load``, for objects other than tensors.
             sharded: False: this rank loads by itself.
 
         Returns:
@@ -300,18 +299,18 @@ class CheckpointManager(ClosedOnExit):
         return report.step
 
     def discard_after(self, step: int) -> list[int]:
-        """Delete all checkpoints after that of `step`: training goes back to it, and what it saves now is the latest.
+        """Delete all checkpoints after that of `step`: after a rollback to it, the next save is then the latest.
 
-        Without this they stay, and the next load without a step takes the highest of them. Saves under way here are
-        awaited first. Where torch.distributed is set up all ranks call this together; otherwise one process does,
-        before any of them saves.
+        Without this the later checkpoints stay, and a load without a step takes the highest of them. Saves under way
+        here are awaited first. If torch.distributed is set up, all ranks call this together; otherwise one process
+        calls it, before any process saves.
 
         Returns:
             The steps that were deleted, in order.
 
         Raises:
-            CheckpointNotFoundError: there is no checkpoint of `step`. Nothing was deleted, nor after the next.
-            CheckpointCorruptError: it is damaged, as far as can be seen without reading all of it.
+            CheckpointNotFoundError: there is no checkpoint of `step`; nothing was deleted.
+            CheckpointCorruptError: it is damaged, as far as its manifest and sizes show; nothing was deleted.
         """
         check_step(step)
         self._before_load()
@@ -340,10 +339,10 @@ class CheckpointManager(ClosedOnExit):
 
         Args:
             metadata: kept in the manifest; plain numbers, text, lists and dicts.
-            directory: whose files belong to the checkpoint. `materialize_checkpoint` brings them back.
+            directory: its files belong to the checkpoint. `materialize_checkpoint` brings them back.
 
         Raises:
-            UsageError: metadata that JSON cannot say, or a directory that is none or empty.
+            UsageError: JSON cannot hold the metadata, or `directory` is no directory or is empty.
             CheckpointExistsError: another run writes the same step here.
             OSError: the storage does not take it.
         """
@@ -376,11 +375,11 @@ class CheckpointManager(ClosedOnExit):
 
         Args:
             checkpoint: as `latest_checkpoint` gives it, or a step; None: the latest that is whole.
-            directory: where to make ``checkpoint-<step>``; by default a new temporary one, which is the caller's.
+            directory: where to make ``checkpoint-<step>``; by default a new temporary one, which the caller owns.
 
         Returns:
-            The directory of the checkpoint: its files, or ``data.bin`` or ``state.pt``, and its manifest. It is there
-            as a whole or not at all; one that is there already is replaced.
+            The directory of the checkpoint: its files, or ``data.bin`` or ``state.pt``, and its manifest. It is made
+            whole or not at all, and replaces an existing one.
 
         Raises:
             CheckpointNotFoundError: there is none.
@@ -393,8 +392,8 @@ class CheckpointManager(ClosedOnExit):
         """Keep the configuration of a run as ``config/run.json``, and make ``logs/``.
 
         Args:
-            config: a mapping, a pydantic or dataclass object, an OmegaConf config, or an argparse namespace. What JSON
-                cannot say is kept as text.
+            config: a mapping, a pydantic or dataclass object, an OmegaConf config, or an argparse namespace. Values
+                that JSON cannot hold are kept as text.
 
         Returns:
             Its key in the storage.
@@ -402,16 +401,16 @@ class CheckpointManager(ClosedOnExit):
         return self._run.persist_config(config, name)
 
     def sync_directory(self, directory: str | os.PathLike[str], name: str | None = None) -> list[str]:
-        """Copy the files of a local directory to the run's storage, those alone that changed since the last time.
+        """Copy the files of a local directory to the run's storage, except those unchanged since the last time.
 
         Args:
-            name: of the directory there, such as ``"logs"``; by default that of `directory`.
+            name: name of the directory there, such as ``"logs"``; by default that of `directory`.
 
         Returns:
             The keys that were written. Files that are gone here stay there.
 
         Raises:
-            UsageError: `directory` is none.
+            UsageError: `directory` is no directory.
             OSError: a file cannot be read, or the storage does not take it.
         """
         return self._run.sync(directory, name)

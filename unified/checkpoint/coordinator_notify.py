@@ -23,7 +23,7 @@ from unified.threads import own_pid, start_thread
 logger = logging.getLogger(__name__)
 
 CLOSE_WITHIN_S = 2.0
-"""Seconds for which the end of a manager waits until all is delivered."""
+"""Seconds for which the end of a manager waits for the delivery of notifications."""
 MAX_EVENTS = 16
 
 Notification = NotifyCheckpoint | TellEvent
@@ -40,7 +40,7 @@ class PendingNotifications:
         return self._notice is not None or bool(self._events)
 
     def add(self, notification: Notification) -> None:
-        """Add one. Of two checkpoints of one step the later counts; of too many events the newest."""
+        """Add one; keep only the highest step since the last rollback, and the newest `MAX_EVENTS` events."""
         if isinstance(notification, TellEvent):
             self._events.append(notification)
         elif self._notice is None or notification.goes_back:
@@ -56,7 +56,7 @@ class PendingNotifications:
         return notice
 
     def put_back(self, notification: Notification) -> None:
-        """Put one back that could not be delivered, before those that were added meanwhile."""
+        """Put back one that was not delivered, before those that were added meanwhile."""
         if isinstance(notification, TellEvent):
             if len(self._events) < MAX_EVENTS:
                 self._events.appendleft(notification)
@@ -69,10 +69,10 @@ class PendingNotifications:
 
 
 class CoordinatorNotifier:
-    """Takes notifications and returns at once; a thread that lives while there are some delivers them. Whatever goes
-    wrong, no save or load notices: it is logged once, and the notification delivered with the next.
+    """Takes notifications and returns at once; a thread delivers them, and ends when none is left. An error reaches no
+    save or load: it is logged once, and the notification is delivered with the next one.
 
-    The thread is no `SerialWorker`, since saves that go on after `close` are still notified.
+    The thread is no `SerialWorker`, because saves that go on after `close` are still notified.
     """
 
     def __init__(
@@ -92,12 +92,12 @@ class CoordinatorNotifier:
         self._pid = own_pid()
 
     def written(self, manifest: Manifest) -> None:
-        """Notify of a checkpoint, unless another rank wrote it, which notifies of it itself."""
+        """Notify of a checkpoint, unless another rank wrote it: that rank notifies of it."""
         if manifest.writer == self._writer.name:
             self._checkpoint(manifest)
 
     def rolled_back(self, manifest: Manifest) -> None:
-        """Notify that the checkpoints after this one, whoever wrote it, were discarded."""
+        """Notify that the checkpoints after this one were discarded; any rank may have written it."""
         self._checkpoint(manifest, goes_back=True)
 
     def event(self, event: WorkerEvent, reason: str) -> None:
@@ -105,10 +105,10 @@ class CoordinatorNotifier:
         self._add(lambda space, worker_id: TellEvent(space=space, worker_id=worker_id, event=event, reason=reason))
 
     def close(self, timeout_s: float = CLOSE_WITHIN_S) -> None:
-        """Wait, but not for long, until all is delivered; a notification that failed before is tried once more."""
+        """Wait for delivery, at most `timeout_s`; a notification that failed before is tried once more."""
         if own_pid() != self._pid:
             return
-        with self._lock, suppress(RuntimeError):  # no thread begins at the interpreter's end
+        with self._lock, suppress(RuntimeError):  # no thread starts at the interpreter's end
             if self._pending:
                 self._begin()
         thread = self._thread
@@ -140,7 +140,7 @@ class CoordinatorNotifier:
             with self._lock:
                 self._pending.add(notification)
                 self._begin()
-        except Exception as error:  # a rank that changed, no thread at the interpreter's end: the save is safe
+        except Exception as error:  # the rank changed, or no thread starts at the interpreter's end: the save is safe
             self._failed(error)
 
     def _begin(self) -> None:
@@ -177,5 +177,5 @@ class CoordinatorNotifier:
 
     def _failed(self, error: Exception) -> None:
         if not self._is_failing:
-            logger.warning("event=checkpoint-not-told error=%s: %s", type(error).__name__, error)
+            logger.warning("event=checkpoint-notification-failed error=%s: %s", type(error).__name__, error)
         self._is_failing = True

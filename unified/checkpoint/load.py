@@ -1,4 +1,4 @@
-"""Loading: the checkpoint that is asked for, or else the newest before it that is not damaged."""
+"""Loading: the requested checkpoint, or if it is damaged the newest undamaged one before it."""
 
 from __future__ import annotations
 
@@ -93,11 +93,11 @@ class CheckpointReader:
 
         Args:
             step: None, ``"latest"`` and 0 (as the reference document has it): the newest.
-            readers: functions for the kinds that will do. Newer checkpoints of other kinds are passed over, unless one
-                of them was asked for. A reader raises CheckpointCorruptError for damage.
-            exact: `step` and no other: 0 is step 0, and one that is damaged is an error.
-            ranks: the ranks that load together, and so the same step: this is a collective then, and so is every
-                reader, which raises the same on every rank. None: this process by itself.
+            readers: functions for the kinds that this call loads. Newer checkpoints of other kinds are skipped; it is
+                an error if `step` is of another kind. A reader raises CheckpointCorruptError for damage.
+            exact: load `step` and no other: 0 is step 0, and damage is an error.
+            ranks: the ranks that load the same step together. This call and every reader are then collectives, and a
+                reader raises the same error on every rank. None: this process by itself.
         """
         ranks = ranks or Alone()
         wanted = wanted_step(step, exact=exact)
@@ -115,7 +115,7 @@ class CheckpointReader:
                 continue
             if found:
                 if skipped:
-                    self._warn(skipped, f"Loaded that of step {candidate} instead.")
+                    self._warn(skipped, f"Loaded the checkpoint of step {candidate} instead.")
                 self.last = LoadReport(candidate, manifest, tuple(skipped))
                 return found[0]
             if candidate == wanted:
@@ -143,23 +143,22 @@ class CheckpointReader:
                 skipped.append((step, "parts of it are gone or cut short"))
                 continue
             if skipped:
-                self._warn(skipped, f"The latest that is whole is that of step {step}.")
+                self._warn(skipped, f"The newest complete checkpoint is that of step {step}.")
             return manifest
         if skipped:
-            self._warn(skipped, "There is none before.")
+            self._warn(skipped, "There is no older checkpoint.")
         return None
 
     def find(self, checkpoint: Manifest | Wanted) -> Manifest:
-        """Return a checkpoint itself, that of a step, or for None the latest that looks whole."""
+        """Return the given manifest, the manifest of a step, or for None the latest that looks whole."""
         if checkpoint is None or checkpoint == "latest":
             checkpoint = self.latest()
             if checkpoint is None:
                 steps = describe(self._store.steps())
-                raise CheckpointNotFoundError(f"There is no checkpoint in {self._store.place} that is whole: {steps}.")
+                raise CheckpointNotFoundError(f"There is no complete checkpoint in {self._store.place}: {steps}.")
         return checkpoint if isinstance(checkpoint, Manifest) else self._store.manifest(check_step(checkpoint))
 
     def _candidates(self, wanted: int | None, *, exact: bool) -> list[int]:
-        """Return the steps to try, in this order."""
         steps = self._store.steps()
         if wanted is None:
             return steps[::-1]
@@ -172,13 +171,13 @@ class CheckpointReader:
     def _read(
         self, step: int, readers: Mapping[Kind, Callable[[Manifest], T]], ranks: Ranks
     ) -> tuple[Manifest, list[T]]:
-        """Return a checkpoint and its value as read; no value, if it is of another kind."""
+        """Return a checkpoint and its value as read; no value, if no reader takes its kind."""
         manifest = lead(ranks, lambda: self._store.manifest(step), RANK_ERRORS)
         while manifest.kind in readers:
             try:
                 return manifest, [readers[manifest.kind](manifest)]
             except CheckpointCorruptError:
-                # It was replaced between the two reads, if it is another one now.
+                # If the manifest differs now, the checkpoint was replaced between the two reads.
                 again = lead(ranks, lambda: self._store.manifest(step), RANK_ERRORS)
                 if again == manifest:
                     raise
@@ -194,7 +193,7 @@ class CheckpointReader:
 
 
 def wanted_step(step: Wanted, *, exact: bool) -> int | None:
-    """Return a step as users give it; None: the newest."""
+    """Return the number of the step that a user wants; None: the newest."""
     if step is None or step == "latest":
         if exact:
             raise UsageError("exact=True needs the number of a step.")

@@ -68,7 +68,7 @@ def open_location(
     if backend not in ("local", "s3"):
         raise UsageError(f"There is no storage backend {backend!r}; there are 'local' and 's3'.")
     if backend == "local" and not path.startswith("s3://"):
-        # Not by `open_storage`, which would take a name with brackets for a pattern.
+        # Not with `open_storage`: it would read a name with brackets as a pattern.
         path = path.removeprefix("file://")
         _check_no_address(path)
         if not path:
@@ -105,7 +105,7 @@ def run_prefix(run_id: str | None, framework: str | None) -> str:
 
 
 def joined(*parts: str) -> str:
-    """Return the key that parts make, without the empty ones."""
+    """Join the parts that are not empty to a key."""
     return "/".join(part for part in parts if part)
 
 
@@ -125,12 +125,12 @@ def this_writer(rank: int | None, world_size: int | None) -> WriterIdentity:
 def resolve(existing: Manifest | None, writer: WriterIdentity, *, is_older: bool) -> Resolution:
     """Return what a writer does with a step that may be there already. Pure.
 
-    A run that went back to an older checkpoint saves the steps since then again: they replace those that an earlier
-    incarnation left, and its own. Data-parallel ranks that all save the same step have the same state: the first stays.
-    Anybody else is another run that was pointed at the same place.
+    A run that went back to an older checkpoint saves the later steps again. They replace the checkpoints of this and of
+    earlier incarnations. Data-parallel ranks that save the same step have the same state: the first checkpoint stays.
+    Any other writer is another run at the same place.
 
     Args:
-        is_older: `existing` was there when the writer first looked. No clock tells, since two hosts' may differ.
+        is_older: `existing` was there when the writer first looked. Clocks of two hosts may differ, so none decides.
     """
     if existing is None or existing.writer == writer.name or is_older:
         return "write"
@@ -147,7 +147,7 @@ def _check_no_address(path: str) -> None:
 
 
 def _check_can_be_made(root: Path) -> None:
-    """Raise UsageError if checkpoints can never be kept there; a directory that is there may be read-only."""
+    """Raise UsageError if `root` is no directory and cannot be made; an existing directory may be read-only."""
     above = next(folder for folder in (root, *root.parents) if os.path.exists(folder))
     if not above.is_dir():
         raise UsageError(f"Checkpoints are kept in a directory, and {str(above)!r} is none.")

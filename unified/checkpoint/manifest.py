@@ -1,8 +1,8 @@
 """The manifest of a checkpoint, which names its parts. Pure: names, records, and their bytes.
 
-A checkpoint exists when its manifest does. The manifest of step 1 is ``step-000001.json``; what it describes, its
-*parts*, was written before it under names that no other save uses, ``step-000001.TOKEN.bin``. So one rename (or one
-put) makes a checkpoint, or replaces one by another of the same step, and a crash before it changes nothing.
+A checkpoint exists when its manifest does. The manifest of step 1 is ``step-000001.json``. Its *parts* are written
+before it, under names that no other save uses: ``step-000001.TOKEN.bin``. So one rename (or one put) makes a
+checkpoint, or replaces the one of the same step. A crash before this changes nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from unified.errors import CheckpointCorruptError, UsageError
 from unified.values import Value
 
 FORMAT = 2
-"""Newest format of manifests: 2 where a checksum is XXH3, else 1. A higher number is of a later version."""
+"""Newest format of manifests: 2 if a checksum is XXH3, else 1. Only a later version writes a higher number."""
 XXH3 = "xxh3_64:"
 
 Kind = Literal["bytes", "state", "sharded", "files", "metadata"]
@@ -41,7 +41,7 @@ class Part(Value, frozen=True, kw_only=True):
     key: str
     """Key relative to the place of the manifests."""
     size_bytes: int
-    """Size as stored, so after compression."""
+    """Size as stored, after compression."""
     checksum: str
     """Checksum of the stored bytes: ``xxh3_64:`` and 16 hexadecimal digits, or ``crc32:`` and eight."""
     name: str = ""
@@ -56,7 +56,7 @@ class Manifest(Value, frozen=True, kw_only=True):
     size_bytes: int = 0
     """Size of all parts, as stored."""
     checksum: str = ""
-    """Checksum of its one part; of several, a checksum over theirs."""
+    """Checksum of its only part, or a checksum over the checksums of its parts."""
     compression: Compression | None = None
     rank: int = 0
     """Rank that wrote it."""
@@ -66,7 +66,7 @@ class Manifest(Value, frozen=True, kw_only=True):
     """Name of the manager's incarnation that wrote it."""
     parts: list[Part] = []
     metadata: dict[str, Any] = {}
-    """The user's."""
+    """Metadata of the user."""
     format: int = 1
 
 
@@ -86,7 +86,7 @@ def make_manifest(parts: Iterable[Part], *, step: int, **fields: Any) -> Manifes
 
 
 def checked_metadata(step: int, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a user's metadata, refused before anything is written if they cannot be kept."""
+    """Return a user's metadata; raise UsageError, before anything is written, if JSON cannot hold them."""
     if metadata is not None and not isinstance(metadata, Mapping):
         raise UsageError(f"A checkpoint's metadata are a dict, not {type(metadata).__name__}.")
     made = dict(metadata or {})
@@ -110,7 +110,7 @@ def decode(data: bytes, name: str) -> Manifest:
     """Read a manifest.
 
     Args:
-        name: the name of the file, for errors; its step must be the one inside.
+        name: the name of the file, for errors; it must name the same step as the manifest.
     """
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
@@ -131,12 +131,12 @@ def manifest_name(step: int) -> str:
 
 
 def part_name(step: int, token: str, name: str = "") -> str:
-    """Return the name of a part that one save stores: one payload, or the file `name` of several."""
+    """Return the name of a part of one save: its only payload, or the file `name` of several."""
     return f"step-{step:06d}.{token}." + (f"parts/{name}" if name else "bin")
 
 
 def step_of(name: str) -> int | None:
-    """Return the step in a manifest's name; None: it is none, as ``step-1.json``, so that a step has one name alone."""
+    """Return the step in a manifest's name; None for any other name, also ``step-1.json``: a step has only one name."""
     found = _MANIFEST.fullmatch(name)
     if found is None or manifest_name(int(found[1])) != name:
         return None
@@ -144,13 +144,13 @@ def step_of(name: str) -> int | None:
 
 
 def part_of(key: str) -> tuple[int, str] | None:
-    """Return the step and the token in a part's key; None: it is none of ours."""
+    """Return the step and the token in a part's key; None for any other key."""
     found = _PART.fullmatch(key)
     return (int(found[1]), found[2]) if found else None
 
 
 def check_step(step: object) -> int:
-    """Return a step as users may give it."""
+    """Return a user's step as an int; raise UsageError if it is no step."""
     is_whole = isinstance(step, int) or hasattr(step, "__index__")  # numpy's integers have it
     if isinstance(step, bool) or not is_whole or int(step) < 0:  # type: ignore[call-overload]
         raise UsageError(f"A checkpoint's step is a whole number from 0 up, not {step!r}.")
@@ -162,12 +162,12 @@ class CheckpointUnverifiedWarning(UserWarning):
 
 
 class Checksum:
-    """Checksum of a stream, which finds damage by a disk, a network or a cut write, not by an attacker.
+    """Checksum of a stream. It detects damage by a disk, a network or a truncated write, not by an attacker.
 
-    It is XXH3 of 64 bits where the package xxhash is installed, else CRC-32, which takes several times as long.
+    It is XXH3 of 64 bits if the package xxhash is installed, else CRC-32, which takes several times as long.
 
     Args:
-        expected: the checksum that was saved, in text, whose algorithm is taken. If that is not installed, `text` is
+        expected: the saved checksum as text; its algorithm is used. If the algorithm is not installed, `text` is
             `expected`, and a CheckpointUnverifiedWarning says so.
     """
 

@@ -63,7 +63,7 @@ DEFAULTS: CheckpointOptions = {
 
 
 def completed(options: CheckpointOptions, settings: CheckpointSettings) -> CheckpointOptions:
-    """Return all options: those that were given, and else the settings' or the defaults."""
+    """Return all options: the given ones, else those of the settings, else the defaults."""
     for name in options:
         if name not in DEFAULTS:
             raise TypeError(

@@ -15,9 +15,9 @@ from unified.errors import CheckpointCorruptError, UsageError, nearest
 Chunk = bytes | bytearray | memoryview
 
 CHUNK_BYTES = 4 << 20
-"""Size of a chunk: small enough to be in the processor's cache still when it is written, after its checksum."""
+"""Size of a chunk: small enough to stay in the processor's cache from its checksum to its write."""
 GZIP_LEVEL = 1
-"""Weights hardly get smaller with a higher one, and the writing thread would be busy for several times as long."""
+"""A higher level hardly makes weights smaller, and keeps the writing thread busy for several times as long."""
 ZSTD_LEVEL = 3
 _GZIP_WINDOW = 31  # 15 bits of window, and a gzip header
 
@@ -41,7 +41,7 @@ class Payload(Protocol):
 
 
 class BytesPayload:
-    """Bytes that a user gave: referred to where they cannot change, and copied where they can."""
+    """Bytes of a user: kept by reference if they are immutable, else copied."""
 
     def __init__(self, data: object) -> None:
         if isinstance(data, bytes):
@@ -65,7 +65,7 @@ class BytesPayload:
 
 
 class MeasuredStream:
-    """A payload on its way into the store: compressed, and with its checksum once it was read to its end."""
+    """A payload on its way into the store, compressed. Its checksum is complete once it was read to its end."""
 
     def __init__(self, payload: Payload, compression: Compression | None) -> None:
         self._payload = payload
@@ -73,7 +73,7 @@ class MeasuredStream:
         self.checksum = Checksum()
 
     def __iter__(self) -> Iterator[Chunk]:
-        self.checksum = Checksum()  # a store that reads it again for a retry of its own begins anew
+        self.checksum = Checksum()  # the store may read the stream again, for a retry
         for chunk in compressed(self._payload.chunks(), self._compression):
             self.checksum.update(chunk)
             yield chunk
@@ -115,7 +115,7 @@ def _zstd() -> CompressionStreams:
 
 
 COMPRESSIONS: dict[Compression, Callable[[], CompressionStreams]] = {"gzip": _gzip, "zstd": _zstd}
-"""Compressions by the name that users and manifests give them, imported when they are used."""
+"""Compressions by their name in options and manifests, imported at first use."""
 
 
 def check_compression(name: str | None) -> Compression | None:

@@ -1,7 +1,7 @@
-"""Retention: which stored objects may go, checkpoints past the number to keep and orphans of crashed saves. Pure.
+"""Retention. Selects what to delete: checkpoints beyond the number to keep, and orphans of crashed saves. Pure.
 
-Order matters where a plan is carried out: a manifest goes before its parts, so that a crash between them leaves
-parts without a manifest, which the next sweep finds, and never a manifest without its parts.
+The order of deletion matters: a manifest goes before its parts. A crash between them then leaves parts without a
+manifest, which the next sweep finds, and never a manifest without its parts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from unified.values import Value
 
 ORPHANED_AFTER_S = 600.0
 """Age at which a part without a manifest is an orphan. A save writes its manifest right after its parts, or after some
-tries; another writer's save that takes longer between the two than this would be taken for dead."""
+tries. If another writer takes longer than this between the two, a sweep deletes its parts."""
 
 
 class StoredObject(Value, frozen=True, kw_only=True):
@@ -69,7 +69,7 @@ def plan_sweep(
     going: list[int] = []
     if keep_last_n is not None and len(good) > keep_last_n:
         oldest_kept = good[keep_last_n - 1]
-        # Damaged ones between those that are kept stay, for somebody to look at; older ones go with the rest.
+        # Damaged checkpoints newer than the oldest kept one stay for inspection; older ones go with the rest.
         going = sorted(step for step in steps if step < oldest_kept and step not in protected)
     gone = set(going)
     unreadable = {step for step in steps if step not in manifests and step not in gone}
@@ -80,7 +80,7 @@ def plan_sweep(
         found = part_of(each.key)
         if found is None or each.key in in_use or found[1] in writing:
             continue
-        # A manifest that cannot be read may name it: whether it is an orphan is not known.
+        # The unreadable manifest of this step may name the part, which then is no orphan.
         if found[0] in unreadable:
             continue
         if each.key in named_by_gone or now - each.modified_at > ORPHANED_AFTER_S:
@@ -89,7 +89,7 @@ def plan_sweep(
 
 
 def is_whole(manifest: Manifest, sizes: Mapping[str, int]) -> bool:
-    """Return whether every part is there with its size; their bytes are not looked at."""
+    """Return whether every part is there with its size; the bytes are not checked."""
     return all(sizes.get(part.key) == part.size_bytes for part in manifest.parts)
 
 
@@ -103,7 +103,8 @@ class SaveHistory:
         """Note that a checkpoint was written.
 
         Returns:
-            The last so many steps of this incarnation. They stay, even if an earlier one's are higher.
+            The last `keep_last_n` steps of this incarnation; for None, the last one. A sweep must keep them, even if an
+            earlier incarnation has higher steps.
         """
         saved = [*(each for each in self._saved if each != step), step]
         self._saved = saved[-(keep_last_n or 1) :]

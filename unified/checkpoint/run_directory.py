@@ -24,7 +24,7 @@ FILE_NAMES = {"bytes": "data.bin", "state": "state.pt"}
 
 
 class FilePayload:
-    """A file that is saved as it is when it is read; see `unified.checkpoint.payload.Payload`."""
+    """A file, saved with its contents at the time of reading; see `unified.checkpoint.payload.Payload`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -48,7 +48,7 @@ class RunDirectory:
         self._backend = store.backend
 
     def materialize(self, manifest: Manifest, directory: str | os.PathLike[str] | None) -> Path:
-        """Make ``checkpoint-<step>`` in a directory: as a whole or not at all, in the place of one that is there.
+        """Make ``checkpoint-<step>`` in a directory, whole or not at all; replace an existing one.
 
         Args:
             directory: None: a new temporary one.
@@ -70,7 +70,7 @@ class RunDirectory:
         return target
 
     def persist_config(self, config: object, name: str) -> str:
-        """Keep a configuration in ``config/``, and make ``logs/``; return its key."""
+        """Keep a configuration in ``config/``, and make ``logs/``; return the configuration's key."""
         data = json.dumps(plain(config), indent=2, default=_as_text) + "\n"
         key = joined(self.root, "config", name)
         self._backend.write(key, data.encode())
@@ -132,7 +132,7 @@ def file_payloads(directory: str | os.PathLike[str], step: int) -> dict[str, Pay
 
 
 def files_of(directory: Path) -> dict[str, Path]:
-    """Return every file in a directory and those in it, by its relative name with slashes."""
+    """Return every file below a directory, by its relative path with slashes."""
     if not directory.is_dir():
         raise UsageError(f"{directory} is no directory.")
     found = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointSaver:
-    """Saves by one rank and by several together, and carries retention out. Safe for threads.
+    """Saves checkpoints, by one rank or by several together, and applies retention. Safe for threads.
 
     Attributes:
         keep_last_n, interval_steps: see `CheckpointManager`.
@@ -44,7 +44,7 @@ class CheckpointSaver:
         self._notifier = notifier
         self._history = SaveHistory()
         self._sweeping = threading.Lock()
-        """Held while checkpoints are deleted, and for `_history`."""
+        """Guards `_history` and every deletion of checkpoints."""
         queue: SaveQueue[SaveRequest] = SaveQueue(
             max_waiting=options["max_waiting"],
             max_waiting_bytes=options["max_waiting_bytes"],
@@ -90,11 +90,11 @@ class CheckpointSaver:
         kept = checked_metadata(step, metadata)
         with self._asking:
             self._check_open(step)
-            # Before the copy is made, so that it takes the memory of those that are superseded.
+            # Before the copy, which then reuses the memory of the superseded saves.
             self._alone.make_room(step, nbytes)
             payload = make()
             request = SaveRequest(step, secrets.token_hex(6), {"": payload}, kind, self._compression, kept)
-            failures = self._alone.take_failures()  # of earlier saves alone
+            failures = self._alone.take_failures()  # of earlier saves only
             self._alone.submit(QueuedSave(step, payload.nbytes, request))
         raise_failures(failures, self._store.place)
         return True
@@ -119,7 +119,7 @@ class CheckpointSaver:
         return True
 
     def write(self, request: SaveRequest) -> Manifest:
-        """Write a checkpoint of this rank now, and carry retention out."""
+        """Write a checkpoint of this rank now, and apply retention."""
         started_at = time.monotonic()
         manifest = self._store.write(request)
         seconds = time.monotonic() - started_at
@@ -133,7 +133,7 @@ class CheckpointSaver:
             payload.release()
 
     def after_save(self, manifest: Manifest) -> None:
-        """Notify of a checkpoint that was written, and delete those past the number to keep."""
+        """Report a written checkpoint, and delete the checkpoints beyond `keep_last_n`."""
         self._notifier.written(manifest)
         try:
             if (on_saved := self._options["on_saved"]) is not None:
@@ -143,12 +143,12 @@ class CheckpointSaver:
         try:
             with self._sweeping:
                 self._store.sweep(self.keep_last_n, self._history.saved(manifest.step, self.keep_last_n))
-        except Exception as error:  # it is tried again with the next one
+        except Exception as error:  # the next save sweeps again
             logger.warning("event=checkpoint-sweep-failed step=%d error=%s", manifest.step, error)
 
     def discard_after(self, step: int, ranks: Ranks) -> list[int]:
         """Delete all checkpoints after that of `step`; see `CheckpointManager.discard_after`. A collective."""
-        ranks.gather(None)  # nobody's save is under way any more
+        ranks.gather(None)  # a barrier: after it, no rank has a save under way
         with self._sweeping:
             manifest, gone = lead(ranks, lambda: self._store.discard_after(step), RANK_ERRORS)
             self._history.rolled_back(step)
@@ -189,14 +189,14 @@ class CheckpointSaver:
         return [self._alone] if self._together is None else [self._together.saver, self._alone]
 
     def _passes_over(self, step: int) -> bool:
-        """Return whether it is not at `interval_steps`; the first time, log it."""
+        """Return whether `step` is not at `interval_steps`; log the first such step."""
         if self.should_save(step):
             return False
         if not self._has_passed_over:
             self._has_passed_over = True
             logger.warning(
-                "event=checkpoint-passed-over step=%d: it is not saved, nor is any that is no multiple of "
-                "interval_steps=%d, unless with force=True",
+                "event=checkpoint-passed-over step=%d: it is not saved: only multiples of interval_steps=%d "
+                "are, and steps with force=True",
                 step,
                 self.interval_steps,
             )

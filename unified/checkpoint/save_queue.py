@@ -1,7 +1,7 @@
 """The queue of saves: decides which is written next, which is superseded, and when a failed one is tried again. Pure.
 
-Saves are written one at a time, in the order in which they were asked for. Those that wait are bounded in number and
-bytes: when a new one would not fit, it supersedes the oldest of them, or its caller waits. `now` is an argument.
+Saves are written one at a time, in the order of their requests. The waiting saves are bounded in number and bytes. A
+new save that does not fit supersedes the oldest waiting one, or its caller waits. `now` is an argument.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class QueuedSave(Generic[T]):
-    """A save that was asked for, of `item`."""
+    """A requested save of `item`."""
 
     step: int
     nbytes: int
@@ -40,12 +40,12 @@ class FailedSave:
 
 @dataclass(kw_only=True, eq=False)
 class SaveQueue(Generic[T]):
-    """Not safe for threads: its shell has a lock."""
+    """The queue of a `BackgroundSaver`, which locks it: not safe for threads."""
 
     max_waiting: int
     """Number of saves that may wait, beside the one that is being written."""
     max_waiting_bytes: int
-    """Sum of their bytes; a single save may wait whatever its size."""
+    """Limit of the sum of their bytes; a single save of any size may wait."""
     when_full: WhenFull
     max_tries: int
     backoff: Backoff
@@ -54,7 +54,7 @@ class SaveQueue(Generic[T]):
     try_at: float = 0.0
     """The time at which the current save is to be tried again."""
     failures: list[FailedSave] = field(default_factory=list)
-    """Failed saves that nobody was told of yet, in order."""
+    """Failed saves that were not reported yet, in order."""
     _waiting: deque[QueuedSave[T]] = field(default_factory=deque)
     _current: QueuedSave[T] | None = None
     _num_tries: int = 0
@@ -73,10 +73,10 @@ class SaveQueue(Generic[T]):
         return self.when_full == "newest" or self._fits(nbytes)
 
     def make_room(self, step: int, nbytes: int) -> list[QueuedSave[T]]:
-        """Supersede saves before a new one is offered, so that its memory can be theirs.
+        """Supersede saves before a new one is offered, so that the new one can reuse their memory.
 
         Returns:
-            The superseded: the waiting one of the same step, and with `newest` the oldest until the new one fits.
+            The superseded saves: the waiting one of the same step, and with `newest` the oldest until the new one fits.
         """
         superseded = [each for each in self._waiting if each.step == step]
         for each in superseded:
@@ -125,7 +125,7 @@ class SaveQueue(Generic[T]):
         return True
 
     def take_failures(self) -> list[FailedSave]:
-        """Return the failures that nobody was told of yet."""
+        """Return the failures that were not reported yet."""
         failures, self.failures = self.failures, []
         return failures
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -14,11 +13,12 @@ import torch
 
 from unified.checkpoint.payload import CHUNK_BYTES, Chunk, slices
 from unified.errors import CheckpointError, UsageError
-from unified.memory.host_buffers import HostCopy, tensors_in
+from unified.tensors import walk
+from unified.tensors.host_buffers import HostCopy
 from unified.threads import start_thread
 
 SMALL_BYTES = 256 << 10
-"""Size up to which pieces are copied together, so that many small tensors do not cost a hand-over each."""
+"""Pieces up to this size are copied together: a hand-over for each small tensor would be slow."""
 
 
 class StatePayload:
@@ -57,12 +57,8 @@ def load_state(data: Chunk, *, map_location: Any, weights_only: bool) -> Any:
 
 
 def is_sharded(state: Any) -> bool:
-    """Return whether a state has tensors of which each rank has a piece, also in modules."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return False  # which is slow to import, and nobody has made any
-    from torch.distributed.tensor import DTensor
-
-    return any(isinstance(each, DTensor) for each in tensors_in(state, in_modules=True))
+    """Return whether a state has sharded tensors, also in modules."""
+    return any(walk.is_sharded(each) for each in walk.tensors_in(state, in_modules=True))
 
 
 class _AbandonedError(Exception):
@@ -70,7 +66,7 @@ class _AbandonedError(Exception):
 
 
 class ChunkPipe:
-    """A pipe of chunks: a file for one thread to write, an iterator for another to read, in step with each other."""
+    """A pipe between two threads: one writes it as a file, the other iterates over it, one chunk at a time."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -81,7 +77,7 @@ class ChunkPipe:
         self._small = bytearray()
 
     def write(self, data: Chunk) -> int:
-        """Hand a piece over. Returns when it was used, or copied."""
+        """Hand a piece over; return once the reader has used the piece, or once it is copied."""
         view = memoryview(data).cast("B")
         if view.nbytes <= SMALL_BYTES:
             self._small += view
@@ -93,7 +89,7 @@ class ChunkPipe:
         return view.nbytes
 
     def flush(self) -> None:
-        """Do nothing, as a file must have it."""
+        """Do nothing: ``torch.save`` calls this method of its file."""
 
     def finish(self, error: BaseException | None = None) -> None:
         """Note that nothing more is written."""
@@ -147,7 +143,7 @@ def _write(tree: Any, pipe: ChunkPipe) -> None:
         with _no_checksums_by_torch(), contextlib.suppress(_AbandonedError):
             torch.save(tree, pipe)  # type: ignore[arg-type]
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        failure = UsageError(f"the state cannot be pickled: {error}. Leave out of it what cannot be.")
+        failure = UsageError(f"the state cannot be pickled: {error}. Remove these values from the state.")
         failure.__cause__ = error
     except BaseException as error:
         failure = error
@@ -155,8 +151,9 @@ def _write(tree: Any, pipe: ChunkPipe) -> None:
 
 
 def _no_checksums_by_torch() -> contextlib.AbstractContextManager[object]:
-    """Turn off torch's CRCs in this thread: they take more than twice the time of ours, which is of the same bytes, and
-    torch never looks at them; a zip tool that unpacks what was saved complains about each.
+    """Turn off torch's CRCs in this thread: they take more than twice the time of our checksum of the same bytes.
+
+    Torch never checks them. A zip tool that unpacks a saved checkpoint complains about each entry.
     """
     try:
         from torch.utils.serialization import config

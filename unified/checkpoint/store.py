@@ -1,4 +1,4 @@
-"""The checkpoint store: writes so that a crash at any byte changes nothing, and reads so that damage is noticed."""
+"""The checkpoint store. A crash during a write changes no checkpoint, and a read detects damage."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class SaveRequest:
     token: str
     """A word in the names of its parts; no other save has it."""
     payloads: dict[str, Payload] = field(default_factory=dict)
-    """Payloads by the part's name, which is empty where there is only one."""
+    """Payloads by the part's name, which is empty if there is only one."""
     kind: Kind = "bytes"
     compression: Compression | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class SaveRequest:
 
 
 class Existing(NamedTuple):
-    """The checkpoint that is there of a step that is to be saved."""
+    """An existing checkpoint of a step that is to be saved."""
 
     etag: str
     """Entity tag of the manifest in the storage."""
@@ -102,7 +102,7 @@ class CheckpointStore:
         """Write a checkpoint: its parts, then its manifest.
 
         Returns:
-            Its manifest; another rank's, if one with the same state was faster.
+            Its manifest; another rank's manifest, if that rank saved the same state first.
         """
         existing = self._existing(request.step)
         if (kept := self._kept(existing, request.step)) is not None:
@@ -118,7 +118,7 @@ class CheckpointStore:
             self.end(request.token)
 
     def begin(self, token: str) -> None:
-        """Keep sweeps from taking parts with this token for orphans, until its `end`."""
+        """Protect parts with this token from sweeps, until `end`."""
         with self._lock:
             self._writing.add(token)
 
@@ -140,7 +140,7 @@ class CheckpointStore:
     def write_part(
         self, request: SaveRequest, name: str, payload: Payload, compression: Compression | None = None
     ) -> Part:
-        """Write one part, which belongs to nothing before `publish`."""
+        """Write one part; it belongs to no checkpoint before `publish`."""
         measured = MeasuredStream(payload, compression)
         key = part_name(request.step, request.token, name)
         self.backend.write(self.key(key), measured)
@@ -148,7 +148,7 @@ class CheckpointStore:
         return Part(key=key, size_bytes=checksum.nbytes, checksum=checksum.text, name=name)
 
     def publish(self, request: SaveRequest, parts: Iterable[Part], existing: Existing | None = None) -> Manifest:
-        """Make a checkpoint of parts that are written: the last step of `write`, which see."""
+        """Make a checkpoint of written parts: the last step of `write`. Returns what `write` returns."""
         manifest = make_manifest(
             parts,
             step=request.step,
@@ -185,9 +185,9 @@ class CheckpointStore:
         return sorted(step for each in self.stored() if (step := step_of(each.key)) is not None)
 
     def stored(self, prefix: str = "step-") -> list[StoredObject]:
-        """Return every object at this place whose key, relative to it, begins so.
+        """Return every object at this place whose relative key begins with `prefix`.
 
-        All checkpoints that the first call finds count as those of an earlier incarnation.
+        Checkpoints that the first call finds count as checkpoints of an earlier incarnation.
         """
         start = self.key(prefix)
         cut = len(start) - len(prefix)
@@ -211,14 +211,14 @@ class CheckpointStore:
             ) from error
 
     def read(self, manifest: Manifest) -> Chunk:
-        """Read the data of a checkpoint of one part, as they were given to be saved."""
+        """Read the data of a checkpoint of one part, and decompress them."""
         return decompress(self.read_part(manifest.parts[0]), manifest.compression)
 
     def read_part(self, part: Part) -> bytearray:
-        """Read one part as it is stored; raise CheckpointCorruptError unless it is there and as it was saved."""
+        """Read one part as stored; raise CheckpointCorruptError if it is gone or differs from the saved one."""
         try:
             data = bytearray(self.backend.stat(self.key(part.key)).nbytes)
-            check_part(part, len(data), part.checksum)  # of the wrong size: there is no need to read it
+            check_part(part, len(data), part.checksum)  # finds a wrong size without a read
             num_read = self.backend.read_into(self.key(part.key), data)
         except FileNotFoundError as error:
             raise CheckpointCorruptError(f"{part.key} is gone") from error
@@ -250,7 +250,7 @@ class CheckpointStore:
         self._read_before = {key: known for key, known in self._read_before.items() if key in there}
 
     def discard_after(self, step: int) -> tuple[Manifest, list[int]]:
-        """Delete every checkpoint after that of `step`, the newest first: a crash on the way leaves those before.
+        """Delete every checkpoint after that of `step`, newest first, so that a crash leaves the older ones.
 
         Returns:
             The manifest of `step`, and the steps that were deleted, in order.
@@ -266,7 +266,7 @@ class CheckpointStore:
             try:
                 parts = [part.key for part in self.manifest(each).parts]
             except (CheckpointNotFoundError, CheckpointCorruptError):
-                parts = []  # a sweep takes them for orphans
+                parts = []  # a sweep deletes them as orphans
             self.delete([manifest_name(each), *parts])
         return manifest, later
 
@@ -284,7 +284,7 @@ class CheckpointStore:
             return Existing(etag, None)
 
     def _put(self, step: int, data: bytes, existing: Existing | None) -> None:
-        """Write a manifest; raise FileExistsError if there is another one than was seen."""
+        """Write a manifest; raise FileExistsError if the stored one is no longer `existing`."""
         key = self.key(manifest_name(step))
         if existing is None:
             self.backend.write(key, data, if_absent=True)
@@ -292,7 +292,7 @@ class CheckpointStore:
             self.backend.replace(key, data, existing.etag)
 
     def _kept(self, existing: Existing | None, step: int) -> Manifest | None:
-        """Return another rank's checkpoint, which stays; None: this writer writes that step."""
+        """Return another rank's checkpoint if it stays; None: this writer writes the step."""
         if existing is None or existing.manifest is None:
             return None
         manifest = existing.manifest
@@ -327,7 +327,7 @@ class CheckpointStore:
 
 
 def describe(steps: list[int]) -> str:
-    """Return the checkpoints that there are, in words."""
+    """Return the existing checkpoints in words."""
     if not steps:
         return "there is none at all"
     more = f" and {len(steps) - MAX_NAMED} before" if len(steps) > MAX_NAMED else ""

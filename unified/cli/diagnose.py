@@ -45,23 +45,23 @@ from unified.protocol.records import Stage, WorkerState
 A = TypeVar("A")
 MASTER = "the master"
 MAX_WORKERS = 64
-"""Workers whose logs are taken: those that failed first."""
+"""Number of workers whose logs are taken: first those that failed."""
 TAIL_BYTES = 64 * 1024
 MAX_EVENTS = 2000
 STACKS_S = 5.0
 WHOLE_S = 120.0
-"""Seconds after which nothing more is asked for."""
+"""Seconds after which no further request is sent."""
 SLOW_S = 5.0
-"""Seconds from which on a node that refuses a log is asked for no other."""
+"""Seconds: a node that took longer to refuse a log gets no further request."""
 STREAMS = ("out", "err", "metrics")
 LEFT_OUT = "(left out)"
 _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API[-_]?KEY|ACCESS[-_]?KEY|PRIVATE|AUTH", re.IGNORECASE)
 _SECRET_TEXT = re.compile(
-    # a name that begins a word, and how it goes on to its value: `"name": "`, `name=`, `--name `, `'--name', '`
+    # a name that begins a word, and what is between it and its value: `"name": "`, `name=`, `--name `, `'--name', '`
     r"(?P<name>(?<![\w.-])(?=(?P<option>--)?[\w.-]*?"
     r"(?:token(?!iz)|secret|passw(?:or)?d|credential|(?:api|access|private)[-_]?key))[\w.-]++\\*+[\"']?"
     r"(?:\s*+[=:]++>?|(?(option),?\s(?!\s*+\\*+[\"']?-)|(?!)))\s*+(?P<quote>\\*+[\"'])?+)"
-    # in quotes all until these end, behind as many backslashes as they began
+    # the value: in quotes up to the closing quote, which has as many backslashes as the opening one
     r"(?(quote)(?:(?!(?P=quote))(?:\\++[\"']?|[^\n\\])){4,}+|(?:(?:bearer|basic)\s++)?+[^\s\"',;&]{4,}+)"
     r"|(?P<scheme>\b(?:bearer|basic)\s++)[\w.~+/=-]{8,}+"
     r"|(?P<user>://[^\s/:@]*+:)[^\s/@]++(?=@)"
@@ -69,7 +69,7 @@ _SECRET_TEXT = re.compile(
     re.IGNORECASE,
 )
 MIN_SECRET = 6
-"""Characters from which on a value is looked for in texts."""
+"""Least number of characters of a value that is searched for in texts."""
 
 
 def diagnose_arguments(parser: ArgumentParser) -> None:
@@ -111,7 +111,7 @@ def diagnose(job: str, master: str | None, output: Path | None) -> None:
 
 
 class DiagnosisReader:
-    """Answers of a master for one archive, within one deadline. Whoever was silent once is asked for nothing more."""
+    """Answers of a master for one archive, within one deadline. A master or node that was silent is not asked again."""
 
     def __init__(self, connection: MasterConnection) -> None:
         self._connection = connection
@@ -119,7 +119,7 @@ class DiagnosisReader:
         self._silent: set[str] = set()
 
     def ask(self, message: ClientRequest, expected: type[A], *, node: str = "", more_s: float = 0.0) -> A:
-        """Return the master's answer; `node`: whom it asks in turn; `more_s`: what it may wait for that."""
+        """Return the master's answer; `node`: the node that it asks in turn; `more_s`: seconds that this may take."""
         began = time.monotonic()
         if silent := self._silent & {MASTER, node}:
             raise ClusterError(f"{min(silent)} did not answer before")
@@ -138,8 +138,8 @@ class DiagnosisReader:
 
 
 def cleaner(env: Mapping[str, str]) -> Callable[[str], str]:
-    """Return a function that leaves secrets out of a text: values of variables that look like some, also as JSON or
-    Python writes them; what follows a name, a scheme of HTTP or a user that is followed by one; and known tokens.
+    """Return a function that leaves secrets out of a text: values of variables with a secret's name, also as JSON or
+    Python writes them; values after such a name, an HTTP scheme or a user name; and known kinds of tokens.
     """
     secrets = [value.strip() for name, value in env.items() if _SECRET_NAME.search(name)]
     values = {
@@ -157,7 +157,7 @@ def cleaner(env: Mapping[str, str]) -> Callable[[str], str]:
 
 
 def cleaned(value: Any, clean: Callable[[str], str]) -> Any:
-    """Return a plain value of JSON with its texts cleaned, and without the text of a field that a secret's name has."""
+    """Return a plain value of JSON with its texts cleaned, and without the text of fields that have a secret's name."""
     match value:
         case str():
             return clean(value)
@@ -172,7 +172,7 @@ def cleaned(value: Any, clean: Callable[[str], str]) -> Any:
 
 
 def settings_text(env: Mapping[str, str]) -> str:
-    """Return the variables that concern us, without the values of secrets."""
+    """Return the variables that concern Unified, without the values of secrets."""
     ours = re.compile(r"(UNIFIED|DLROVER|TRAINER_API|NCCL|GLOO|TORCH|CUDA|SLURM|OMP)_")
     return "\n".join(
         f"{name}={LEFT_OUT if _SECRET_NAME.search(name) else value}"
@@ -182,7 +182,7 @@ def settings_text(env: Mapping[str, str]) -> str:
 
 
 def _files(reader: DiagnosisReader, status: JobStatus) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield name of each file, and what returns its text, or what is written as JSON."""
+    """Yield the name of each file, and a function that returns its text or a value to write as JSON."""
     yield "status.json", lambda: status
     yield "status.txt", lambda: "\n".join(status_lines(status, time.time()))
     yield "releases.txt", _releases
@@ -200,7 +200,7 @@ def _files(reader: DiagnosisReader, status: JobStatus) -> Iterator[tuple[str, Ca
 
 
 def _logs(reader: DiagnosisReader, job_id: str, worker: WorkerStatus) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield the ends of the logs of a worker's last two incarnations, of which the earlier may be on another node."""
+    """Yield the ends of the logs of a worker's last two incarnations. The earlier one may be on another node."""
     for incarnation in range(max(0, worker.incarnation - 1), worker.incarnation + 1):
         node = f"node {worker.node}" if incarnation == worker.incarnation else f"the earlier node of {worker.name}"
         for stream in STREAMS:

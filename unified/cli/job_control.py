@@ -43,7 +43,7 @@ def call(job: str, target: str, method: str, arguments: list[str], master: str |
     from unified.bus.streams.stream import RpcStream
     from unified.client.outside import OutsideCaller
 
-    # Without pickles, since what comes back may be of anybody's job.
+    # Without pickles, because the answer may come from another user's job.
     with connect_master(master) as connection, without_pickles(), closing(OutsideCaller(connection, job)) as caller:
         try:
             called = caller.group(target) if caller.has_role(target) else caller.worker(target)
@@ -61,7 +61,7 @@ def call(job: str, target: str, method: str, arguments: list[str], master: str |
 
 
 def parse_arguments(words: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
-    """Positional arguments and those by name."""
+    """Return the positional arguments and the arguments by name."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for word in words:
@@ -78,14 +78,14 @@ def parse_arguments(words: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
         if is_named:
             kwargs[name] = value
         elif kwargs:
-            raise UsageError(f"the argument {word!r} comes behind one that is given by name: put it in front.")
+            raise UsageError(f"the argument {word!r} comes after a named one: put it before.")
         else:
             args.append(value)
     return args, kwargs
 
 
 def to_json(value: object) -> str:
-    """One line; arrays and tensors as nested lists, bytes in base64."""
+    """Return one line of JSON; arrays and tensors become nested lists, bytes base64."""
     try:
         return msgspec.json.encode(value, enc_hook=_plain).decode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -111,7 +111,7 @@ def attach(job: str, worker: str, master: str | None) -> None:
     from unified.bus.codec.pickling import without_pickles
     from unified.client.outside import OutsideCaller
 
-    with suppress(ImportError):  # lines can be edited, and found again
+    with suppress(ImportError):  # for editing lines, and a history
         import readline  # noqa: F401
     typed, end, state, num_left = "", -1, "", 0
     with connect_master(master) as connection, without_pickles(), closing(OutsideCaller(connection, job)) as caller:
@@ -143,7 +143,7 @@ def stop(job: str, master: str | None, force: bool, no_wait: bool, timeout: floa
     """Stop a job and wait until it has ended."""
     with connect_master(master) as connection:
         found = JobHandle(connection, job).status()
-        job_id = found.job_id  # a name may mean another job a moment later
+        job_id = found.job_id  # the name may mean another job later
         if found.stage == Stage.STOPPED:
             print(f"{job_id} had already ended with exit code {found.exit_code}")
             return

@@ -1,4 +1,4 @@
-"""``unified up`` and ``unified down``: a cluster of this host that stays until it has been idle for long."""
+"""``unified up`` and ``unified down``: a cluster of this host that stays until it has had no job for some time."""
 
 from __future__ import annotations
 

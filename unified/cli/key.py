@@ -41,7 +41,7 @@ def new(path: Path | None) -> None:
     print(f"{file}  {made.fingerprint}")
     print("Copy this file to every host of the cluster, to the same place there; its mode has to stay 0600.")
     if file != default_key_file():
-        print(f"Name it with {KEY_VARIABLE}={file}, for daemons and for whoever submits jobs.")
+        print(f"Name it with {KEY_VARIABLE}={file}, for the daemons and for everybody who submits jobs.")
 
 
 def show(path: Path | None) -> None:
@@ -69,7 +69,7 @@ def rotate(path: Path | None, in_s: float) -> None:
     replaced = rotate_key(file, made, replaced_at)
     when = time_text(replaced_at)
     print(f"{file}  {replaced.fingerprint}, and from {when} on {made.fingerprint}")
-    print(f"Copy this file to every host of the cluster before {when}; who has not got it then is refused.")
+    print(f"Copy this file to every host of the cluster before {when}; a host without it is refused from then on.")
     print("After that time start the master again (jobs run on), and `unified key show` shows the new key alone.")
 
 

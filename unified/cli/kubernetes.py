@@ -1,4 +1,4 @@
-"""``unified kubernetes``: manifests of a cluster or of one run, and what the pods of a run start with."""
+"""``unified kubernetes``: manifests of a cluster or of one run, and the command that the pods of a run start."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def pod(grace: float, command: Sequence[str], **place: Any) -> int:
 
 
 def _add_fields(parser: ArgumentParser, kind: type[PodOptions]) -> None:
-    """Add an argument for each field of the options; one that is not given is left to the field's default."""
+    """Add an argument for each field of the options; without it the field has its default."""
     for name, hint in get_type_hints(kind, include_extras=True).items():
-        if get_origin(hint) is None:  # what msgspec adds of its own
+        if get_origin(hint) is None:  # an attribute that msgspec adds
             continue
         typed, text = get_args(hint)[0], get_args(hint)[1].description
         default = getattr(kind(), name)
@@ -83,7 +83,7 @@ def _add_fields(parser: ArgumentParser, kind: type[PodOptions]) -> None:
 
 
 def _options(kind: type[Any], given: dict[str, Any]) -> Any:
-    """Return the options; of what was given several times as ``NAME=VALUE``, one mapping."""
+    """Return the options; all ``NAME=VALUE`` of one flag become one mapping."""
     fields = {name: value for name, value in given.items() if value not in (None, [])}
     for name, default in ((name, getattr(kind(), name)) for name in fields):
         if isinstance(default, dict):

@@ -1,4 +1,4 @@
-"""``unified logs JOB``: what its workers printed, each line with its worker in front."""
+"""``unified logs JOB``: the output of its workers, each line with its worker in front."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from unified.job.names import parse_worker
 from unified.protocol.client_master import JobStatus
 
 LINE_BYTES = 400
-"""Length that a line may have on average for ``--tail`` to find all it wants."""
+"""Greatest average length of a line with which ``--tail`` finds all its lines."""
 
 
 STREAMS: dict[str, tuple[Stream, ...]] = {"out": ("out",), "err": ("err",), "both": ("out", "err")}
@@ -118,14 +118,14 @@ def _find(job: str, master: str | None) -> tuple[JobHandle, JobStatus]:
     connection = connect_master(master)
     try:
         status = JobHandle(connection, job).status()
-        return JobHandle(connection, status.job_id), status  # a name may mean another job a moment later
+        return JobHandle(connection, status.job_id), status  # the name may mean another job later
     except BaseException:
         connection.close()
         raise
 
 
 def _print(lines: Iterable[str], *, flush: bool = False) -> bool:
-    """Print them; False if there are none."""
+    """Print the lines; return False if there are none."""
     has_any, is_terminal = False, sys.stdout.isatty()
     for line in lines:
         has_any = True
@@ -148,8 +148,6 @@ def _lines(
 
 
 class _Facts(NamedTuple):
-    """Facts about a line that is printed."""
-
     worker: str
     """Worker and incarnation."""
     text: str
@@ -166,7 +164,7 @@ def _facts_of_data(line: str) -> _Facts:
 
 
 def _last(lines: Iterable[str], count: int, facts: Callable[[str], _Facts]) -> Iterator[str]:
-    """The last lines of each worker."""
+    """Return the last lines of each worker."""
     by_worker: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=count))
     for line in lines:
         by_worker[facts(line).worker].append(line)

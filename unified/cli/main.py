@@ -1,9 +1,9 @@
 """The `unified` command: finds the subcommand, turns errors into exit codes.
 
-A subcommand's file is imported when it is called, so that neither `--help` nor another waits for it.
+A subcommand's file is imported only when it is called, so that `--help` and other commands start quickly.
 
-Exit codes: 0 all well, 1 the job failed or the cluster said no, 2 the command line is wrong or names a job, worker or
-log that is not there, 130 stopped by the user, 143 by SIGTERM.
+Exit codes: 0 success, 1 the job failed or the cluster refused, 2 the command line is wrong or names a job, worker or
+log that does not exist, 130 stopped by the user, 143 by SIGTERM.
 The words of `run` go to a parser of their own, which ends at the script.
 """
 
@@ -22,10 +22,10 @@ from unified.errors import ProtocolError, RefusedError, UnifiedError, UsageError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line; the exit code."""
+    """Run one command line; return the exit code."""
     code = guarded(lambda: _command(list(sys.argv[1:] if argv is None else argv)))
     if argv is None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one that comes while the interpreter ends changes nothing
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C while the interpreter ends must not change the code
     return code
 
 
@@ -52,7 +52,7 @@ def _command(words: list[str]) -> int:
 
 
 def release() -> str:
-    """The installed release, such as ``0.1.0``."""
+    """Return the installed release, such as ``0.1.0``."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -62,12 +62,12 @@ def release() -> str:
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """The exit code of a command, whose errors become a line or two on stderr."""
+    """Run a command and return its exit code; print its errors as a line or two on stderr."""
     try:
         code = command()
         sys.stdout.flush()
         return code
-    except SystemExit as end:  # --help, and what Ctrl-C and SIGTERM make of a job's driver
+    except SystemExit as end:  # --help, or Ctrl-C or SIGTERM to a job's driver
         if isinstance(end.code, str):  # sys.exit("why") in a job's file
             print(end.code, file=sys.stderr)
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
@@ -78,13 +78,13 @@ def guarded(command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("unified: ended by Ctrl-C", file=sys.stderr)
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # `| head` has seen enough; nothing may be flushed at exit either
+    except BrokenPipeError:  # `| head` has ended. The flush at exit must not fail either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 def _say(error: Exception, code: int) -> int:
-    from unified.config.logging import escaped  # --help need not wait for it
+    from unified.config.logging import escaped  # imported late, so that --help is quick
 
     text = "\n".join(map(escaped, str(error).split("\n")))
     hint = " (unified --version tells yours)" if isinstance(error, ProtocolError) else ""
@@ -93,15 +93,15 @@ def _say(error: Exception, code: int) -> int:
 
 
 class Command(NamedTuple):
-    """A subcommand: a function of `unified.cli.MODULE`, called by the names that its `NAME_arguments` adds."""
+    """A subcommand: a function of `unified.cli.MODULE`. Its parameters are the arguments that `NAME_arguments` adds."""
 
     module: str
     help: str
-    """In the list of commands; `--help` of the command itself shows the function's docstring."""
+    """Text in the list of commands; `--help` of the command itself shows the function's docstring."""
 
 
 class Group(NamedTuple):
-    """A word with commands of its own below it."""
+    """A word that is followed by a command, such as ``key``."""
 
     commands: Mapping[str, Command | Group]
     help: str
@@ -179,7 +179,7 @@ class CommandParser(ArgumentParser):
 
 
 class _Version(Action):
-    """Version option like argparse's own, which would have to know the release beforehand: reading that takes 10 ms."""
+    """Version option that reads the release only when it is used. argparse's own would read it always: 10 ms."""
 
     def __call__(self, parser: ArgumentParser, *_: object) -> NoReturn:
         print(f"unified-runtime {release()}")
@@ -187,10 +187,10 @@ class _Version(Action):
 
 
 def build(words: Sequence[str] | None = None) -> CommandParser:
-    """The parser of the command line.
+    """Return the parser of the command line.
 
     Args:
-        words: a command line; other commands than its own then know their names alone. None: all know all.
+        words: a command line; only its own command gets options, the others only names. None: all get options.
     """
     parser = CommandParser(
         prog="unified",
@@ -204,7 +204,7 @@ def build(words: Sequence[str] | None = None) -> CommandParser:
 
 
 def execute(words: Sequence[str]) -> int:
-    """Run one command line; the exit code."""
+    """Run one command line; return the exit code."""
     parser: ArgumentParser = build(words)
     if not words:
         parser.print_help()
@@ -212,15 +212,14 @@ def execute(words: Sequence[str]) -> int:
     rest = list(words)
     while rest and rest[0] in (below := _below(parser)):
         parser = below[rest.pop(0)]
-    # Options may stand between the words of a command, which argparse does not allow of commands that have more below.
-    # Nor of one with a command of another program after `--`.
+    # Options may stand between the words of a command. argparse does not allow this for commands with commands below
+    # them, and for a line with another program's command after `--`.
     is_plain = "--" in rest or bool(_below(parser))
     arguments = vars(parser.parse_args(rest) if is_plain else parser.parse_intermixed_args(rest))
     return arguments.pop("function")(**arguments) or 0
 
 
 def _below(parser: ArgumentParser) -> Mapping[str, ArgumentParser]:
-    """The commands below a parser's."""
     kinds = (action for action in parser._actions if isinstance(action, _SubParsersAction))
     return next((action.choices for action in kinds), {})
 
@@ -233,7 +232,7 @@ def _add(parser: ArgumentParser, commands: Mapping[str, Command | Group], words:
             continue
         if isinstance(command, Group):
             _add(own, command.commands, None if words is None else words[1:])
-        elif command.module != "run":  # whose words go to a parser of their own
+        elif command.module != "run":  # the words of `run` go to a parser of their own
             module = importlib.import_module(f"unified.cli.{command.module}")
             function = getattr(module, name)
             own.description = function.__doc__

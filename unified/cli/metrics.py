@@ -1,4 +1,4 @@
-"""``unified metrics JOB``: what its workers reported, as a table, lines, CSV, JSON or files of TensorBoard."""
+"""``unified metrics JOB``: the reports of its workers as a table, lines, CSV, JSON or TensorBoard files."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _read(connection: MasterConnection, job_id: str, worker: WorkerStatus, since
 def _follow(
     connection: MasterConnection, status: JobStatus, names: set[str], write: Write, *, once: bool = False
 ) -> None:
-    """Write each point, `once` or until the job has ended. The newest one waits for the next: it may still get more."""
+    """Write each point, `once` or until the job has ended. The newest point waits, because it may still get values."""
     last: dict[str, WorkerReport] = {}
     said: set[str] = set()
     is_over = False
@@ -96,7 +96,7 @@ def _follow(
 
 
 def newest_lines(series: Mapping[str, KeptReports], width: int | None = None) -> list[str]:
-    """A row for each name: its newest value, and on a terminal its curve over all incarnations."""
+    """Return a row for each name: its newest value, and on a terminal its curve over all incarnations."""
     rows: list[list[object]] = []
     for worker, found in series.items():
         for name in dict.fromkeys(name for report in found.reports for name in report.metrics):
@@ -108,14 +108,14 @@ def newest_lines(series: Mapping[str, KeptReports], width: int | None = None) ->
             shown = [worker, name, "-" if step is None else step, number_text(values[-1]), *ends, len(points), at]
             rows.append([*shown, curve(numbers) if width is not None and numbers else "-"])
     num_thinned = sum(found.num_thinned for found in series.values())
-    notes = [f"{num_thinned} points between these are kept no more"] if num_thinned else []
+    notes = [f"{num_thinned} points between these were thinned out"] if num_thinned else []
     notes += [reason for found in series.values() for reason in found.missing]
     return [*(table(_HEADER, rows, width) if rows else ["nothing was reported"]), *notes]
 
 
 def curve(numbers: Sequence[float]) -> str:
-    """Return finite numbers as bars, each the mean of as many of them."""
-    size, scale = -(-len(numbers) // CURVE_CHARS), max(map(abs, numbers)) or 1.0  # no sum overflows
+    """Return finite numbers as at most `CURVE_CHARS` bars; each bar is the mean of equally many numbers."""
+    size, scale = -(-len(numbers) // CURVE_CHARS), max(map(abs, numbers)) or 1.0  # scaled, so that no sum overflows
     scaled = [number / scale for number in numbers]
     means = [math.fsum(part := scaled[at : at + size]) / len(part) for at in range(0, len(scaled), size)]
     span = max(means) - min(means)
@@ -142,7 +142,7 @@ def _csv_writer() -> Write:
 
 
 def _export(folder: str, job_id: str) -> Write:
-    """Return a writer of TensorBoard's files; of steps that a worker has done again the last values are shown."""
+    """Return a writer of TensorBoard files. For a step that a worker has repeated, the last values are shown."""
     try:
         with needed_by("unified metrics --tensorboard"):
             import_module("tensorboard")

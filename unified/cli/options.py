@@ -56,7 +56,7 @@ def add_json(parser: _ActionsContainer) -> None:
 
 
 def at_least(lowest: NumberT) -> Callable[[str], NumberT]:
-    """The `type` of an argument: a number of that kind, not below `lowest`, nor beyond 31 bits."""
+    """Return the `type` of an argument: a number of the kind of `lowest`, not below it and not beyond 31 bits."""
 
     def read(text: str) -> NumberT:
         try:
@@ -73,7 +73,7 @@ def at_least(lowest: NumberT) -> Callable[[str], NumberT]:
 
 
 def moment(text: str) -> float:
-    """The `type` of an argument: seconds since 1970, of a date and time in ISO 8601, or a time ago such as 10m."""
+    """Return seconds since 1970 for an argument: a date and time in ISO 8601, or a time ago such as 10m."""
     if found := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text):
         return time.time() - float(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
     try:
@@ -84,17 +84,17 @@ def moment(text: str) -> float:
 
 
 def chosen_name(given: str | None, script: str, env: Mapping[str, str], *, key: str = "") -> str:
-    """The name that was given, else the environment's, else one made from the script's.
+    """Return the name that was given, else the environment's, else one made from the script's.
 
     Args:
-        key: what commands on several hosts have in common, so that they say the same name; else empty.
+        key: a text that commands on several hosts have in common, so that they choose the same name; else empty.
     """
     named = next((env[variable] for variable in _NAME_VARIABLES if env.get(variable)), "")
     return given or named or (_plain(key) if key else job_name(script))
 
 
 def job_name(script: str) -> str:
-    """``train-3f2a`` for train.py: two runs of one script are two jobs."""
+    """Return ``train-3f2a`` for train.py: two runs of one script are two jobs."""
     return f"{_plain(Path(script).stem)}-{os.urandom(2).hex()}"
 
 
@@ -103,16 +103,16 @@ def _plain(text: str) -> str:
 
 
 def begin_cluster(preload: Preload) -> Callable[[], None]:
-    """Begin to start a cluster for the job that this command is about to submit; it ends with this process.
+    """Begin to start a cluster for the job that this command will submit; the cluster ends with this process.
 
-    Return a function that ends it at once, unless a job has taken it.
+    Return a function that ends the cluster at once, unless a job has taken it.
     """
     from unified.client.embedded import EmbeddedCluster
 
     cluster = EmbeddedCluster()
     cluster.preload = preload
     cluster.begin()
-    from unified.client import submission  # meanwhile
+    from unified.client import submission  # imported while the cluster starts
 
     submission.begun.append(cluster)
 
@@ -125,7 +125,7 @@ def begin_cluster(preload: Preload) -> Callable[[], None]:
 
 
 def outcome(submitted: int | JobHandle) -> int:
-    """The exit code of a job that was waited for; for one that was not, print its id and return 0."""
+    """Return the exit code of a job that was waited for; for any other, print its id and return 0."""
     if isinstance(submitted, int):
         return submitted
     print(submitted.job_id)

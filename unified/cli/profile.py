@@ -23,7 +23,7 @@ _ENDINGS: dict[str, dict[str, ProfileKind]] = {
     "--memory": {".html": "memory"},
     "--torch": {".json.gz": "torch"},
 }
-"""Endings of files and the profiles that they hold, by option; the first is that of a file that has no name."""
+"""Kinds of profiles by option and ending of the file; the first ending is the default."""
 _SHOWN_BY = {"speedscope": "at https://www.speedscope.app", "torch": "at https://ui.perfetto.dev"}
 
 

@@ -1,10 +1,10 @@
 """``unified run``: a script as torchrun would run it, on a cluster.
 
-Options of our own stand before the script, among torchrun's; everything after the script is the script's.
+Our own options stand before the script, among torchrun's; everything after the script belongs to the script.
 
-The job of an everyday command is put together by `quick_spec`, without the job description's models: loading them takes
-longer than all else that happens before the master hears of the job. A test compares every such job with the one that
-the models make; whatever is out of the ordinary is left to them.
+`quick_spec` makes the job of an everyday command without the job description's models, because loading them takes
+longer than all else before the submission. A test compares its jobs with those that the models make. The models make
+all other jobs.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _HANG_HELP = "Seconds without a report, a collective or a call after which a han
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run it; the exit code."""
+    """Run a command line; return the exit code."""
     parser = run_parser(os.environ)
     arguments = parser.parse_args(list(argv))
     own = {name: vars(arguments).pop(name) for name in OWN}
@@ -100,7 +100,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _local_within_worker(env: Mapping[str, str]) -> str | None:
-    """Return ``local`` within a worker of a cluster that belongs to one driver, whose devices are the job's already."""
+    """Return ``local`` within a worker of one driver's cluster, because the job already has that cluster's devices."""
     return LOCAL if env.get("UNIFIED_JOB_ID") and env.get("UNIFIED_CLUSTER_ID") else None
 
 
@@ -119,7 +119,7 @@ def described(
     """Return the job of a command line.
 
     Args:
-        own: the options of ours in it, which `arguments` has not.
+        own: our own options, which are not in `arguments`.
     """
     driver = _driver(arguments, own["env"], is_on_cluster=master is not None)
     hang_timeout = own["hang_timeout"]
@@ -132,14 +132,15 @@ def described(
 
 
 def _driver(arguments: Namespace, asked: Sequence[str], *, is_on_cluster: bool) -> Driver:
-    """Return what workers take from this process: a script brings its own folder, and `-m` looks where it was typed."""
+    """Return what workers take from this process. A script brings its own folder; `-m` searches in the current one."""
     env: dict[str, str] = {}
-    if is_on_cluster:  # the workers of an embedded cluster have it all
+    if is_on_cluster:  # the workers of an embedded cluster inherit all variables
         env, withheld = passed_on(os.environ)
         if left := [name for name in withheld if name not in asked]:
             names = ", ".join(left)
             print(
-                f"unified run: not sent to the cluster, being credentials (--env NAME sends one): {names}",
+                "unified run: not sent to the cluster because they look like credentials "
+                f"(--env NAME sends one): {names}",
                 file=sys.stderr,
             )
     here = Driver.here()
@@ -149,7 +150,7 @@ def _driver(arguments: Namespace, asked: Sequence[str], *, is_on_cluster: bool) 
 
 
 def run_parser(env: Mapping[str, str], prog: str = "unified run") -> ArgumentParser:
-    """torchrun's options and our own."""
+    """Return a parser of torchrun's options and our own."""
     parser = table_parser("torchrun", env, prog)
     parser.description = "Run a script as torchrun would, on a cluster."
     own = parser.add_argument_group("where and how to run it")
@@ -176,7 +177,7 @@ def quick_spec(
     driver: Driver,
     env: Mapping[str, str],
 ) -> JobSpec | None:
-    """The job, or None if the command line or the environment says anything out of the ordinary."""
+    """Return the job; None if the command line or the environment has anything out of the ordinary."""
     if env.get(WORKING_DIR) or any(_may_be_option(variable) for variable, value in env.items() if value):
         return None
     is_plain = all(value == parser.get_default(key) for key, value in vars(parsed).items() if key not in _USED)
@@ -221,7 +222,7 @@ def _may_be_option(variable: str) -> bool:
 
 
 def _number(text: str) -> int:
-    """A plain number above 0; 0 for anything else."""
+    """Return a plain number above 0; 0 for anything else."""
     return int(text) if text.isdecimal() else 0
 
 
@@ -240,7 +241,7 @@ def full_spec(
     master: str | None = None,
     hang_timeout: float | None = None,
 ) -> tuple[JobSpec, JobConfig]:
-    """The job as the models make it, and its options, those from the environment included."""
+    """Return the job as the models make it, and its options, including those from the environment."""
     from unified.api.builder.builder import DLJobBuilder
     from unified.api.builder.launcher import describe
     from unified.client.submission import cluster_nodes

@@ -34,7 +34,7 @@ from unified.protocol import client_master
 from unified.protocol.records import NodeState, Stage, WorkerState
 
 REASON_WIDTH = 160
-"""Width of the last column, where no terminal says how wide it may be."""
+"""Width of the last column if stdout is no terminal."""
 MAX_ROWS = 40
 MAX_BUDGETS = 8
 JOB_HEADER = ["JOB", "STAGE", "EXIT", "WORKERS", "SUBMITTED", "ENDED", "REASON"]
@@ -57,11 +57,11 @@ T = TypeVar("T")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]], width: int | None = None) -> list[str]:
-    """Rows under a header, columns two spaces apart; the last one is not padded.
+    """Return rows under a header, with columns two spaces apart; the last column is not padded.
 
-    With a `width`, columns that say nothing in any row are left out, and what goes beyond it is cut, so that no line
-    wraps. Without one, all columns are there, for programs that count them, and only a last column, the reason, that is
-    beyond 160 characters is cut.
+    With a `width`, columns that are empty in all rows are left out, and lines are cut at the width, so that none wraps.
+    Without a `width`, all columns are there, for programs that count them. Then only the last column, the reason, is
+    cut, at 160 characters.
     """
     texts = [[escaped(str(cell)) for cell in row] for row in rows]
     if width is None:
@@ -76,7 +76,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], width: int | 
 
 
 def terminal_width() -> int | None:
-    """Columns of the terminal that stdout is; None for a file or a pipe, where nothing need be cut."""
+    """Return the columns of the terminal; None if stdout is a file or a pipe, where nothing is cut."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
@@ -90,7 +90,7 @@ def moment(at: float | None) -> str:
 
 
 def print_json(value: object) -> None:
-    """A record, or a list of them, as indented JSON on stdout."""
+    """Print a record, or a list of records, as indented JSON."""
     print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
@@ -128,7 +128,7 @@ def _watch(connection: MasterConnection, job_id: str) -> client_master.JobStatus
 
 
 def status_lines(status: client_master.JobStatus, now: float, width: int | None = None) -> list[str]:
-    """All of it as text. `now` is the wall clock; the table of workers is cut to `width`."""
+    """Return the whole status as text. `now` is the wall clock; the table of workers is cut to `width`."""
     lines = state_lines(status, now)
     lines.append(f"  submitted {moment(status.submitted_at)} by {status.submitted_by or '-'}")
     if spent := time_text(status, now):
@@ -256,7 +256,7 @@ def _node_row(node: client_master.NodeStatus) -> list[object]:
 
 
 def _gb(megabytes: float) -> str:
-    """``14.9``, ``1007``: three digits are enough, and four fit."""
+    """Return ``14.9`` or ``1007``: three digits are enough, and four fit."""
     return f"{megabytes / 1024:.{0 if megabytes >= 102400 else 1}f}"
 
 
@@ -304,7 +304,7 @@ def _tell(connection: MasterConnection, job: str, worker: str, limit: int) -> cl
 
 
 def _job_with(connection: MasterConnection, wanted: WorkerRef) -> str | None:
-    """The newest job that has such a worker."""
+    """Return the newest job that has this worker; None: no job has."""
     newest = sorted(
         connection.ask(client_master.ListJobs(), client_master.JobList).jobs,
         key=lambda job: job.submitted_at,

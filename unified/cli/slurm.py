@@ -35,7 +35,7 @@ _APPTAINER_HELP = "Run the agents in this image, by apptainer exec; Unified is i
 
 
 def add_slurm(parser: _ActionsContainer, *, is_job: bool = True) -> None:
-    """Add what an allocation is asked for with."""
+    """Add the options of a request for an allocation."""
     add = parser.add_argument
     add("-t", "--time", default="", metavar="LIMIT", help="Time limit, such as 12:00:00; else the partition's.")
     add("-p", "--partition", default="", metavar="NAME", help="Partition; else SLURM's default.")
@@ -172,7 +172,7 @@ def _execute(nodes: str | None, requeues: int | None, command: list[str], agents
 
     allocation = task.SlurmAllocation.here(os.environ)
     if not (found := commands.jobs(allocation.slurm_id)):
-        raise UsageError(f"SLURM does not know job {allocation.slurm_id}, in whose allocation this process says to be.")
+        raise UsageError(f"SLURM does not know job {allocation.slurm_id}, which SLURM_JOB_ID of this process names.")
     least, _, most = (nodes or str(allocation.num_nodes)).partition("-")
     if not least.isdecimal() or not (most or "1").isdecimal():
         raise UsageError(f"--nodes {nodes!r} is neither a number of nodes, such as 4, nor a range, such as 2-5.")
@@ -204,7 +204,7 @@ def agent(folder: Path | None, interface: str | None, **asked: Any) -> None:
     address = address_of(interface) if interface else None
     words = task.agent_arguments(os.environ, folder=folder, address=address, **asked)
     environment = task.agent_environment(os.environ)
-    if not asked["until_eof"]:  # its allocation is not that of the cluster
+    if not asked["until_eof"]:  # an added node, whose allocation has its own end
         environment[ENDS_AT] = str(commands.ends_at(os.environ["SLURM_JOB_ID"]) or "")
     if folder is not None:  # one file for each node
         file = folder / f"{words[words.index('--node-id') + 1]}.log"
@@ -259,7 +259,7 @@ def attach(slurm_id: str, command: list[str]) -> int:
 
 
 def variables(folder: Path) -> dict[str, str]:
-    """The variables with which commands find the cluster of a job of SLURM, from its folder."""
+    """Return the variables by which commands find the cluster of a SLURM job, from the cluster's folder."""
     try:
         address = (folder / commands.ADDRESS_NAME).read_text().strip()
     except OSError:

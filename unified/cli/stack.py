@@ -25,7 +25,7 @@ _NO_STACKS = "no stacks"
 
 
 class Card(NamedTuple):
-    """A stack, and who stands there."""
+    """A stack, and the workers that stand there."""
 
     title: str
     lines: list[str]
@@ -61,7 +61,7 @@ def stack(
 
 
 def head_lines(role: str, report: StackReport) -> list[str]:
-    """Return the role, the verdict on it, and what is worth knowing of single workers."""
+    """Return the role, the verdict on it, and notes about single workers."""
     verdict = judge(report.workers)
     said = set(verdict.findings)
     notes = [f"rank {worker.rank}: {worker.note}" for worker in report.workers if worker.note]
@@ -70,7 +70,7 @@ def head_lines(role: str, report: StackReport) -> list[str]:
 
 
 def cards(report: StackReport, *, with_runtime: bool = False) -> list[Card]:
-    """Return a card for each group of equal stacks, and one for the workers that have none."""
+    """Return a card for each group of equal stacks, and one for the workers without a stack."""
     total = len(report.workers)
     found = [
         Card(

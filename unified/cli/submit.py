@@ -81,7 +81,7 @@ def submit(
 
 
 def load_job(text: str) -> Any:
-    """The job that ``FILE.py[:NAME]`` means: something with `submit`."""
+    """Return the job that ``FILE.py[:NAME]`` names: an object with `submit`."""
     path, wanted = _parts(text)
     if not path.is_file():
         raise UsageError(f"{path} is not a file: give a Python file that describes a job.")
@@ -98,7 +98,7 @@ def load_job(text: str) -> Any:
 
 
 def _parts(text: str) -> tuple[Path, str]:
-    """The file, and the name in it or nothing."""
+    """Return the file, and the name in it or an empty text."""
     path, _, name = text.rpartition(":")
     return (Path(path), name) if path.endswith(".py") else (Path(text), "")
 
@@ -131,7 +131,7 @@ def _look_up(module: ModuleType, path: Path, wanted: str) -> object:
 
 
 def _run_user_code(function: Any, path: Path) -> Any:
-    """Call it; an error of the user's is one line that says where."""
+    """Call a function of the user; its error becomes one line that says where it happened."""
     try:
         return function()
     except UnifiedError:

@@ -1,6 +1,6 @@
 """``unified systemd install``: the units of the daemons, written where systemd looks for them.
 
-They are the files of ``deploy/systemd``, which a wheel has as ``unified/units``, with the paths of this installation.
+The units are the files of ``deploy/systemd`` (in a wheel: ``unified/units``), with the paths of this installation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unified.errors import UsageError
 
 ROLES = ("master", "agent", "gateway")
 PROGRAMS = Path("/opt/unified/bin")
-"""Folder of the programs in the files, as they are."""
+"""Folder of the programs in the files before it is replaced."""
 _CODE = Path(__file__).parents[1]
 _FILES = _CODE / "units" if (_CODE / "units").is_dir() else _CODE.parent / "deploy/systemd"
 _ROOT = Path("/")
@@ -27,12 +27,12 @@ _MASTER = re.compile(r"^UNIFIED_MASTER=.*$", re.MULTILINE)
 
 
 class UnitFile(NamedTuple):
-    """A file to be written."""
+    """A file to write."""
 
     path: Path
     text: str
     is_settings: bool
-    """True: it is the operator's once it is there, and only the master's address in it is changed."""
+    """True: once the file exists, it belongs to the operator; only the master's address in it is changed."""
 
 
 def install_arguments(parser: ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def install(role: str, master: str | None, user: bool, only_prints: bool) -> Non
     master if --master gives one; all else is written anew.
     """
     if user and role != "agent":
-        raise UsageError(f"--user is for agents: a {role} serves other hosts, so that it is the system's.")
+        raise UsageError(f"--user is for agents only: a {role} serves other hosts, so it has to be a system service.")
     if master is not None and role == "master":
         raise UsageError("--master names the master of an agent or a gateway; a master listens where --bind says.")
     address = None if master is None else parse_flag("--master", master).url
@@ -86,10 +86,10 @@ def render(
     is_user: bool = False,
     is_below_home: bool = False,
 ) -> list[UnitFile]:
-    """Return the files of a role, with the places where they belong; the last one has its settings.
+    """Return the files of a role with their paths; the last one has its settings.
 
     Args:
-        is_below_home: True if the programs are below a home, which the sandbox then lets the daemon read.
+        is_below_home: True if the programs are below a home folder: then the sandbox lets the daemon read homes.
     """
     unit, settings = f"unified-{role}.service", f"{role}.env"
     if is_user:
@@ -125,13 +125,13 @@ def _check_reach(paths: list[Path]) -> None:
     for folder in (above for place in paths for above in (*reversed(place.parents), place)):
         if not folder.stat().st_mode & 0o001:
             raise UsageError(
-                f"{folder} has a part of this installation, and the user of the daemons, unified, cannot enter it: "
+                f"the daemons run as user unified, which cannot enter {folder}, a part of this installation: "
                 "install unified-runtime elsewhere, as in /opt/unified (`python3 -m venv /opt/unified`)."
             )
 
 
 def _write(file: UnitFile, master: str | None) -> str:
-    """Write a file, if it has to be; return a word for what was done."""
+    """Write a file if it changes; return a word for what was done."""
     before = file.path.read_text() if file.path.exists() else None
     text = file.text if before is None or not file.is_settings else _with_master(before, master)
     if text == before:
@@ -145,10 +145,10 @@ def _write(file: UnitFile, master: str | None) -> str:
 
 
 def _next(role: str, programs: Path, *, is_user: bool, was_there: bool) -> list[str]:
-    """Return the commands that are left to the operator.
+    """Return the commands that the operator still has to run.
 
     Args:
-        was_there: True if the unit is not new, so that its daemon may run, with what was there before.
+        was_there: True if the unit existed before: its daemon may run with the old unit and settings.
     """
     unit, key = f"unified-{role}", _ROOT / "etc/unified/cluster.key"
     start = (

@@ -19,9 +19,9 @@ from unified.protocol import client_master
 MAX_EVENTS = 10_000
 MAX_POINTS = 5000
 MAX_TRACED = 256
-"""Workers whose calls are read."""
+"""Number of workers whose calls are read."""
 MAX_SPANS = 20_000
-"""Newest spans that are read of each incarnation."""
+"""Number of newest spans that are read of each incarnation."""
 
 
 def timeline_arguments(parser: ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def timeline(job: str, master: str | None, output: str) -> None:
                 try:
                     spans = read_spans(connection, job_id, worker.name, incarnation, limit=MAX_SPANS)
                     made.add_calls(worker.name, incarnation, spans)
-                except RefusedError as refusal:  # its node is gone, say
+                except RefusedError as refusal:  # for example, its node is gone
                     missing.append(str(refusal))
     trace = made.trace()
     try:

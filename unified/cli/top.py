@@ -58,13 +58,13 @@ HELP = "↑↓ choose   enter open   esc back   n nodes   s sort   q quit"
 
 @dataclass(frozen=True)
 class TableView:
-    """The table that is looked at, and the row that is chosen."""
+    """The table that is shown, and the row that is chosen."""
 
     what: Literal["jobs", "nodes", "job"] = "jobs"
     job: str = ""
     """Job that is open."""
     row: int = 0
-    """Row that is chosen, of those that there are."""
+    """Row that is chosen; the last one if there are fewer rows."""
     sort: str = SORTS[0]
 
 
@@ -141,17 +141,18 @@ def after_key(view: TableView, key: str, rows: Sequence[str]) -> TableView:
 
 
 def screen(mirror: ClusterMirror, view: TableView, height: int | None = None, silent_s: float = 0.0) -> RenderableType:
-    """Return what is drawn: totals, what needs attention, and the rows of the view as far as there is room.
+    """Return the screen: totals, what needs attention, and as many rows of the view as fit.
 
     Args:
-        height: lines of the terminal, on which a row is chosen; None: all rows are printed, and none is.
+        height: lines of the terminal; None: all rows are printed, and none is marked as chosen.
     """
     from rich.console import Group
     from rich.text import Text
 
     lines = [Text(_totals_text(mirror), style="bold")]
     if silent_s > POLL_S:
-        lines.append(Text(f"the master does not answer for {duration_text(silent_s)}: this is as it was", style="red"))
+        text = f"the master has not answered for {duration_text(silent_s)}: this may be out of date"
+        lines.append(Text(text, style="red"))
     matters = attention(mirror)
     lines += [
         Text(escaped(f"! {each.subject}  {each.sentence(mirror.at)}"), style="red" if each.is_urgent else "yellow")
@@ -246,7 +247,7 @@ def _worker_cells(status: JobStatus, worker: WorkerStatus) -> list[str]:
 
 @contextmanager
 def _cbreak() -> Iterator[int]:
-    """Have the terminal hand over each key at once; put it back in the end."""
+    """Make the terminal deliver each key at once; restore its mode at the end."""
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
     tty.setcbreak(fd)
@@ -257,7 +258,7 @@ def _cbreak() -> Iterator[int]:
 
 
 def _pressed(fd: int, within_s: float) -> Iterator[str]:
-    """Yield the keys that are pressed within so many seconds, by what they do; a terminal that is closed quits."""
+    """Yield the actions of keys that are pressed within `within_s` seconds; a closed terminal gives ``quit``."""
     if select.select([fd], [], [], within_s)[0]:
         text = os.read(fd, 64).decode("utf-8", "replace")
         yield from (KEYS[key] for key in _KEY.findall(text) or [text] if key in KEYS)

@@ -1,4 +1,4 @@
-"""``unified ui``: the page, for the user who starts it, on loopback or on a Unix socket."""
+"""``unified ui``: the web page, for the user who starts it, on loopback or on a Unix socket."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from unified.job.driver import submitter
 from unified.protocol.client_master import JobList, ListJobs
 
 CANNOT_SERVE = 2
-"""Exit code of a gateway whose options or packages are at fault."""
+"""Exit code of a gateway with wrong options or missing packages."""
 STOP_WITHIN_S = 8.0
 TUNNEL_PORT = 8265
-"""Port on the user's own computer that the line for a tunnel to a Unix socket proposes."""
+"""Port on the user's own computer in the proposed ssh command for a tunnel to a Unix socket."""
 
 
 def ui_arguments(parser: ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def ui(master: str | None, port: int, uds: str | None, read_only: bool) -> int:
     too, that brings the page to your own computer. It needs the extra `http`.
     """
     with connect_master(master) as connection:
-        connection.ask(ListJobs(labels={"unified/none": ""}), JobList)  # whether it is there, and takes our key
+        connection.ask(ListJobs(labels={"unified/none": ""}), JobList)  # raises without a master or the right key
         address = connection.address
     words = [settings.python(), "-P", "-m", "unified_gateway", "--master", address, "--log-level", "warning"]
     words += ["--uds", str(Path(uds).absolute())] if uds else ["--host", "127.0.0.1", "--port", str(port)]
@@ -53,9 +53,9 @@ def ui(master: str | None, port: int, uds: str | None, read_only: bool) -> int:
     with ending_at_once(), _server(words, env) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        with suppress(BrokenPipeError), process.stdin as pipe:  # it has ended, as its exit code tells
+        with suppress(BrokenPipeError), process.stdin as pipe:  # the server has ended: its exit code says why
             pipe.write(ticket)
-        if url := process.stdout.readline().strip():  # once it serves
+        if url := process.stdout.readline().strip():  # comes when the server is ready
             print("\n".join(lines(url, ticket, os.environ)), flush=True)
         code = process.wait()
     if code == CANNOT_SERVE:
@@ -65,7 +65,7 @@ def ui(master: str | None, port: int, uds: str | None, read_only: bool) -> int:
 
 @contextmanager
 def _server(words: Sequence[str], env: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """Run the server. It has a session of its own, so that Ctrl-C at the terminal ends it in order, by us."""
+    """Run the server in its own session: Ctrl-C at the terminal reaches only us, and we end the server in order."""
     process = subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(env), text=True, start_new_session=True
     )

@@ -1,4 +1,4 @@
-"""A client of a running master: its jobs, and a handle on each of them."""
+"""A client of a running master: its jobs, and handles on them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ClusterClient:
         self.close()
 
     def jobs(self) -> list[JobLine]:
-        """The jobs that the master knows, also those that have ended: of each `job_id`, `name`, `stage`, …
+        """Return the jobs that the master knows, also ended ones: `job_id`, `name`, `stage`, … of each.
 
         Raises:
             MasterUnreachableError: the master did not answer.
@@ -43,9 +43,9 @@ class ClusterClient:
         return self._connection.ask(ListJobs(), JobList).jobs
 
     def job(self, job: str) -> JobHandle:
-        """A handle on a job, such as `submit` returns: `status`, `logs`, `call`, `group`, `stop`, …
+        """Return a handle on a job, as `submit` does: `status`, `logs`, `call`, `group`, `stop`, …
 
-        The handle has a connection of its own, which ends with `close` of the handle or of this client.
+        The handle has its own connection, which ends with `close` of the handle or of this client.
 
         Args:
             job: its id, or its name for the newest job of that name.
@@ -74,15 +74,15 @@ class ClusterClient:
 def connect(master: str | None = None) -> ClusterClient:
     """Connect to a running master, to see and control its jobs and to call their workers from any process.
 
-    The cluster key, if the cluster has one, is found as commands find it: that of ``unified up`` by its address, else
-    in ``UNIFIED_KEY_FILE`` or the default file.
+    The cluster key, if the cluster has one, is found as commands find it: for ``unified up`` by the address, else in
+    ``UNIFIED_KEY_FILE`` or the default file.
 
     Args:
-        master: ``tcp://HOST:PORT``; None means the environment's ``UNIFIED_MASTER``, else that of ``unified up``, else
-            that of the one job of this user which has a cluster of its own on this host.
+        master: ``tcp://HOST:PORT``; None means the environment's ``UNIFIED_MASTER``, else the master of
+            ``unified up``, else of this user's only job with a cluster of its own on this host.
 
     Raises:
-        UsageError: (a ValueError) no master is named, or what is named is no address.
+        UsageError: (a ValueError) no master is named, or the name is no address.
         MasterUnreachableError: no master answers there.
         RefusedError: the master has another cluster key.
         KeyFileError: the cluster key cannot be read, or others may read it.

@@ -1,9 +1,9 @@
 """One connection to a master: requests from any thread, each with exactly one answer or one error.
 
-A DEALER socket belongs to one thread of its own; callers hand it requests and wait. Requests that change nothing,
-or change the same thing twice, are sent again when the master is silent, because a master that restarts loses what
-was on its way. A request waits in this process (not in ZeroMQ) until the master is really connected, so that one that
-timed out never arrives late.
+A thread of its own owns a DEALER socket; callers hand requests to the thread and wait. When the master is silent,
+requests that may safely arrive twice are sent again, because a master that restarts loses messages in transit. A
+request waits in this process (not in ZeroMQ) until the master is really connected, so that no request arrives after it
+timed out.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ A = TypeVar("A")
 
 
 class Dealer:
-    """A DEALER that connects again by itself, until the master refuses it. Belongs to one thread."""
+    """A DEALER that reconnects by itself until the master refuses it. It belongs to one thread."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], address: str, key: ClusterKey | None, listener: str = ""
     ) -> None:
         self.socket = context.socket(zmq.DEALER)
         self.socket.linger = 0
-        self.socket.immediate = True  # nothing is queued for a master that is not there
+        self.socket.immediate = True  # queue nothing for a master that is not connected
         self.socket.ipv6 = "[" in address
         self.socket.reconnect_ivl = 50
         self.socket.reconnect_ivl_max = 1000
-        self.socket.heartbeat_ivl = 2000  # notices a cut that TCP would not
+        self.socket.heartbeat_ivl = 2000  # notices a broken network that TCP does not notice
         self.socket.heartbeat_timeout = 6000
         secure_client(self.socket, key, listener)
         self.monitor = self.socket.get_monitor_socket(EVENTS)
@@ -86,22 +86,22 @@ class Dealer:
 
     @property
     def num_broken(self) -> int:
-        """Number of handshakes that the master ended without a word, since the last that succeeded."""
+        """Number of handshakes that the master ended without a reason, since the last success."""
         return self._handshakes.num_broken
 
     @property
     def num_failed(self) -> int:
-        """Number of handshakes that failed in any way, since the last that succeeded."""
+        """Number of handshakes that failed in any way, since the last success."""
         return self._handshakes.num_failed
 
     @property
     def refusal(self) -> KeyRefusedError | None:
-        """Reason why no message will ever pass; libzmq does not always try again then."""
+        """Reason why this socket will never get a message through; libzmq does not always try again then."""
         reason = self._handshakes.refusal
         return None if reason is None else KeyRefusedError(reason)
 
     def watch(self) -> bool:
-        """Read what the monitor has; return whether a handshake succeeded."""
+        """Read the events of the monitor; return whether a handshake succeeded."""
         is_well = False
         with contextlib.suppress(zmq.Again):
             while True:
@@ -127,7 +127,7 @@ class PendingReply:
         self.timeout_s = timeout_s
         self.resend_after_s = RESEND_S + (message.wait_s if isinstance(message, WatchCluster) else 0.0)
         if isinstance(message, ReadLog) and message.take:
-            self.resend_after_s = float("inf")  # asked for again, it would be another profile
+            self.resend_after_s = float("inf")  # a second request would take another profile
         self.deadline = self._asked_at + timeout_s
         self.resend_at = float("inf")
         self.is_sent = False
@@ -137,22 +137,22 @@ class PendingReply:
         self._when_done = when_done
 
     def message_now(self) -> ClientRequest:
-        """Return what to send, now or again."""
+        """Return the message to send now, for the first time or again."""
         return self.message if self._after is None else self._after(time.monotonic() - self._asked_at)
 
     def resolve(self, answer: MasterAnswer | None, error: UnifiedError | None = None) -> None:
-        """End the wait. The connection calls it, once."""
+        """End the wait. The connection calls this once."""
         self._answer, self._error = answer, error
         self._done.set()
         if self._when_done is not None:
             self._when_done(self)
 
     def is_answered(self, timeout_s: float) -> bool:
-        """Wait for the answer, or an error, for at most so long."""
+        """Wait at most `timeout_s` seconds for the answer or an error; return True if it is there."""
         return self._done.wait(timeout_s)
 
     def result(self) -> MasterAnswer:
-        """Wait for the answer, or raise an error of `MasterConnection.request`."""
+        """Wait for the answer and return it, or raise the errors of `MasterConnection.request`."""
         self._done.wait()
         if self._error is not None:
             raise self._error
@@ -173,12 +173,12 @@ class MasterConnection:
 
     Args:
         address: ``tcp://HOST:PORT`` of the master.
-        key: of its cluster (`unified.security.keys.find_key`, which is asked again for a successor); None: it has none.
-        timeout_s: how long a request waits for its answer when it names no time of its own.
-        answers: what the master may answer to what is asked here.
+        key: key of the cluster, from `unified.security.keys.find_key`, which also finds its successors; None: no key.
+        timeout_s: seconds that a request waits for its answer if it has no time of its own.
+        answers: codec of the master's answers.
 
     Raises:
-        UsageError: `address` is not an address. Whether anybody listens there shows with the first request.
+        UsageError: `address` is not an address. Only the first request shows whether a master listens there.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class MasterConnection:
         self.address = parse_address(address)
         self.key = key
         self.timeout_s = timeout_s
-        self.owner = 0  # pid of the process that the cluster ends with, if it is one of this host's own
+        self.owner = 0  # pid of the process with which the cluster ends, if it is one of `living_clusters`
         self._answers = answers
         self._lock = threading.Lock()
         self._next_id = 1
@@ -204,7 +204,7 @@ class MasterConnection:
         self._rests = False
         self._num_broken = 0
         self._choice = KeyChoice(key, functools.partial(find_key, self.address))
-        self._wake = -1  # of the thread
+        self._wake = -1  # eventfd of the thread
 
     def __enter__(self) -> Self:
         return self
@@ -213,7 +213,7 @@ class MasterConnection:
         self.close()
 
     def check(self) -> None:
-        """Raise `ClusterError` if the master will not come back: the process that kept the cluster has ended."""
+        """Raise `ClusterError` if the process that kept the cluster has ended: the master will not come back."""
         if self.owner and not process.is_alive(self.owner):
             raise ClusterError(
                 f"the cluster at {self.address} has ended with its jobs; `unified logs JOB` shows their output."
@@ -221,37 +221,37 @@ class MasterConnection:
 
     @property
     def is_open(self) -> bool:
-        """False once it was closed, or its socket broke: no request will be answered any more."""
+        """False after `close` or an error of the socket: no request will be answered any more."""
         return not self._is_closed and self._ended_by is None
 
     @property
     def is_closed(self) -> bool:
-        """True once `close` was called."""
+        """True after `close`."""
         return self._is_closed
 
     def request(self, message: ClientRequest, *, timeout_s: float | None = None) -> MasterAnswer:
         """Send one request and wait for its answer.
 
         Args:
-            timeout_s: seconds to wait; None means the connection's own. What a `WatchCluster` or a `ReadLog`
-                waits on purpose is added.
+            timeout_s: seconds to wait; None means the connection's own. The `wait_s` of a `WatchCluster` or
+                `ReadLog` is added.
 
         Raises:
-            RefusedError: the master said no; the error carries its code and reason.
+            RefusedError: the master refused the request; the error carries its code and reason.
             UsageError: the request is larger than the master takes (64 MiB), or has a value that cannot be sent.
-            KeyRefusedError: this side and the master have not the same cluster key.
+            KeyRefusedError: this side and the master have different cluster keys.
             MasterUnreachableError: nobody answered in time.
             VersionMismatchError: the master is of another release.
-            ProtocolError: what answered is not a master.
+            ProtocolError: something that is not a master answered.
         """
         return self.send(message, timeout_s=timeout_s).result()
 
     def ask(self, message: ClientRequest, expected: type[A], *, timeout_s: float | None = None) -> A:
-        """Send a `request` that has an answer of one kind; any other is a `ProtocolError`."""
+        """Send a `request` and return its answer of the expected kind; any other is a `ProtocolError`."""
         return self.take(self.send(message, timeout_s=timeout_s), expected)
 
     def take(self, reply: PendingReply, expected: type[A]) -> A:
-        """The answer to what was sent with `send`, as `ask` returns it."""
+        """Wait for the answer to a request sent with `send`, and return it as `ask` does."""
         answer = reply.result()
         if not isinstance(answer, expected):
             raise ProtocolError(
@@ -268,12 +268,12 @@ class MasterConnection:
         when_done: Callable[[PendingReply], None] | None = None,
         after: Callable[[float], ClientRequest] | None = None,
     ) -> PendingReply:
-        """Send one request and do not wait yet; many may be on their way together.
+        """Send one request without waiting for its answer; many may be in flight together.
 
         Args:
-            when_done: is called once there is an answer or an error, mostly in the connection's own thread.
-            after: what to send so many seconds after this call, for a request that says how long it may wait; it is
-                called in that thread each time that the request is sent. None: the same each time.
+            when_done: called when there is an answer or an error, mostly in the connection's own thread.
+            after: makes the message from the seconds since this call, for a request that says how long it may wait.
+                Called in the connection's thread each time the request is sent. None: `message` each time.
         """
         seconds = self.timeout_s if timeout_s is None else timeout_s
         if isinstance(message, WatchCluster | ReadLog):
@@ -296,7 +296,7 @@ class MasterConnection:
         return reply
 
     def abandon(self, reply: PendingReply) -> None:
-        """Nobody waits for this answer any more: it is not asked for again, and dropped if it comes."""
+        """Give up an answer: its request is not sent again, and the answer is dropped if it comes."""
         with self._lock:
             self._waiting.pop(reply.request_id, None)
 
@@ -323,11 +323,10 @@ class MasterConnection:
         """Return True if the thread is to end: closed, or told to rest while no request waits."""
         with self._lock:
             if self._rests and not self._waiting:
-                self._thread, self._wake = None, -1  # a request that comes now begins anew
+                self._thread, self._wake = None, -1  # the next request starts a new thread
             return self._is_closed or self._thread is not threading.current_thread()
 
     def _serve(self, wake: int) -> None:
-        """The thread that owns the socket."""
         error: UnifiedError = self._closed()
         try:
             with zmq.Context() as context:
@@ -335,13 +334,13 @@ class MasterConnection:
                 while not self._is_over():
                     unknown = None if is_known else self._unknown_name()
                     if unknown is None:
-                        is_known = True  # from now on ZeroMQ asks for it, again and again
+                        is_known = True  # from now on ZeroMQ resolves the name at each reconnect
                         with Dealer(context, self.address, self.key, self._choice.pick()) as dealer:
                             self._talk(dealer, wake)
                     else:
                         self._fail_all(unknown)
                     self._await_request(wake)
-        except zmq.ZMQError as problem:  # such as no descriptors left
+        except zmq.ZMQError as problem:  # for example, no descriptors left
             error = MasterUnreachableError(f"the socket to the master at {self.address} cannot be used: {problem}.")
         finally:
             with self._lock:
@@ -352,7 +351,7 @@ class MasterConnection:
                 self._fail_all(error)
 
     def _unknown_name(self) -> MasterUnreachableError | None:
-        """Return an error if this host cannot tell which host the address names."""
+        """Return an error if this host cannot resolve the host name of the address."""
         host = split_address(self.address).bare_host
         try:
             getaddrinfo(host, None)
@@ -365,7 +364,7 @@ class MasterConnection:
         return None
 
     def _talk(self, dealer: Dealer, wake: int) -> None:
-        """Until the thread is to end, or the master refuses this socket, or other keys are to be tried."""
+        """Serve requests until the thread has to end, the master refuses this socket, or other keys are to be tried."""
         poller = zmq.Poller()
         poller.register(wake, zmq.POLLIN)
         poller.register(dealer.monitor, zmq.POLLIN)
@@ -378,7 +377,7 @@ class MasterConnection:
                 return
 
     def _await_request(self, wake: int) -> None:
-        """The next one is tried on a new socket: somebody may have set the key right."""
+        """Wait for the next request. It gets a new socket, because somebody may have corrected the key."""
         while not (self._outbox or self._waiting or self._is_over()):
             select.select([wake], [], [])
             os.eventfd_read(wake)
@@ -396,12 +395,12 @@ class MasterConnection:
         if ready.get(socket, 0) & zmq.POLLIN:
             self._receive(socket)
         self._look_at_clock(time.monotonic())
-        self._choice.read_file()  # for the bus endpoint of a driver, which new workers call with the new key
+        self._choice.read_file()  # for the bus endpoint of a driver: new workers call it with the new key
         if self._outbox:
             self._flush(socket)
 
     def _poll_timeout_ms(self) -> int:
-        """Milliseconds until something must be sent again, or given up."""
+        """Return the milliseconds until a request must be sent again or given up."""
         with self._lock:
             moments = [min(reply.deadline, reply.resend_at) for reply in self._waiting.values()]
         if not moments:
@@ -489,8 +488,8 @@ class MasterConnection:
             )
         if self._num_broken:
             return MasterUnreachableError(
-                f"what listens at {self.address} ended {self._num_broken} connections at their beginning: it is no "
-                f"master, or one with a cluster key, of which {KEY_VARIABLE} has to name a copy here."
+                f"what listens at {self.address} closed {self._num_broken} connections during the handshake: it is no "
+                f"master, or its cluster has a key and {KEY_VARIABLE} must name a copy of the key here."
             )
         return MasterUnreachableError(
             f"no master answers at {self.address} after {reply.timeout_s:g} s: is `unified-master` running there? "
@@ -505,15 +504,15 @@ class MasterConnection:
 
 
 def connect_to(address: str) -> MasterConnection:
-    """A connection to the master at this address, with the key and the time limit of this process's environment."""
+    """Connect to the master at this address, with the key and the time limit of this process's environment."""
     connection = MasterConnection(address, key=find_key(address), timeout_s=settings.intervals().connect_s)
     connection.owner = next((found.pid for found in living_clusters() if found.address == address), 0)
     return connection
 
 
 def connect_master(master: str | None) -> MasterConnection:
-    """A connection to the master that was named, or to that of ``UNIFIED_MASTER`` or of ``unified up``, or else to that
-    of the one driver of this user that has a cluster of its own on this host."""
+    """Connect to the master that was named, else to that of ``UNIFIED_MASTER`` or of ``unified up``, else to that of
+    this user's only driver with a cluster of its own on this host."""
     address = find_master(master)
     if address is None:
         own = [] if os.environ.get(MASTER_VARIABLE) == "" else living_clusters()
@@ -524,14 +523,14 @@ def connect_master(master: str | None) -> MasterConnection:
         if drivers:
             return connect_to(drivers[0].address)
         raise UsageError(
-            f"which master? None runs here that is yours: `unified up` starts one. Elsewhere, give its address with "
+            f"which master? You run none on this host: `unified up` starts one. Elsewhere, give its address with "
             f"--master tcp://HOST:PORT (in Python: master=), or once with `export {MASTER_VARIABLE}=tcp://HOST:PORT`."
         )
     return connect_to(address)
 
 
 def _may_be_sent_again(message: ClientRequest) -> bool:
-    """Return True if a second one does no more than the first, which the master may have got."""
+    """Return True if the message has no further effect when the master gets it twice."""
     if isinstance(message, SubmitJob):
         return message.follows is not None
     return not isinstance(message, RestartWorkers)
@@ -540,5 +539,5 @@ def _may_be_sent_again(message: ClientRequest) -> bool:
 def _too_large(message: ClientRequest, nbytes: int) -> UsageError:
     return UsageError(
         f"{type(message).__name__} has {nbytes / 2**20:.1f} MiB, and the master takes {MAX_MESSAGE >> 20} at most: put "
-        "what is large into a file and hand on its path; of a dataset, register parts, or fewer and larger files."
+        "large values into a file and pass its path; register a dataset in parts, or with fewer, larger files."
     )

@@ -23,7 +23,7 @@ class Daemon:
 
     Args:
         log_file: its stdout and stderr are appended there.
-        is_told: it waits for what `tell` writes to its stdin.
+        has_input: it waits for what `tell` writes to its stdin.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Daemon:
     ) -> None:
         self.log_file = log_file
         with log_file.open("ab") as log:
-            # -P: a user's own select.py in the working directory is not for us
+            # -P: do not import a user's own select.py from the working directory
             self._process = subprocess.Popen(
                 [settings.python(), "-P", "-m", module, *arguments],
                 stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
@@ -55,8 +55,8 @@ class Daemon:
         return True
 
     def tell(self, line: bytes) -> None:
-        """Write what it waits for, if it waits, and end its stdin."""
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which is seen by other means
+        """Write a line to its stdin, if that is an open pipe, and close it."""
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which `is_ended` shows
             if self._process.stdin is not None and not self._process.stdin.closed:
                 with self._process.stdin as stdin:
                     stdin.write(line)
@@ -93,7 +93,7 @@ class Daemon:
 
     @staticmethod
     def end_all(daemons: Sequence[Daemon], timeout_s: float) -> None:
-        """SIGTERM to all, SIGKILL to those that are left after `timeout_s`; all are reaped."""
+        """Send SIGTERM to all, and SIGKILL to those that are left after `timeout_s`; reap all."""
         deadline = time.monotonic() + timeout_s
         if timeout_s > 0:
             for daemon in daemons:
@@ -128,7 +128,7 @@ class Marked(NamedTuple):
 
 
 def marked_processes(setting: str) -> list[Marked]:
-    """Living processes that were started with ``NAME=value`` in their environment. Zombies do not count."""
+    """Return the processes, without zombies, that were started with ``NAME=value`` in their environment."""
     return [
         Marked(process.pid, _command(process.pid))
         for process in every_process()
@@ -137,7 +137,7 @@ def marked_processes(setting: str) -> list[Marked]:
 
 
 def kill_marked(setting: str, grace_s: float) -> list[Marked]:
-    """Wait for marked processes to end by themselves, then kill the others, and return these."""
+    """Wait for marked processes to end by themselves; then kill the others, and return those killed."""
     deadline = time.monotonic() + grace_s
     while left := marked_processes(setting):
         if time.monotonic() > deadline:

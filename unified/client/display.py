@@ -1,8 +1,8 @@
 """Displays of a running job: a live line a role on a terminal, a plain line now and then elsewhere.
 
 The output of workers goes to stdout, everything about the job to stderr, so that ``> out.txt`` keeps the two apart.
-Neither needs to stay: the job does not end because ``| head`` has seen enough.
-rich is imported when a terminal is really there, and after the job was submitted.
+Either stream may close: the job goes on after ``| head`` has ended.
+rich is imported only for a terminal, and after the job was submitted.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ PLAIN_EVERY_S = 5.0
 LIVE_EVERY_S = 0.1
 BAR_WIDTH = 24
 MAX_BEGUN = 8
-"""Lines that were not ended, such as progress bars, that are shown at a time."""
+"""Greatest number of partial lines, such as progress bars, that are shown at a time."""
 NARROW = 110
-"""Columns of a terminal in which the bar makes room for the metrics."""
+"""Columns of a terminal below which the bar is shorter, so that the metrics fit."""
 
 
 class Display(ABC):
-    """Place where the news of a job go.
+    """Place where the news of a job are shown.
 
     Attributes:
         wants_all: every line of every worker is shown, and not only as much as a person can follow.
@@ -68,7 +68,7 @@ class Display(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End the display, and take away what was drawn to be overwritten."""
+        """End the display, and erase its live block."""
 
     def refresh(self) -> None:  # noqa: B027  # most draw nothing
         """Draw what changed since the last time; called a few times a second."""
@@ -81,7 +81,7 @@ def open_display(
     err: TextIO | None = None,
     prefix: Prefix = "auto",
 ) -> Display:
-    """The display that fits: ``UNIFIED_PROGRESS=0`` shows no progress, ``plain`` never draws, ``live`` always does.
+    """Return the display that fits: ``UNIFIED_PROGRESS=0`` shows no progress, ``plain`` never draws, ``live`` always.
 
     Args:
         prefix: whether lines of workers have their worker in front; ``auto``: on a terminal.
@@ -96,11 +96,11 @@ def open_display(
         return LiveDisplay(out, err, prefix)
     if choice in ("", "1", "plain"):
         return PlainDisplay(out, err, prefix)
-    raise UsageError(f"{PROGRESS_VARIABLE}={choice!r} is not known: 0 for none, plain, live, or not set.")
+    raise UsageError(f"{PROGRESS_VARIABLE}={choice!r} is not known: use 0 (no progress), plain or live, or unset it.")
 
 
 class QuietDisplay(Display):
-    """Output of workers, and nothing about the job but our own sentences."""
+    """Shows the output of workers and our own sentences, but no progress."""
 
     def __init__(self, out: TextIO, err: TextIO, prefix: Prefix = "auto") -> None:
         self._err = lasting(err)
@@ -123,7 +123,7 @@ class QuietDisplay(Display):
 
 
 class PlainDisplay(QuietDisplay):
-    """A line when the job's stage, reason or restarts change, one every few seconds while it steps, and its last."""
+    """Shows a line when stage, reason or restarts change, every few seconds while the job steps, and at its end."""
 
     def __init__(self, out: TextIO, err: TextIO, prefix: Prefix = "auto") -> None:
         super().__init__(out, err, prefix)
@@ -165,7 +165,7 @@ class LiveDisplay(Display):
             self._lines.folder = LineFolder()
         self._status: JobStatus | None = None
         self._begun: list[str] = []
-        """Lines that were not ended, as they were drawn."""
+        """Partial lines, as they were drawn last."""
         self._console: Console = Console(file=err, highlight=False, soft_wrap=True)
         self._live: Live = Live(console=self._console, auto_refresh=False, transient=True, redirect_stdout=False)
         self._live.start()
@@ -201,7 +201,7 @@ class LiveDisplay(Display):
             self._console.print(Text.from_ansi(printable(undecodable_replaced(line))))
 
     def _draw(self) -> None:
-        """Draw the block: the job, and below it the lines that are not whole yet, so that a question stands last."""
+        """Draw the block: the job, and below it the partial lines, so that a prompt stands last."""
         from rich.console import Group
         from rich.text import Text
 

@@ -1,8 +1,8 @@
 """A cluster of its own for one driver: a master and agents as child processes on this host.
 
-One thread starts all of them, watches them and ends them; the thread lives as long as the cluster does, because the
-kernel sends the parent-death signal when the *thread* that started a child ends. A driver that is killed takes its
-cluster with it, and one that ends in order stops agents before the master and leaves nothing behind.
+One thread starts, watches and ends the child processes. It runs as long as the cluster, because the kernel sends the
+parent-death signal when the *thread* that started a child ends. The cluster of a killed driver dies, too. A driver that
+ends in order stops the agents before the master, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ READY_S = 30.0
 POLL_S = 0.01
 MASTER_STOP_S = 3.0
 MASTER_BACKOFF = Backoff()
-"""Between two starts of a master: what ended it, a full disk say, may end it again."""
+"""Pause between two starts of a master, because its cause of death, such as a full disk, may still be there."""
 LEFTOVER_S = 1.0
 
 
 class EmbeddedCluster:
-    """A master and agents on this host, for as long as this process lives.
+    """A master and agents on this host, until this process ends.
 
     Args:
-        nodes: how many agents; they are called node-1, node-2, …
+        nodes: number of agents; they are called node-1, node-2, …
         devices_per_node: virtual devices of each; None means the accelerators that the host really has.
         cpus_per_node: CPUs that each offers; None means those that this process may use.
         home: where logs and state go; None means a new folder below ``<unified home>/embedded``, of which the newest
             ten are kept.
-        env: more environment for the daemons, and so for the workers.
-        max_agent_restarts: how often an agent that died is started again, each.
+        env: further environment variables of the daemons, which the workers inherit.
+        max_agent_restarts: how often each agent that died is started again.
         max_master_restarts: how often the master is started again, at its address and with its state.
-        idle_s: a number is for a cluster that stays: any process of this user finds it, and it has its own key. The
-            number is recorded, and ends nothing here.
+        idle_s: a number makes it a cluster that stays: any process of this user finds it, and it has its own key. The
+            number is only recorded: it ends nothing here.
 
     Attributes:
         address: ``tcp://127.0.0.1:PORT`` of the master.
@@ -114,7 +114,7 @@ class EmbeddedCluster:
         self.stop()
 
     def set_nodes(self, nodes: int) -> None:
-        """Set how many agents there are, before `start`."""
+        """Set the number of agents, before `start`."""
         self.node_names = [f"node-{index + 1}" for index in range(nodes)]
 
     @property
@@ -127,7 +127,7 @@ class EmbeddedCluster:
         return [agent.pid for agent in self._agents]
 
     def begin(self) -> Self:
-        """Start the master and the first node's zygote, before the attributes above are known. Raises as `start`."""
+        """Start the master and the first node's zygote, before the attributes above are final. Raises as `start`."""
         settings.check_descriptors()
         try:
             self._prepare()
@@ -158,7 +158,7 @@ class EmbeddedCluster:
     def stop(self, timeout_s: float = 15.0) -> None:
         """End the agents, then the master, and wait for it. Safe to call twice.
 
-        An exception that interrupts it, such as Ctrl-C, has everything killed, and is raised when nothing is left.
+        If an exception such as Ctrl-C interrupts it, everything is killed; then the exception is raised.
 
         Args:
             timeout_s: how long the agents may take to stop their workers; then everything is killed.
@@ -167,7 +167,7 @@ class EmbeddedCluster:
             return
         self._stop_timeout_s = timeout_s
         interruption: BaseException | None = None
-        while not self._ended.is_set():  # a join that is interrupted takes its thread for ended (in Python 3.11)
+        while not self._ended.is_set():  # in Python 3.11 an interrupted join takes its thread for ended
             try:
                 self._stopping.set()
                 os.eventfd_write(self._wake, 1)
@@ -193,7 +193,7 @@ class EmbeddedCluster:
         settings.make_private(self._run_dir)
         self._lock_file = clusters.lock(self._run_dir / clusters.LOCK_NAME)
         if self._key_file is not None:
-            from unified.security.curve import new_key  # with ZeroMQ, which the daemons' start need not wait for
+            from unified.security.curve import new_key  # imports ZeroMQ, for which the daemons need not wait
 
             write_key(self._key_file, new_key())
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
@@ -215,7 +215,7 @@ class EmbeddedCluster:
         )
 
     def _wait_until_ready(self, deadline: float, timeout_s: float) -> None:
-        from unified.client.connection import MasterConnection  # the daemons have begun by now
+        from unified.client.connection import MasterConnection  # imported while the daemons start
 
         while not self._spawned.wait(POLL_S):
             self._check_time(deadline, timeout_s, "the master did not write its address")
@@ -224,7 +224,7 @@ class EmbeddedCluster:
             while True:
                 try:
                     nodes = connection.ask(ListNodes(), NodeList, timeout_s=1.0).nodes
-                except MasterUnreachableError:  # it may have died: `check` knows
+                except MasterUnreachableError:  # if it has died, `check` raises
                     nodes = []
                 alive = {node.node for node in nodes if node.state == NodeState.ALIVE}
                 if alive.issuperset(self.node_names):
@@ -262,7 +262,7 @@ class EmbeddedCluster:
 
     def _start_first(self) -> None:
         self._address_file.unlink(missing_ok=True)
-        self._agents.append(self._start_early(self.node_names[0]))  # its zygote is what all else will wait for
+        self._agents.append(self._start_early(self.node_names[0]))  # first: all else will wait for its zygote
         self._master = self._start_master("tcp://127.0.0.1:0")
         while not self._stopping.wait(POLL_S) and not self._spawned.is_set():
             if self._is_sized.is_set():
@@ -307,7 +307,7 @@ class EmbeddedCluster:
         return {**self.environ, **self._env, **own}
 
     def _watch(self) -> None:
-        """Until `stop`: start again what died, within limits."""
+        """Start again the daemons that died, within limits, until `stop`."""
         restarts = [0] * len(self._agents)
         num_master_restarts = 0
         while not self._stopping.is_set():
@@ -334,7 +334,7 @@ class EmbeddedCluster:
                 return
 
     def _tear_down(self) -> None:
-        (self._run_dir / clusters.RECORD_NAME).unlink(missing_ok=True)  # nobody is to find what ends
+        (self._run_dir / clusters.RECORD_NAME).unlink(missing_ok=True)  # nobody may find a cluster that ends
         Daemon.end_all(self._agents, self._stop_timeout_s)
         if self._master is not None:
             Daemon.end_all([self._master], min(MASTER_STOP_S, max(self._stop_timeout_s, 0.5)))

@@ -14,7 +14,7 @@ from unified.core.hangs.verdict import ranges_text
 FOLD_S = 0.25
 """Time for which a line waits for others that are equal to it."""
 MAX_LINES = 10_000
-"""Lines that wait; the oldest of more is not waited for."""
+"""Greatest number of lines that wait; if there are more, the oldest is shown at once."""
 FOLD_VARIABLE = "UNIFIED_FOLD"
 _PREFIX = re.compile(r"\[(.+)-(\d+)(#\d+)?\] ")
 
@@ -28,7 +28,7 @@ class _FoldedLine:
 
 
 class LineFolder:
-    """Lines that wait. Those of one worker stay in their order, and none is lost: each is shown, or counted."""
+    """Lines that wait for equal ones. Each worker's order is kept, and no line is lost: each is shown, or counted."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

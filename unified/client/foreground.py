@@ -1,7 +1,7 @@
-"""A job in the foreground: where to look, progress and output while it runs, last words when it has ended.
+"""A job in the foreground: where to look, progress and output while it runs, and a summary at its end.
 
-Two threads follow the job: its status by long poll, its workers' output by pulls. Both put what they find in one queue,
-which one consumer empties, so that a display is touched by one thread alone. Ctrl-C and SIGTERM go to the job.
+Two threads follow the job: one its status, by long poll, and one its workers' output, by pulls. Both put their news
+into one queue with one consumer, so that only one thread touches the display. Ctrl-C and SIGTERM go to the job.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from unified.protocol.records import Stage, WorkerState
 from unified.threads import start_thread
 
 POLL_S = 1.0
-"""Seconds for which the master may hold a question about the status."""
+"""Seconds for which the master may hold a request for the status."""
 SILENT_S = 2.9
 """Seconds without an answer after which the master counts as silent."""
 STATUS_PAUSE_S = 0.05
 """Pause between two answers, so that a job that reports every step does not flood its driver."""
 MAX_UNSHOWN = 4
 MIN_PAUSE_S = 0.002
-"""Pause between two rounds of reads, for whoever else has something to do."""
+"""Pause between two rounds of reads, so that other threads can run."""
 DRAINED_S = 5.0
-"""Seconds after the job's end that its last output may take on a terminal."""
+"""Seconds after the job's end for which a terminal waits for its last output."""
 REFRESH_S = 0.2
 FORCE_S = 2.0
 MAX_FOLLOWED = 16
 ALLOCATION = "SLURM_JOB_ID"
-"""Variable of what runs within an allocation of SLURM. There SIGTERM says that the allocation ends, not the job."""
+"""Variable that is set within an allocation of SLURM. There SIGTERM means the end of the allocation, not of the job."""
 EXIT_SUSPENDED = os.EX_TEMPFAIL
 
 
@@ -86,7 +86,7 @@ def run_in_foreground(handle: JobHandle, prefix: Prefix, spec: JobSpec, passed_o
             lines = [f"{status.job_id}  {status.reason}{hint}"]
         err.write("".join(f"{printable(line) if err.isatty() else line}\n" for line in lines))
         err.flush()
-    except SystemExit:  # the second Ctrl-C or SIGTERM: there is no time for grace
+    except SystemExit:  # the second Ctrl-C or SIGTERM: no grace period
         if cluster is not None:
             cluster.stop(timeout_s=0.0)
         raise
@@ -111,7 +111,7 @@ def _where(handle: JobHandle) -> str:
 
 
 def _keep_story(handle: JobHandle, home: Path) -> str:
-    """Write down why things happened, because the embedded master that knows it is about to end."""
+    """Write the job's story to a file, because the embedded master, which has it, is about to end."""
     path = home / f"explain-{handle.job_id}.txt"
     try:
         story = handle.connection.ask(Explain(job=handle.job_id), Story)
@@ -130,16 +130,16 @@ class OutputRead(NamedTuple):
 
 
 class MasterSilent(NamedTuple):
-    """The master does not answer, for the first time since it last did, or still."""
+    """The master does not answer: a new silence, or one that goes on."""
 
     since: float
-    """Monotonic."""
+    """Monotonic time at which the silence began."""
     error: MasterUnreachableError | None = None
     """Error of a request that was given up."""
 
 
 class MasterAnswers(NamedTuple):
-    """The master was silent, and is not any more."""
+    """The master answers again."""
 
 
 class FollowFailed(NamedTuple):
@@ -162,7 +162,7 @@ News = StatusChanged | OutputRead | MasterSilent | MasterAnswers | FollowFailed 
 
 
 def is_over(status: JobStatus, *, suspends_job: bool) -> bool:
-    """Return True if nothing of the job is left to follow: it has ended, or is suspended and that is as good."""
+    """Return True if nothing of the job is left to follow: it has ended, or, with `suspends_job`, is suspended."""
     is_suspended = status.suspended is not None and not status.num_leaving
     return status.stage == Stage.STOPPED or (suspends_job and is_suspended)
 
@@ -180,7 +180,7 @@ class Follower:
         self._reader = reader
         self._stop = threading.Event()
         self._wake = threading.Event()
-        """Set when the reader of logs need not wait for a stream to be due: the job has ended, or nobody listens."""
+        """Ends the pause of the reader of logs: the job has ended, or nobody listens."""
         self._status: JobStatus | None = None
         self._unshown = threading.BoundedSemaphore(MAX_UNSHOWN)
         self._threads: list[threading.Thread] = []
@@ -191,16 +191,16 @@ class Follower:
             self._threads.append(start_thread("unified-logs", self._follow_logs))
 
     def shown(self) -> None:
-        """The consumer has shown one `OutputRead`: a reader that waits for a slow terminal may go on."""
+        """Tell that one `OutputRead` was shown: a reader that waits for a slow terminal may go on."""
         self._unshown.release()
 
     def request_stop(self) -> None:
-        """Nobody listens any more. The threads end with their present request, or when the connection is closed."""
+        """Ask the threads to end. They do after their present request, or when the connection is closed."""
         self._stop.set()
         self._wake.set()
 
     def join(self) -> None:
-        """Wait for both threads, after `request_stop` and the closing of the connection."""
+        """Stop and wait for both threads. Call it after the connection is closed, which ends their requests."""
         self.request_stop()
         for thread in self._threads:
             thread.join()
@@ -273,10 +273,10 @@ class Watch:
     """One wait for the end of one job.
 
     Args:
-        files: by role, what of its output goes to files and is not shown.
+        files: by role, the output that goes to files and is not shown.
         check: raises `ClusterError` if waiting is of no use any more (an embedded master has died).
-        on_signal: effect of SIGTERM on the job. Ctrl-C stops it, too, but for `leave`. With `suspend` a job that is
-            suspended, by whomever, is not waited for.
+        on_signal: effect of SIGTERM on the job. Ctrl-C stops the job, except with `leave`. With `suspend` the wait
+            also ends when anybody suspends the job.
         passed_on: signals that go to the workers, unless this process handles or ignores them already.
     """
 
@@ -299,7 +299,7 @@ class Watch:
         self._display = display
         self._check = check
         self._keep = display.wants_all
-        """Nobody watches: the output is written to the last line, however long that takes."""
+        """No person watches: all output is written, without a time limit."""
         self._reader: LogReader | None = None
         if with_logs:
             max_workers = None if self._keep else MAX_FOLLOWED
@@ -315,16 +315,16 @@ class Watch:
         self._is_master_silent = False
         self._left_out = 0
         self._losers: set[str] = set()
-        """Workers of which it was said that output is dropped."""
+        """Workers whose dropped output was reported."""
         self._waits: set[str] = set()
-        """Things that workers wait for before they begin, and of which it was said."""
+        """Things that workers wait for before they begin, as far as they were reported."""
 
     def run(self) -> JobStatus:
-        """The job's last status.
+        """Wait for the end of the job, and return its last status.
 
         Raises:
-            SystemExit: after a second Ctrl-C or SIGTERM (the job was told to end at once), or after the first where
-                watching does not own the job: 130 or 143.
+            SystemExit: 130 or 143, after a second Ctrl-C or SIGTERM (the job was told to end at once); with `leave`
+                after the first.
             MasterUnreachableError: the master was away for longer than `MASTER_GRACE_S`.
             ClusterError: waiting is of no use any more.
         """
@@ -347,8 +347,8 @@ class Watch:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of a process that watched until the end: the job's, 143 if SIGTERM has stopped it, 75 if the
-        job is suspended.
+        """Exit code for a process that watched until the end: the job's; 143 if SIGTERM stopped it, 75 if it is
+        suspended.
         """
         if self._ended is not None and self._ended.stage != Stage.STOPPED:
             return EXIT_SUSPENDED
@@ -356,7 +356,7 @@ class Watch:
         return exit_code(self._stopped_by) if self._stopped_by and code == STOPPED_BY_USER else code
 
     def join(self) -> None:
-        """Wait for the threads behind it; call it after the connection was closed, which ends their requests."""
+        """Wait for the follower's threads. Call it after the connection is closed, which ends their requests."""
         self._follower.join()
 
     def _is_drained_too_long(self) -> bool:
@@ -448,6 +448,6 @@ class Watch:
                 self._display.note(f"{self._job_id}  could not be told to end: {error}")
             raise SystemExit(exit_code(number))
         self._display.note(f"{self._job_id}  stopping in order; {name} again ends it at once")
-        # Its effect shows in the status; waiting here would hold up the second one. A master that is away hears it
-        # when it is back.
+        # Do not wait for the answer: that would delay a second signal. The status shows the effect. A master that is
+        # away gets the request when it is back.
         self._connection.send(request, timeout_s=MASTER_GRACE_S)

@@ -1,4 +1,4 @@
-"""A submitted job, in the hands of whoever submitted it or is connected to its master."""
+"""A handle on a job, for the process that submitted it or that is connected to its master."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 POLL_S = 5.0
 GLANCE_S = 1.0
 MASTER_GRACE_S = 300.0
-"""Seconds for which a wait bears a master that is away; the job does not need it meanwhile."""
+"""Seconds for which a wait tolerates a master that is away. The job goes on without it."""
 
 
 def restart_workers(
@@ -48,7 +48,7 @@ def restart_workers(
     """Restart workers, or the whole job if none is named, as `JobHandle.restart` does.
 
     Args:
-        asked: called with the incarnation to come of each worker concerned, before it is waited for.
+        asked: called, before the wait, with the next incarnation of each worker that restarts.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     left = connection.ask(RestartWorkers(job=job_id, workers=list(workers)), Done).incarnations
@@ -77,7 +77,7 @@ class JobHandle:
     manager.
 
     An embedded cluster belongs to the handle of its job: closing the handle, or the end of this process, ends the
-    cluster and with it the job. A job on a master of its own goes on.
+    cluster and the job. A job on another master goes on.
 
     Attributes:
         job_id: as ``unified status`` takes it.
@@ -108,23 +108,24 @@ class JobHandle:
         self.close()
 
     def status(self) -> JobStatus:
-        """The job as the master sees it now; of a job whose end `wait` has seen, its last status."""
+        """The job as the master sees it now. After `wait` has seen the job's end: its last status."""
         return self._ended or self.connection.ask(GetJob(job=self.job_id), JobStatus)
 
     @property
     def slurm_id(self) -> str:
-        """Id of the allocation of SLURM that this process is in, as `SlurmJob` has it; empty: none."""
+        """Id of the SLURM allocation of this process, as in `SlurmJob`; empty: none."""
         return os.environ.get("SLURM_JOB_ID", "")
 
     @property
     def state(self) -> str:
-        """Stage of the job, such as ``RUNNING``: `SlurmJob` has this word, too."""
+        """Stage of the job, such as ``RUNNING``, as in `SlurmJob`."""
         return str(self.status().stage)
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until the job has ended, and return its exit code: 0, 1 for a failure, 130 for a stop by a user.
 
-        The handle then gives its threads and descriptors back and keeps the last status; `logs` opens others for now.
+        Then the handle gives back its threads and descriptors, and keeps the last status. A later `logs` opens new
+        ones while it reads.
 
         Args:
             timeout: seconds; None waits as long as the job runs.
@@ -148,7 +149,7 @@ class JobHandle:
         """Lines that the workers printed, each as ``[trainer-0] line``.
 
         Args:
-            follow: go on until the job has ended; a reader far behind skips ahead, and a line says so.
+            follow: go on until the job has ended. A reader that is far behind skips ahead, and a line says so.
             role, rank: only those workers.
         """
         reader = LogReader(self.connection, self.job_id, LogFilter(role, rank), mode="live" if follow else "once")
@@ -168,9 +169,9 @@ class JobHandle:
         The call goes through the bus relay in the master. Results may be any Python objects, which are unpickled here.
 
         Args:
-            worker: full name or ``role-rank``; of a role with one worker, the role's name.
+            worker: full name or ``role-rank``; for a role with one worker, also the role's name.
             method: the name under which it is registered.
-            _timeout: seconds to the deadline; 60 if it is not given.
+            _timeout: seconds to the deadline; default 60.
 
         Returns:
             A `concurrent.futures.Future` that ends as `RoleActor.call` does in a worker.
@@ -193,24 +194,24 @@ class JobHandle:
         return self._outside_caller().group(role)
 
     def stop(self, force: bool = False) -> None:
-        """Ask the master to stop the job, and return at once; `wait` tells when it has ended.
+        """Ask the master to stop the job, and return at once; `wait` waits for its end.
 
         Args:
             force: kill its workers at once, without a grace period.
 
         Raises:
-            RefusedError: the master does not know it. (Stopping a job that has ended does nothing.)
+            RefusedError: the master does not know the job. (To stop a job that has ended does nothing.)
         """
         self.connection.request(StopJob(job=self.job_id, force=force, reason=f"asked by {submitter()}"))
 
     def suspend(self, reason: str = "") -> None:
         """Ask the master to suspend the job, and return at once.
 
-        Its workers are stopped with their grace, and the job waits, without a charge, until it is resumed: then it
-        begins anew with its checkpoints and snapshots. To suspend it twice changes nothing.
+        The workers are stopped with their grace period. No restart limit is charged. The job waits until it is
+        resumed, and then starts from its checkpoints and snapshots. A second `suspend` changes nothing.
 
         Args:
-            reason: shown by ``unified status`` and ``unified explain``; empty: who asked for it.
+            reason: shown by ``unified status`` and ``unified explain``; empty: the process that asked.
 
         Raises:
             RefusedError: the job ends or has ended (code ``ended``), or the master does not know it.
@@ -218,7 +219,7 @@ class JobHandle:
         self.connection.request(SuspendJob(job=self.job_id, reason=reason or f"asked by {submitter()}"))
 
     def resume(self) -> None:
-        """Put the suspended job back into the queue, and return at once. Of one that is not suspended nothing changes.
+        """Put the suspended job back into the queue, and return at once. Does nothing if it is not suspended.
 
         Raises:
             RefusedError: as for `suspend`.
@@ -228,11 +229,11 @@ class JobHandle:
     def restart(self, *workers: str, timeout: float | None = None) -> None:
         """Restart the job, or only some of its workers, and return when the new incarnations are READY.
 
-        No limit of restarts is charged. A rank of an elastic role restarts with its role.
+        No restart limit is charged. A rank of an elastic role restarts with its role.
 
         Args:
             workers: full names or ``role-rank``; none means the whole job.
-            timeout: seconds; None waits as long as the job lives.
+            timeout: seconds; None waits as long as the job runs.
 
         Raises:
             RefusedError: the job ends or has ended (code ``ended``), or the master does not know it or a worker.
@@ -242,7 +243,7 @@ class JobHandle:
         restart_workers(self.connection, self.job_id, workers, timeout=timeout)
 
     def close(self) -> None:
-        """Let go of the job: close the connection, and end the embedded cluster if there is one."""
+        """Close the connection, and end the embedded cluster if there is one."""
         if self._outside is not None:
             self._outside.close()
         try:
@@ -259,14 +260,14 @@ class JobHandle:
         self.connection.rest()
 
     def _glance(self) -> JobStatus | None:
-        """The status, if the master has it at once."""
+        """Return the status if the master answers within `GLANCE_S`."""
         try:
             return self._ended or self.connection.ask(GetJob(job=self.job_id), JobStatus, timeout_s=GLANCE_S)
         except UnifiedError:
             return None
 
     def _outside_caller(self) -> OutsideCaller:
-        from unified.client.outside import OutsideCaller  # the bus is needed by none but those who call
+        from unified.client.outside import OutsideCaller  # imports the bus, which only calls need
 
         with self._making:
             if self._outside is None:
@@ -274,7 +275,7 @@ class JobHandle:
             return self._outside
 
     def _last_status(self, status: JobStatus) -> JobStatus:
-        """Return the status of a job that has ended, with its workers if they are still known."""
+        """Return the status of a job that has ended, with its workers if the master still knows them."""
         try:
             return self.connection.ask(GetJob(job=self.job_id), JobStatus)
         except RefusedError:

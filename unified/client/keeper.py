@@ -1,4 +1,4 @@
-"""The cluster that stays: ``unified up`` starts a process that keeps it, until it has been without a job for long."""
+"""The cluster that stays: ``unified up`` starts a process that keeps it until it has had no job for some time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STOP_S = 30.0
 def start_keeper(nodes: int, devices: int | None, idle_s: float) -> ClusterRecord:
     """Start the cluster that stays, detached from this process, and wait until it is ready.
 
-    Where another process starts one meanwhile, it is that one.
+    If another process starts one meanwhile, return that one.
 
     Raises:
         UsageError: this process may open too few files, or the name of a folder is not UTF-8.
@@ -61,11 +61,11 @@ def start_keeper(nodes: int, devices: int | None, idle_s: float) -> ClusterRecor
 
 
 def stop_keeper(kept: ClusterRecord) -> None:
-    """End the cluster in order, jobs and all, and wait for it; what takes too long is killed."""
+    """End the cluster and its jobs in order, and wait for the end. Its process is killed after `STOP_S` seconds."""
     with contextlib.suppress(ProcessLookupError), contextlib.ExitStack() as stack:
         descriptor = os.pidfd_open(kept.pid)
         stack.callback(os.close, descriptor)
-        if clusters.kept_cluster() == kept:  # the pid is its own still
+        if clusters.kept_cluster() == kept:  # the pid still belongs to it
             for number in (signal.SIGTERM, signal.SIGKILL):
                 signal.pidfd_send_signal(descriptor, number)
                 if select.select([descriptor], [], [], STOP_S)[0]:
@@ -73,7 +73,7 @@ def stop_keeper(kept: ClusterRecord) -> None:
 
 
 def unfinished(kept: ClusterRecord) -> list[JobLine]:
-    """Return the jobs that run there or wait; none if its master does not answer."""
+    """Return the jobs of the cluster that run or wait; none if its master does not answer."""
     with connect_to(kept.address) as connection:
         try:
             jobs = connection.ask(ListJobs(), JobList).jobs
@@ -86,7 +86,7 @@ class Idleness:
     """The time for which a cluster has had no job.
 
     Args:
-        limit_s: seconds; 0 means any time.
+        limit_s: seconds; 0: no limit.
         now: seconds of any clock.
     """
 
@@ -103,7 +103,7 @@ class Idleness:
 
 
 def main() -> int:
-    """Keep a cluster until SIGTERM, or until it has been idle for so long."""
+    """Keep a cluster until SIGTERM, or until it has had no job for the given time."""
     nodes, devices, idle_s = msgspec.json.decode(sys.argv[1], type=tuple[int, int | None, float])
     process.set_title("unified-up")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -112,7 +112,7 @@ def main() -> int:
         if clusters.kept_cluster() is not None:
             return 0
         time.sleep(START_POLL_S)
-    os.ftruncate(sys.stderr.fileno(), 0)  # the log is of this one alone
+    os.ftruncate(sys.stderr.fileno(), 0)  # remove the log of earlier processes
     try:
         with EmbeddedCluster(nodes, devices, max_master_restarts=MAX_RESTARTS, idle_s=idle_s) as cluster:
             _keep(cluster, idle_s)
@@ -129,7 +129,7 @@ def _keep(cluster: EmbeddedCluster, idle_s: float) -> None:
             cluster.check()
             try:
                 jobs = connection.ask(ListJobs(), JobList).jobs
-            except MasterUnreachableError:  # it is started again, or `check` knows
+            except MasterUnreachableError:  # the master is started again, or `check` raises
                 continue
             if idleness.is_over(jobs, time.monotonic()):
                 return print(f"no job for {idle_s:g} s: the cluster ends", file=sys.stderr)

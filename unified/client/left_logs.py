@@ -1,4 +1,4 @@
-"""Output of jobs whose embedded cluster has ended, in the folder that it has left."""
+"""Output of jobs whose embedded cluster has ended, read from the folder of the cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LeftLogs(NamedTuple):
     job_id: str
 
     def lines(self, wanted: LogFilter, *, is_data: bool = False) -> Iterator[str]:
-        """Lines of the workers that are wanted, as `LogReader` has them: by worker, incarnation and stream."""
+        """Yield the lines of wanted workers in the form of `LogReader`, by worker, incarnation and stream."""
         for folder in sorted(self.home.glob(f"node-*/logs/{self.job_id}/*-*/")):
             role, rank = parse_worker(folder.name)
             if wanted.role in (None, role) and wanted.rank in (None, rank):
@@ -35,7 +35,7 @@ class LeftLogs(NamedTuple):
 
 
 def find_left(job: str) -> LeftLogs | None:
-    """Return what the newest cluster that has ended has left of a job (its id, or its name); None if there is none."""
+    """Return the output of a job (by its id or name) in the newest ended cluster that has any; None: none has."""
     living = {record.home for record in living_clusters()}
     for home in sorted(settings.home().glob("embedded/*/"), reverse=True):
         names = {path.name for path in home.glob("node-*/logs/*/")}

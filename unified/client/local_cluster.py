@@ -1,4 +1,4 @@
-"""`unified.local_cluster()`: a cluster on this host that the jobs of this process go to, for a block or a session."""
+"""`unified.local_cluster()`: a cluster on this host for the jobs of this process, for a block or a session."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ MAX_RESTARTS = 5
 
 
 class SessionCluster(EmbeddedCluster):
-    """A running cluster to which `submit` and `connect` of this process go by themselves, until `stop`.
+    """A running cluster that `submit` and `connect` of this process use by default, until `stop`.
 
-    It ends with its ``with`` block, with `stop`, or with this process, however that ends; and its jobs end with it.
+    It ends with its ``with`` block, with `stop`, or with this process, also if that is killed. Its jobs end with it.
     """
 
     def __repr__(self) -> str:
@@ -22,7 +22,7 @@ class SessionCluster(EmbeddedCluster):
         return f"<unified.local_cluster {state}, {len(self.node_names)} node(s); logs: {self.home}>"
 
     def start(self, timeout_s: float = READY_S) -> Self:
-        """Return at once where it runs, as `local_cluster` has started it."""
+        """Start the cluster. Returns at once if it runs already, because `local_cluster` has started it."""
         if not self.address:
             super().start(timeout_s)
             addresses.own_masters.append(self.address)

@@ -1,10 +1,9 @@
 """The output of workers, pulled from their agents through the master.
 
-`StreamCursor` is pure: it says what to read next and turns what came into text. `LineView` makes lines of it, with the
-worker's name in front. `LogReader` does the asking. Reading is pull, so a worker that prints faster than anybody can
-read costs nothing but its own log file: a live reader that falls more than 1 MiB behind skips to the end and says how
-much it left out and where the whole is. A reader that has to have everything (`keep`) skips nothing, and the worker
-waits for it.
+`StreamCursor` is pure: it says what to read next and turns the answer into text. `LineView` makes lines of the text,
+with the worker's name in front. `LogReader` sends the requests. Readers pull, so a worker that prints too fast costs
+only its own log file: a live reader that is more than 1 MiB behind skips to the end, and says how much it left out and
+where the whole log is. A reader in mode `keep` skips nothing, and the worker waits for it.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ KEEP_CHUNK_BYTES = 262144
 BEHIND_BYTES = 1 << 20
 MAX_LINE_CHARS = 8192
 LIVE_PAUSE_S = 0.05
-"""Between two reads of one stream: with CHUNK_BYTES, what a live reader shows at most is 0.65 MB/s a stream."""
+"""Pause between two reads of one stream: with CHUNK_BYTES a live reader shows at most 0.65 MB/s a stream."""
 IDLE_PAUSE_S = 0.5
 MAX_IDLE_READS_S = 400
-"""Reads a second of all streams that say nothing; where there are more streams each is asked less often."""
+"""Reads a second of all silent streams together: with more streams, each is read less often."""
 MAX_IN_FLIGHT = 32
 KEEP_IN_FLIGHT = 8
-"""Number of reads of KEEP_CHUNK_BYTES in flight: 2 MiB are on their way through the master at most."""
+"""Number of reads of KEEP_CHUNK_BYTES in flight: at most 2 MiB are in transit through the master."""
 DRAIN_S = 2.0
-"""After a job's end, how long a log that does not end is waited for."""
+"""Seconds without new output, after a job's end, until a reader stops waiting for the end of a log."""
 KEEP_DRAIN_S = 10.0
 QUIET_S = 1.0
-"""A line that was begun and does not go on for so long is shown as it stands."""
+"""Seconds after which a partial line that does not go on is shown."""
 RENEW_S = 5.0
-"""Seconds after which a reader that keeps logs, and cannot go on, says again that it is still there."""
+"""Seconds after which a reader in mode `keep` that cannot go on shows again that it is still there."""
 SEARCH_WITHIN_S = 5.0
 _SEARCH = """
 import re, sys
@@ -79,7 +78,7 @@ class OutputSource(NamedTuple):
     """Names the worker in front of a line: ``[trainer-0] ``, ``[trainer-0#1] `` for its second incarnation."""
     stream: Stream
     is_prefixed: bool = False
-    """The prefix was asked for, whatever it is written to."""
+    """The prefix is written in any case."""
     worker: str = ""
     """Short name: ``trainer-0``."""
     incarnation: int = 0
@@ -97,7 +96,7 @@ class LogLine(Value, frozen=True, kw_only=True):
     line: str = ""
     """Text of the line, without its end."""
     note: str = ""
-    """Not a line, but a word of Unified about output that is missing here; then `line` is empty."""
+    """Note of Unified about output that is missing here; then `line` is empty."""
 
 
 class Output(NamedTuple):
@@ -108,18 +107,18 @@ class Output(NamedTuple):
     note: str = ""
     """Note of ours about what is missing before `text`."""
     is_quiet: bool = False
-    """Nothing has followed for a moment: a line that was begun is worth showing."""
+    """Nothing has followed for a moment: a partial line is to be shown."""
     is_end: bool = False
-    """Nothing follows, however the text ends."""
+    """Nothing follows, even if the text ends within a line."""
 
 
 class StreamCursor:
     """Position of a reader in one output stream of one incarnation of a worker.
 
     Args:
-        mode: as of `LogReader`; ``live`` pauses between reads as well.
+        mode: as for `LogReader`; ``live`` pauses also after a read that had data.
         offset: where to begin; negative means that many bytes before the end.
-        lines: the lines that are read. Of these none is skipped, in any mode.
+        lines: filter for the lines to read. With a filter no mode skips lines.
     """
 
     def __init__(
@@ -137,28 +136,28 @@ class StreamCursor:
         self.source = source
         self.is_final = False
         self.is_caught_up = False
-        """All was read that was there when reading began."""
+        """The output that was there at the first read was read."""
         self.due_at = 0.0
         self.idle_s = IDLE_PAUSE_S
-        """The longest pause of a stream that says nothing."""
+        """Longest pause between reads of a silent stream."""
         self.lines = lines
         self.has_moved = False
-        """The last answer was about a further part of the stream, whether or not there was a line in it."""
+        """The last answer was about a further part of the stream, even if no line in it was selected."""
         self._is_live = mode == "live"
         self._keep = mode == "keep"
         self._offset = offset
         self._pause_s = LIVE_PAUSE_S
         self._drop_to_newline = False
         self._is_line_begun = False
-        """And nobody was told that it does not go on."""
+        """A partial line waits, and was not reported as quiet yet."""
         self._text_at = 0.0
         self._present: int | None = None
-        # Bytes that are no UTF-8 come out as they came in where they are written to a file.
         self._noted = ""
+        # In mode `keep` a file gets bytes that are no UTF-8 unchanged.
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape" if self._keep else "replace")
 
     def request(self, job: str, max_bytes: int = 0) -> ReadLog:
-        """Return what to ask next."""
+        """Return the next request."""
         return ReadLog(
             job=job,
             worker=self.worker,
@@ -206,7 +205,7 @@ class StreamCursor:
         return found
 
     def nothing(self, now: float) -> None:
-        """The log cannot be read now (no such file yet, or its node is away)."""
+        """Note that the log cannot be read now: there is no file yet, or its node is away."""
         self.is_caught_up, self.has_moved = True, False
         self._set_pause(False, now)
 
@@ -226,10 +225,10 @@ class StreamCursor:
 
 
 class LineView:
-    """Whole lines of many streams, each with its prefix, if not without.
+    """Makes complete lines of many streams, each with its prefix unless `has_prefix` is False.
 
     Attributes:
-        folder: makes one line of equal ones of several workers; `due` has those that have waited for others.
+        folder: folds equal lines of several workers into one. Lines wait in it until `due` returns them.
         is_data: each line is a `LogLine` as JSON.
     """
 
@@ -240,7 +239,7 @@ class LineView:
         self._partials: dict[OutputSource, str] = {}
 
     def feed(self, outputs: Iterable[Output]) -> list[str]:
-        """Return the lines that are whole now; one that a gap or an end cut off is a line too."""
+        """Return the lines that are complete now. A line that is cut off by a gap or an end counts as complete."""
         lines = (line for output in outputs for line in self._feed(output))
         if self.folder is None:
             return [self._shown(*line) for line in lines]
@@ -249,16 +248,16 @@ class LineView:
         return self.due()
 
     def due(self, *, is_end: bool = False) -> list[str]:
-        """Return the lines that wait for equal ones no longer, or all that have waited until now."""
+        """Return the lines that have waited long enough for equal ones; with `is_end` all that wait."""
         return [] if self.folder is None else self.folder.take(is_end=is_end)
 
     def flush(self) -> list[str]:
-        """All that wait, and the lines that were begun and not ended."""
+        """Return all lines that wait, and the partial lines."""
         partials, self._partials = self._partials, {}
         return self.due(is_end=True) + [self._shown(source, seen(text)) for source, text in partials.items()]
 
     def partials(self) -> list[str]:
-        """Return the same, as they stand now; they go on."""
+        """Return the partial lines as they are now; they go on."""
         return [self._shown(source, seen(text)) for source, text in self._partials.items()]
 
     def _feed(self, output: Output) -> Iterator[tuple[OutputSource, str, bool]]:
@@ -292,7 +291,7 @@ class LineView:
 
 
 def not_drawn_over(line: str) -> str:
-    """Return the rest of a line behind what a progress bar has drawn over."""
+    """Return the part of a line that a progress bar has not drawn over."""
     return line[line.rstrip("\r").rfind("\r") + 1 :]
 
 
@@ -302,7 +301,7 @@ def seen(line: str) -> str:
 
 
 class LogFilter(NamedTuple):
-    """Selects workers of one role, or of one rank; None: of any."""
+    """Selects workers by role and rank (None: any), and their output."""
 
     role: str | None = None
     rank: int | None = None
@@ -310,7 +309,7 @@ class LogFilter(NamedTuple):
     lines: LineFilter = ALL_LINES
 
     def takes(self, worker: WorkerStatus) -> bool:
-        """Return True if the worker has a log, for it has lived, and is selected."""
+        """Return True if the worker is selected and has a log, because it has started."""
         is_of_role = self.role is None or worker.role == self.role
         return worker.incarnation >= 0 and is_of_role and (self.rank is None or worker.rank == self.rank)
 
@@ -323,11 +322,11 @@ class LogReader:
 
     Args:
         wanted: the workers and streams to read.
-        mode: ``once`` reads what is there; ``live`` is for following by a person, and skips ahead when far behind;
-            ``keep`` is for following too, and agents keep everything until it was read.
-        max_workers: output of more workers than this is not read; `left_out` says how many.
+        mode: ``once`` reads what is there; ``live`` follows for a person, and skips ahead when far behind; ``keep``
+            follows, too, and agents keep all output until it was read.
+        max_workers: the output of more workers is not read; `left_out` is their number.
         tail_bytes: begin that far before the end of each stream; None means at the beginning.
-        files: by role, what goes to files of its own and is left out here.
+        files: by role, the output that goes to files of its own and is left out here.
     """
 
     def __init__(
@@ -355,7 +354,7 @@ class LogReader:
         self.left_out = 0
 
     def update(self, status: JobStatus) -> None:
-        """Take notice of incarnations that are new, and of the job's end."""
+        """Note new incarnations, and the job's end."""
         left_out = 0
         for worker in sorted(status.workers, key=lambda worker: worker.rank):  # the first ranks of each role win
             if not self._wanted.takes(worker):
@@ -369,7 +368,7 @@ class LogReader:
         self._is_over = status.stage == Stage.STOPPED
 
     def pull(self) -> Iterator[list[Output]]:
-        """Read every stream that is due, once, a few at a time; output comes worker by worker."""
+        """Read every stream that is due once, a few at a time; yield output worker by worker."""
         now = time.monotonic()
         due = [cursor for cursor in self._cursors if self._is_over or cursor.due_at <= now]
         count = KEEP_IN_FLIGHT if self._mode == "keep" else MAX_IN_FLIGHT
@@ -384,13 +383,13 @@ class LogReader:
         self._cursors = [cursor for cursor in self._cursors if not cursor.is_final]
 
     def pull_lines(self) -> Iterator[str]:
-        """Lines that are whole now, of one `pull`."""
+        """Yield the lines that are complete after one `pull`."""
         for outputs in self.pull():
             yield from self._view.feed(outputs)
         yield from self._view.due()
 
     def fold(self) -> None:
-        """Make one line of equal ones of several workers, from now on."""
+        """Fold equal lines of several workers into one, from now on."""
         self._view.folder = LineFolder()
 
     def as_data(self) -> None:
@@ -398,7 +397,7 @@ class LogReader:
         self._view.is_data = True
 
     def renew(self) -> None:
-        """Have logs kept although nothing can be read now, because nobody takes what was read."""
+        """Ask agents to keep logs while the reader pauses, because nobody takes the output that was read."""
         if self._mode == "keep":
             for cursor in self._cursors:
                 self._connection.send(cursor.request(self._job, max_bytes=1))
@@ -409,7 +408,7 @@ class LogReader:
         return max(0.0, min((cursor.due_at - now for cursor in self._cursors), default=LIVE_PAUSE_S))
 
     def drain(self) -> Iterator[list[Output]]:
-        """Read what is left after the job's end, for at most `DRAIN_S` without anything new."""
+        """Read the rest after the job's end, until nothing new came for `DRAIN_S` (`keep` or grep: `KEEP_DRAIN_S`)."""
         timeout_s = KEEP_DRAIN_S if self._mode == "keep" or self._wanted.lines.grep else DRAIN_S
         deadline = time.monotonic() + timeout_s
         while self._cursors and time.monotonic() < deadline:
@@ -418,21 +417,21 @@ class LogReader:
             for outputs in self.pull():
                 has_news = True
                 yield outputs
-            if has_news or any(cursor.has_moved for cursor in cursors):  # whoever takes it may have taken long
+            if has_news or any(cursor.has_moved for cursor in cursors):  # the consumer may have been slow
                 deadline = time.monotonic() + timeout_s
             elif self._cursors:
                 if self._view.folder is not None:
-                    yield []  # so that what waits is shown
+                    yield []  # so that lines that wait are shown
                 time.sleep(LIVE_PAUSE_S)
 
     def read_present(self) -> Iterator[str]:
-        """Lines that were printed so far, once."""
+        """Yield the lines that were printed so far."""
         while not all(cursor.is_caught_up for cursor in self._cursors):
             yield from self.pull_lines()
             time.sleep(self.pause_s())
 
     def follow(self, status: Callable[[], JobStatus]) -> Iterator[str]:
-        """Lines as they are printed, until the job has ended and all was read; `status` is asked between two reads."""
+        """Yield lines as they are printed, until the job has ended and all was read. Calls `status` between reads."""
         while True:
             now = status()
             self.update(now)
@@ -443,7 +442,7 @@ class LogReader:
         yield from self.rest()
 
     def rest(self) -> Iterator[str]:
-        """Lines that are there now; all there will ever be, if the job has ended."""
+        """Yield the lines that are there now; if the job has ended, all that are left."""
         if self._is_over:
             for outputs in self.drain():
                 yield from self._view.feed(outputs)
@@ -457,7 +456,7 @@ class LogReader:
             return
         for cursor in self._cursors:
             if cursor.worker == worker.name:
-                cursor.due_at = 0.0  # what earlier incarnations said last comes before what the new one says
+                cursor.due_at = 0.0  # the last output of earlier incarnations comes before that of the new one
         for incarnation in range(first, worker.incarnation + 1):
             name = short_name(worker) + (f"#{incarnation}" if incarnation else "")
             for stream in self._wanted.streams:
@@ -490,18 +489,18 @@ class LogReader:
             cursor.is_final = self._is_over or is_unsearched
             is_lost = is_unsearched or (self._is_over and refusal.code == "unavailable")
             return [Output(cursor.source, note=f"the rest is missing: {refusal}", is_end=True)] if is_lost else []
-        except (ClusterError, ProtocolError):  # silent or being replaced: the status tells the user, not the log
+        except (ClusterError, ProtocolError):  # the master is silent or replaced: the status says so, not the log
             cursor.nothing(time.monotonic())
             return []
         if not isinstance(answer, LogChunk):
             raise ProtocolError(f"the master answered ReadLog with {type(answer).__name__}.")
-        if answer.note and answer.data and cursor.lines.grep:  # nobody has searched it
+        if answer.note and answer.data and cursor.lines.grep:  # the agent did not search it
             answer = _searched(answer, cursor.lines.grep)
         return cursor.take(answer, time.monotonic())
 
 
 def _searched(chunk: LogChunk, pattern: str) -> LogChunk:
-    """Return a chunk with the lines that match alone. A process of its own looks for them, as it can be ended."""
+    """Return a chunk with the matching lines alone. A child process searches, because it can be killed."""
     command = [sys.executable, "-I", "-S", "-c", _SEARCH, pattern]
     try:
         done = subprocess.run(command, input=chunk.data, capture_output=True, check=True, timeout=SEARCH_WITHIN_S)

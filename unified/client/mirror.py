@@ -1,5 +1,5 @@
-"""The client's copy of what the master tells by changes: one for every view of jobs, workers, nodes and events. The
-mirror is pure; a watch asks.
+"""The client's copy of the master's state, updated by changes, for all views of jobs, workers, nodes and events. The
+mirror is pure; a watch sends the requests.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ MAX_EVENTS = 2000
 
 
 class ClusterMirror:
-    """The state of the cluster, or of one job, as of a version of the master's.
+    """The state of the cluster, or of one job, at one version of the master's state.
 
     Attributes:
-        version: version of the state; -1: nothing was heard yet.
-        at: the master's clock when it told that, in seconds since 1970.
+        version: version of the state; -1 before the first answer.
+        at: the master's clock when it sent that version, in seconds since 1970.
         jobs: jobs by id, without workers.
         nodes: nodes by name. Their `seen_s_ago` is as of their last change.
         events: the newest events of jobs and nodes, oldest first.
@@ -33,13 +33,13 @@ class ClusterMirror:
         self.at = 0.0
         self.jobs: dict[str, JobStatus] = {}
         self.workers: dict[str, dict[str, WorkerStatus]] = {}
-        """Workers by job and full name. What else is derived from them is not kept, but for their order."""
+        """Workers by job and full name. Only their order is cached, in `_order`."""
         self.nodes: dict[str, NodeStatus] = {}
         self.events: deque[EventRecord] = deque(maxlen=MAX_EVENTS)
         self._order: dict[str, list[str]] = {}
 
     def apply(self, changes: Changes) -> None:
-        """Take in changes. ValueError: they are not of this protocol."""
+        """Apply changes. ValueError: they are not of this protocol."""
         if changes.is_whole:
             for known in (self.jobs, self.workers, self.nodes, self.events, self._order):
                 known.clear()
@@ -73,11 +73,11 @@ class ClusterMirror:
 
 
 class ClusterWatch:
-    """The client's side of a watch: asks what has changed, and keeps a mirror of it.
+    """The client's side of a watch: requests changes, and keeps a mirror.
 
     Args:
-        job_id: job that is watched, by its id or, for the newest of a name, by that; empty: the cluster.
-        has_workers: False to be told of jobs alone.
+        job_id: id of the job to watch, or a name for the newest job of that name; empty: the cluster.
+        has_workers: False for jobs without their workers.
     """
 
     def __init__(self, connection: MasterConnection, job_id: str = "", *, has_workers: bool = True) -> None:
@@ -88,16 +88,16 @@ class ClusterWatch:
 
     @property
     def version(self) -> int:
-        """Version of what was told last; -1: nothing was."""
+        """Version of the newest answer; -1 before the first."""
         return self.mirror.version
 
     def request(self, wait_s: float = 0.0) -> WatchCluster:
-        """Return the request for what has changed."""
+        """Return the request for changes."""
         after, is_with = self.mirror.version, self._has_workers
         return WatchCluster(job=self._job_id, after_version=after, wait_s=wait_s, has_workers=is_with)
 
     def take(self, reply: PendingReply) -> bool:
-        """Take in the answer to a `request`. False: there is more, to be asked for at once."""
+        """Apply the answer to a `request`. False: there is more, to be requested at once."""
         changes = self._connection.take(reply, Changes)
         self.mirror.apply(changes)
         if self._job_id and self._job_id not in self.mirror.jobs:  # it was the job's name
@@ -105,7 +105,7 @@ class ClusterWatch:
         return changes.is_last
 
     def refresh(self, wait_s: float = 0.0, timeout_s: float | None = None) -> None:
-        """Take in what has changed, when there is anything, and at the latest after `wait_s` seconds; at first at once.
+        """Wait at most `wait_s` seconds for changes, and apply them. The first call does not wait.
 
         Raises:
             RefusedError: the master does not know the job.
@@ -122,7 +122,7 @@ class JobWatch(ClusterWatch):
 
     @property
     def status(self) -> JobStatus:
-        """The job's status as it was told last."""
+        """The job's status as of the newest answer."""
         status = self.mirror.status(self._job_id)
         if status is None:  # the master would have refused the request
             raise ProtocolError(f"the master told nothing about job {self._job_id}.")

@@ -1,9 +1,9 @@
 """Output of workers, written to the driver's own stdout and stderr.
 
-A file or a pipe gets what was written, byte for byte, line by line; on a terminal each line has its worker in front.
+A file or a pipe gets the output byte for byte, line by line; on a terminal each line has its worker in front.
 `TracebackFilter` leaves out the tracebacks that were shown before.
-A line that was begun and does not go on is shown as it stands. Should another worker print then, it is broken off
-there, and written again from its beginning when it goes on: so each whole line stands together somewhere.
+A partial line is shown after a pause. If another worker prints then, the partial line is broken off. When it goes on,
+it is written again from its beginning, so that each whole line stands together somewhere.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from unified.protocol.client_master import JobStatus
 
 Prefix = Literal["auto", "always", "never"]
 LONGEST = 65536
-"""Characters of a line after which it is not waited for any longer."""
+"""Characters after which a line is written before its end."""
 MAX_TRACEBACKS = 200
-"""Tracebacks that are known again."""
+"""Number of tracebacks that are remembered."""
 _ERASE_LINE = "\r\x1b[K"
 _BEGUN = r"^Traceback \(most recent call last\):\n(?:[ \t].*\n)*"
 _CHAINED = r"(?:\n(?:The above exception|During handling of).*\n\n)?"
@@ -40,18 +40,18 @@ class _Partial:
 
     text: str = ""
     shown: str = ""
-    """Part of the line that was written, here or before others broke in."""
+    """Part of the line that was written before, also if another line has broken it off."""
 
 
 class OutputWriter:
     """Writes the output of many workers to one place.
 
     Args:
-        streams: where stdout and stderr of workers go; two streams of one writer are one terminal or one file.
+        streams: where stdout and stderr of workers go. If there are two, both lead to one terminal or file.
         prefix: whether a line has its worker in front; ``auto``: on a terminal.
 
     Attributes:
-        is_alone: there is one worker, so that nobody can break into a line: all is written at once.
+        is_alone: there is one worker, so no other line can break off a partial one: all is written at once.
     """
 
     def __init__(self, streams: dict[Stream, TextIO], *, prefix: Prefix = "auto") -> None:
@@ -60,12 +60,12 @@ class OutputWriter:
         self._prefix = prefix
         self._partials: dict[OutputSource, _Partial] = {}
         self._open: OutputSource | None = None
-        """Source of the partial line that ends what was written."""
+        """Source of the partial line that was written last."""
         self._pieces: list[tuple[Stream, str]] = []
         self.is_alone = False
 
     def write(self, outputs: Iterable[Output]) -> None:
-        """Write what is whole of these, and what is not once it is quiet."""
+        """Write complete lines now, and a partial line after a pause."""
         for output in outputs:
             self._take(output)
         self._flush()
@@ -77,7 +77,7 @@ class OutputWriter:
         self._flush()
 
     def break_line(self) -> None:
-        """Something else is about to be written to the same place: let it begin at the margin."""
+        """End an open line, because something else is about to be written to the same place."""
         self._go_to(None)
         self._flush()
 
@@ -116,7 +116,7 @@ class OutputWriter:
             self._draw(source, partial, visible)
 
     def _draw(self, source: OutputSource, partial: _Partial, visible: str) -> None:
-        """Write a line, or the rest of it where its beginning stands at the end of what was written."""
+        """Write a line; only its rest, if its beginning is the last that was written."""
         self._go_to(source)
         front = self._front(source)
         if self._open is None:
@@ -129,7 +129,7 @@ class OutputWriter:
         self._open, partial.shown = source, visible
 
     def _go_to(self, source: OutputSource | None) -> None:
-        """End the line that is open, unless it is this one's."""
+        """End the open line, unless it is of this source."""
         if self._open is not None and self._open != source:
             self._put(self._open, "\n")
             self._open = None
@@ -170,12 +170,12 @@ class WorkerOutput:
             self._err = OutputWriter({"err": err}, prefix=prefix)
 
     def update(self, status: JobStatus) -> None:
-        """Take notice of how many workers there are: where there is one, nobody can break into its lines."""
+        """Note whether there is only one worker: no other line can break off its partial lines."""
         if sum(role.total for role in status.roles) == 1:
             self._out.is_alone = self._err.is_alone = True
 
     def write(self, outputs: list[Output]) -> None:
-        """Write each to its place."""
+        """Write each output to the stream of this process that it belongs to."""
         if self._out is self._err:
             self._out.write(outputs)
             return
@@ -183,11 +183,11 @@ class WorkerOutput:
         self._err.write(
             output if output.source.stream == "err" else Output(output.source._replace(stream="err"), note=output.note)
             for output in outputs
-            if output.source.stream == "err" or output.note  # of ours, so it goes to stderr
+            if output.source.stream == "err" or output.note  # notes are our own text, so they go to stderr
         )
 
     def break_line(self) -> None:
-        """A sentence of ours is about to be written to stderr."""
+        """End an open line, because a sentence of ours is about to be written to stderr."""
         self._err.break_line()
 
     def close(self) -> None:
@@ -198,7 +198,7 @@ class WorkerOutput:
 
 
 class TracebackFilter:
-    """Shows each traceback in the stderr of workers once: of another worker or incarnation its last line will do."""
+    """Shows each traceback in the stderr of workers once, and for other workers and incarnations only its last line."""
 
     def __init__(self) -> None:
         self._shown_by: dict[str, OutputSource] = {}
@@ -206,7 +206,7 @@ class TracebackFilter:
         """Beginnings of tracebacks, by source."""
 
     def feed(self, outputs: Iterable[Output]) -> Iterator[Output]:
-        """Yield the outputs to be shown. A traceback that has begun waits for its end."""
+        """Yield the outputs to show. A partial traceback waits for its end."""
         for output in outputs:
             source = output.source
             if source.stream != "err":
@@ -239,7 +239,7 @@ class TracebackFilter:
 
 
 def is_same_place(one: TextIO, other: TextIO) -> bool:
-    """Return True if both streams write to the same place, one behind the other: one terminal, one file, one pipe."""
+    """Return True if both streams write to the same terminal, file or pipe."""
     if one.isatty() and other.isatty():
         return True
     try:
@@ -252,6 +252,6 @@ def is_same_place(one: TextIO, other: TextIO) -> bool:
 def _end_of_whole(text: str, is_raw: bool) -> int:
     """Return the end of the part that is written without waiting for more text."""
     end = text.rfind("\n") + 1
-    if is_raw:  # what a progress bar draws over is a piece of its own
+    if is_raw:  # each state of a progress bar is written at once
         end = max(end, text.rfind("\r") + 1)
     return len(text) if len(text) - end > LONGEST else end

@@ -1,7 +1,7 @@
-"""Calls to the workers of a job from a process that is none of them: its driver, or ``unified call``.
+"""Calls to the workers of a job from a process outside it: its driver, or ``unified call``.
 
-Calls go through the bus relay in the master, and so reach every worker wherever it runs, with the cluster key if the
-cluster has one. Meant for monitoring and control: each has a deadline, and a round trip takes about a millisecond.
+Calls go through the bus relay in the master, so they reach every worker wherever it runs; they use the cluster key if
+the cluster has one. Meant for monitoring and control: each has a deadline, and a round trip takes about a millisecond.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from unified.protocol.records import DirectoryEntry, Inbox, Reachability
 from unified.threads import TimerThread
 
 DEADLINE_S = 60.0
-"""Deadline of a call that names none."""
+"""Default deadline of a call."""
 REFRESH_S = 1.0
-"""Age in seconds that the directory may have while calls are open."""
+"""Greatest age of the directory while calls are open, in seconds."""
 RELAY_WITHIN_S = 10.0
 _PING = "unified.ping"
 
@@ -52,7 +52,7 @@ class OutsideWorker:
         return f"OutsideWorker({self.name!r})"
 
     def call(self, method: str, /, *args: Any, _timeout: float | None = None, **kwargs: Any) -> RpcFuture[Any]:
-        """Call one of its `@rpc` methods and return at once, as `RoleActor.call` does in a worker.
+        """Call an `@rpc` method of the worker and return at once, as `RoleActor.call` does in a worker.
 
         Args:
             method: the name under which it is registered.
@@ -103,7 +103,7 @@ class OutsideGroup(Sequence[OutsideWorker]):
 
 
 class OutsideCaller:
-    """The bus of a job, for one process outside it. Nothing is opened before the first use; `close` it then.
+    """The bus of a job, for one process outside it. The first use opens it; `close` it afterwards.
 
     Args:
         connection: to the job's master.
@@ -139,10 +139,10 @@ class OutsideCaller:
         return OutsideGroup(self, role, found.roles[role])
 
     def worker(self, name: str) -> OutsideWorker:
-        """A worker by its full name or as ``role-rank``, or the only one of a role by the role's name.
+        """Return a worker by its full name, by ``role-rank``, or, for a role with one worker, by the role's name.
 
         Raises:
-            UsageError: (a ValueError) the job has no such worker, or several.
+            UsageError: (a ValueError) the job has no such worker, or the role has several.
             RefusedError, MasterUnreachableError: as for `group`.
         """
         found = self._known()
@@ -185,7 +185,7 @@ class OutsideCaller:
         return futures
 
     def close(self) -> None:
-        """End what is open, with RpcCancelledError. The connection is its owner's."""
+        """End open calls with RpcCancelledError. The connection stays open: it belongs to its owner."""
         with self._lock:
             bus, self._bus = self._bus, None
             self._is_closed = True
@@ -194,16 +194,15 @@ class OutsideCaller:
             bus.close()
 
     def _known(self) -> JobDirectory:
-        """The directory as it is now."""
         with self._lock:
             return self._asked()
 
     def _asked(self) -> JobDirectory:
-        """Ask the master. Holds the lock."""
+        """Ask the master for the directory. The caller holds the lock."""
         revision = -1 if self._directory is None else self._directory.revision
         found = self._connection.ask(GetDirectory(job=self._job, after_revision=revision), JobDirectory)
         self._asked_at = time.monotonic()
-        self._job = found.job_id  # a name may mean another job a moment later
+        self._job = found.job_id  # the name may mean another job later
         if found.entries is None and self._directory is not None:
             found = replace(found, entries=self._directory.entries)
         elif self._bus is not None:
@@ -238,12 +237,12 @@ class OutsideCaller:
             return bus
 
     def _refresh(self) -> None:
-        """While calls are open, hear of the deaths and new incarnations of those who were called."""
+        """While calls are open, learn which workers have died or have a new incarnation."""
         if not self._open:
             return
         try:
             self._known()
-        except UnifiedError as error:  # the job has ended, or the master is away: deadlines do the rest
+        except UnifiedError as error:  # the job has ended, or the master is away: then deadlines end the calls
             self._on_no_news(error)
         self._timer.set(time.monotonic() + REFRESH_S)
 
@@ -266,7 +265,7 @@ class OutsideCaller:
 
 
 def _meet_relay(bus: BusEndpoint, relay: str) -> None:
-    """Wait until the relay knows this inbox: an answer that came before would be lost."""
+    """Wait until the relay knows this inbox, because it drops answers before that."""
     inbox: Inbox = bus.start()
     bus.open()
     bus.update_directory([DirectoryEntry(worker=bus.worker, incarnation=0, state=Reachability.ALIVE, inbox=inbox)])
@@ -282,7 +281,7 @@ def _meet_relay(bus: BusEndpoint, relay: str) -> None:
 def _me() -> str:
     try:
         user = getpass.getuser()
-    except (OSError, KeyError):  # nobody of that number is known here
+    except (OSError, KeyError):  # this host knows no user with that uid
         user = str(os.getuid())
     return f"{user}@{socket.gethostname()}-{os.getpid()}"
 

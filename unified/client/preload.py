@@ -1,7 +1,7 @@
-"""Imports of the zygotes of a job's own cluster before they fork, guessed from the text of the job's programs.
+"""Guess, from the text of a job's programs, what the zygotes of its embedded cluster import before they fork.
 
 DDP and optimizers import `torch._dynamo`, which takes more than a second: once in the zygote, or in each rank. A script
-of the standard library alone need not wait for torch.
+that uses the standard library alone need not wait for torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STARTS = re.compile(
 
 
 def guess(spec: JobSpec) -> Preload:
-    """Return what a job needs: all of torch's imports, torch without ours, none, or those of every zygote (empty)."""
+    """Return what a job needs: all of torch's imports, torch without our modules, none, or the usual ones (empty)."""
     texts = [(role, _text(spec, role.entry_point)) for role in spec.roles]
     if any(role.total > 1 and guess_of(text) for role, text in texts):
         return "all"
@@ -35,13 +35,13 @@ def guess(spec: JobSpec) -> Preload:
 
 
 def guess_of(text: str) -> Preload:
-    """Return the same for a job of which only the text of its file is known."""
+    """Guess for a job of which only the text of its file is known."""
     return "all" if _TRAINS.search(text) else ""
 
 
 def _text(spec: JobSpec, entry: EntryPoint) -> str:
     if entry.kind == "value":
-        return bytes(entry.code.data).decode("latin-1")  # names stand there as they are
+        return bytes(entry.code.data).decode("latin-1")  # names are plain text in the pickled bytes
     here = [] if spec.working_dir is None else [spec.working_dir]
     if entry.kind == "script":
         files = [Path(*here, entry.target)]

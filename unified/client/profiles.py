@@ -16,7 +16,7 @@ from unified.protocol.client_master import LogChunk, ReadLog
 from unified.protocol.records import ProfileKind
 
 SLACK_S = 55.0
-"""Time for an answer beyond the samples, more than the master's own."""
+"""Seconds to wait for an answer beyond the time of the samples: more than the master waits."""
 PIECE_BYTES = 1024 * 1024
 _FRAME = re.compile(
     r"<title>([^<]*) \([^()]* samples?, [\d.]+%\)</title>"
@@ -31,11 +31,11 @@ def asked(job: str, worker: str, kind: ProfileKind, seconds: float) -> ReadLog:
 
 
 def read_rest(connection: MasterConnection, job: str, first: LogChunk) -> bytes:
-    """Return a whole profile, of which the first piece is there. Blocks for a request a MiB.
+    """Return a whole profile, given its first piece. Blocks for one request per MiB.
 
     Raises:
         ClusterError: the worker has not begun yet, or another profile of it was taken meanwhile.
-        RefusedError: its node is gone, say.
+        RefusedError: the worker's node is gone, for example.
     """
     data, worker = first.data, first.worker
     if not data:
@@ -53,18 +53,17 @@ def read_rest(connection: MasterConnection, job: str, first: LogChunk) -> bytes:
 
 
 def costs(kind: ProfileKind, data: bytes) -> list[tuple[str, float]]:
-    """Return the functions and the share of the time that each spends in itself, the most first; nothing for a form
-    that is not known."""
+    """Return the share of time that each function spends in itself, the largest first; empty for an unknown format."""
     try:
         found = _of_flame_graph(data.decode()) if kind == "flamegraph" else _of_speedscope(json.decode(data))
-    except (DecodeError, KeyError, TypeError, ValueError):  # a later py-spy: its file is of use all the same
+    except (DecodeError, KeyError, TypeError, ValueError):  # a later py-spy: its file is still useful
         return []
     whole = sum(found.values()) or 1.0
     return [(name, value / whole) for name, value in found.most_common()]
 
 
 def _of_flame_graph(text: str) -> Counter[str]:
-    """Return the samples of each function in an SVG of py-spy, where those that it called stand below it."""
+    """Return the samples of each function itself, from an SVG of py-spy, which draws callees below their caller."""
     boxes = [
         (int(y), int(x), int(width), re.sub(r":\d+\)$", ")", html.unescape(name)))
         for name, y, x, width in _FRAME.findall(text)

@@ -1,4 +1,4 @@
-"""Texts about a job: a line a role while it runs, one line when it went well, else at most a screen. Pure."""
+"""Texts about a job: a line a role while it runs, one line after a success, at most a screen after a failure. Pure."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class StepSpread(NamedTuple):
 
 
 class RoleSummary(NamedTuple):
-    """State and progress of a role, at a glance: of terminals, of notebooks and of the page."""
+    """State and progress of a role at a glance, for terminals, notebooks and the page."""
 
     name: str
     counts: dict[str, int]
-    """Number of workers in each state, in the order in which a worker has them."""
+    """Number of workers in each state, in the order in which a worker passes through the states."""
     round: int
     """0 for a role that is not elastic, or before its first round."""
     num_restarts: int
@@ -48,7 +48,7 @@ class RoleSummary(NamedTuple):
     """Step of the first rank that reported anything, as `total` and `values` are."""
     total: int | None
     values: Mapping[str, float | int | str]
-    """Metrics that it reported last."""
+    """Newest metrics of that rank."""
     spread: StepSpread | None = None
     """Steps of all ranks; None: none was reported."""
 
@@ -71,12 +71,12 @@ class RoleSummary(NamedTuple):
 
     @property
     def progress(self) -> tuple[str, str]:
-        """Progress that its workers reported."""
+        """Texts of the progress: step and metrics."""
         return (self.step_text, self.metrics)
 
     @property
     def text(self) -> str:
-        """All of it in one line."""
+        """The whole summary in one line."""
         parts = [
             self.states,
             f"round {self.round}" if self.round else "",
@@ -88,7 +88,7 @@ class RoleSummary(NamedTuple):
 
 
 def summarise(status: JobStatus) -> list[RoleSummary]:
-    """One summary a role, in the order of the job's description."""
+    """Return one summary a role, in the order of the job's description."""
     of_role: dict[str, list[WorkerStatus]] = {role.name: [] for role in status.roles}
     for worker in status.workers:
         of_role.setdefault(worker.role, []).append(worker)
@@ -116,7 +116,7 @@ def _summarise_role(status: JobStatus, role: RoleStatus, workers: list[WorkerSta
 
 
 def stage_text(job: JobStatus | JobLine) -> str:
-    """The job's stage; ``RESTARTING`` where it is INIT once more, ``SUSPENDED`` until it is resumed."""
+    """Return the job's stage; ``RESTARTING`` for INIT after a restart, ``SUSPENDED`` until it is resumed."""
     if job.suspended is not None and job.stage is Stage.INIT:
         return SUSPENDED
     is_again = job.num_restarts or (isinstance(job, JobStatus) and any(role.num_restarts for role in job.roles))
@@ -124,7 +124,7 @@ def stage_text(job: JobStatus | JobLine) -> str:
 
 
 def node_state(node: NodeStatus) -> str:
-    """The node's state; ``DRAINING`` and then ``DRAINED`` where it is out of service."""
+    """Return the node's state; ``DRAINING`` and then ``DRAINED`` for one that is out of service."""
     if node.drained is None or node.state is not NodeState.ALIVE:
         return node.state.value
     return DRAINING if node.num_workers or node.num_leaving else "DRAINED"
@@ -173,7 +173,7 @@ def duration_text(seconds: float) -> str:
 
 
 def first_line(text: str) -> str:
-    """Return the first line of a text that may have none, with what cannot be printed escaped."""
+    """Return the first line of a text that may be empty; characters that cannot be printed are escaped."""
     return escaped(text.splitlines()[0]) if text else ""
 
 
@@ -189,8 +189,8 @@ def end_lines(status: JobStatus, *, story: str = "", is_traceback_shown: bool = 
     """Return the lines to print when a job has ended.
 
     Args:
-        story: where the reasons of its decisions are: a command such as ``unified explain nanogpt-1`` (the default,
-            for a job whose master goes on), or a file.
+        story: where the reasons for decisions about the job are: a command such as ``unified explain nanogpt-1``
+            (the default, for a job whose master goes on), or a file.
         is_traceback_shown: the traceback of the failure was shown before, with the output of the workers.
     """
     took = f" after {duration_text(status.ended_at - status.submitted_at)}" if status.ended_at else ""
@@ -211,8 +211,8 @@ def end_lines(status: JobStatus, *, story: str = "", is_traceback_shown: bool = 
 
 
 def time_text(status: JobStatus, now: float) -> str:
-    """Return ``[##############......] 71 % productive, 20 % starting, 9 % redone``, the bar for what was productive;
-    empty if no account was kept.
+    """Return ``[##############......] 71 % productive, 20 % starting, 9 % redone``. The bar shows the productive part.
+    Empty: no times were recorded.
     """
     spent = {} if status.times is None else status.times.at(now)
     if (total := sum(spent.values())) <= 0:
@@ -240,7 +240,7 @@ def state_lines(status: JobStatus, now: float) -> list[str]:
 
 
 def state_html(status: JobStatus, now: float) -> str:
-    """Return the same for a notebook, with a row a role."""
+    """Return the lines of `state_lines` for a notebook, with a table row a role."""
     head = escape(printable("\n".join(state_lines(status, now))))
     rows = ""
     for role in summarise(status):
@@ -251,14 +251,14 @@ def state_html(status: JobStatus, now: float) -> str:
 
 
 def lost_lines(status: JobStatus) -> list[str]:
-    """Lines about output that was dropped, of the first workers that have lost some."""
+    """Return lines about dropped output, for the first workers that lost some."""
     lost = [worker for worker in status.workers if worker.output_lost]
     lines = [_row("output", f"{short_name(worker)}, {worker.output_lost}") for worker in lost[:MAX_CALLERS]]
     return lines + ([_row("output", f"and of {len(lost) - MAX_CALLERS} more workers")] if lost[MAX_CALLERS:] else [])
 
 
 def unread_lines(status: JobStatus) -> list[str]:
-    """A line about calls that failed without anybody reading the error, if there were any."""
+    """Return a line about failed calls whose error nobody read, if there were any."""
     callers = [worker for worker in status.workers if worker.num_unread_errors]
     total = sum(worker.num_unread_errors for worker in callers)
     if not total:
@@ -289,7 +289,7 @@ def _failure_lines(status: JobStatus, end: EndReport, is_traceback_shown: bool) 
     elif failure.traceback:
         lines += ["", *_traceback_lines(failure.traceback), ""]
     if end.log_file:
-        # one that was killed printed nothing to stderr, and perhaps something to stdout
+        # a worker that was killed wrote nothing to stderr, but perhaps something to stdout
         where = "" if failure.traceback or not end.log_file.endswith(".err") else " and .out"
         lines.append(_row("log", f"{end.log_file}{where}" + (f" (on node {end.node})" if end.node else "")))
     return lines
@@ -305,7 +305,7 @@ def _memory_text(evidence: Evidence) -> str:
 
 
 def _split(end: EndReport, reason: str) -> tuple[str, str]:
-    """The limit in as many words as there are, and what the reason says beyond it and the failure's summary."""
+    """Return the limit in its longest wording, and the part of the reason beyond it and the failure's summary."""
     _, summary, rest = reason.partition(end.failure.summary.rstrip("."))
     if not summary:
         return end.limit, reason
@@ -325,7 +325,7 @@ def _row(label: str, text: str) -> str:
 
 
 def cut(text: str, width: int = LINE_WIDTH) -> str:
-    """Return the text in so many characters."""
+    """Return the text cut to at most `width` characters."""
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 

@@ -38,7 +38,7 @@ class KeptReports(NamedTuple):
 
     @property
     def num_thinned(self) -> int:
-        """Points between these that are kept no more."""
+        """Number of points between these that were thinned out."""
         pairs = [(old, new) for old, new in pairwise(self.reports) if old.incarnation == new.incarnation]
         return sum(max(0, new.number - old.number - 1) for old, new in pairs)
 
@@ -56,10 +56,10 @@ def read_reports(
     """Return the newest reports of a worker over all its incarnations. Blocks for a few requests to the master.
 
     Args:
-        newest: the worker's newest incarnation, as `WorkerStatus` has it; -1 for one that has not lived yet.
-        since: leave out what was reported at this time (seconds since 1970) or before.
-        limit: number of reports, at most; of more than these the newest are returned.
-        within_s: seconds after which no earlier incarnation is read: what was read by then is returned.
+        newest: the worker's newest incarnation, as in `WorkerStatus`; -1: none has started yet.
+        since: leave out reports of this time (seconds since 1970) or before.
+        limit: greatest number of reports; the newest are returned.
+        within_s: seconds after which no earlier incarnation is read; the reports read by then are returned.
 
     Raises:
         RefusedError: the job or the worker is not known.
@@ -89,14 +89,14 @@ def read_reports(
 
 
 def _backwards(connection: MasterConnection, job: str, worker: str, incarnation: int) -> Iterator[WorkerReport]:
-    """Yield the points of one incarnation, the newest first; of one that was reported in parts the parts."""
+    """Yield the points of one incarnation, the newest first. A point that was reported in parts comes in parts."""
     for line in _lines_backwards(connection, job, worker, incarnation, "metrics"):
-        with contextlib.suppress(DecodeError):  # an empty line, or the end of one whose first part was rotated away
+        with contextlib.suppress(DecodeError):  # an empty line, or a line whose beginning was rotated away
             yield _report.decode(line)
 
 
 def read_spans(connection: MasterConnection, job: str, worker: str, incarnation: int, *, limit: int) -> list[CallSpan]:
-    """Return the newest spans of the calls of one incarnation, oldest first; none where it has no ``UNIFIED_TRACE``.
+    """Return the newest spans of the calls of one incarnation, oldest first; none if it has no ``UNIFIED_TRACE``.
 
     Raises as `read_reports` does.
     """
@@ -112,10 +112,8 @@ def read_spans(connection: MasterConnection, job: str, worker: str, incarnation:
 def _lines_backwards(
     connection: MasterConnection, job: str, worker: str, incarnation: int, stream: Series
 ) -> Iterator[bytes]:
-    """Yield the lines of one incarnation, the newest first."""
-
     def read(offset: int, nbytes: int) -> tuple[int, bytes]:
-        """Return what was asked for and its offset, which is larger than asked if a rotation removed the first part."""
+        """Return data and its offset, which is larger than asked for if a rotation removed the first part."""
         ask = partial(_ask, connection, job, worker, incarnation, stream)
         chunk = ask(offset, nbytes)
         start, data = chunk.offset, chunk.data

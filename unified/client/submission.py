@@ -1,4 +1,4 @@
-"""Submitting a job: to the master that was named, or to an embedded cluster of its own."""
+"""Submission of a job: to the master that was named, or to an embedded cluster of its own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from unified.client.output import Prefix
 
 begun: list[EmbeddedCluster] = []
-"""A cluster that a command has begun to start before it knew its job, for that job if it goes to none that runs."""
+"""A cluster that a command began to start before it knew its job. Used if the job goes to no running cluster."""
 
 
 def submit_job(
@@ -44,18 +44,18 @@ def submit_job(
 
     Args:
         master: ``tcp://HOST:PORT``; None means ``UNIFIED_MASTER``, and without that the cluster of ``unified up``.
-            Where there is neither, or with ``local``, it is an embedded cluster of `spec.node_num` agents with
-            `spec.device_per_node` virtual devices each, which ends with the job. (For a range of nodes it has as many
-            as the lower end. A GPU job for one node, on a host that has accelerators, gets the real ones.) Its workers
-            share the host's CPUs, however many they ask for.
-        wait: let a job that does not fit now wait for its place; False has it refused, and so has an embedded cluster,
-            where no place can come free.
-        joins: where a job of this name with the same workers runs already, be in front of that one instead.
+            Without either, or with ``local``, the job gets an embedded cluster that ends with it: `spec.node_num`
+            agents (for a range: its lower end) with `spec.device_per_node` virtual devices each. A GPU job for one
+            node, on a host that has accelerators, gets the real ones. The workers share the host's CPUs, no matter
+            how many they ask for.
+        wait: let a job that does not fit now wait for its resources. With False it is refused. An embedded cluster
+            always refuses it, because no resources can come free.
+        joins: if a job of this name with the same workers runs already, return a handle on that job instead.
         archive: code that travels with the job.
 
     Raises:
         UsageError: the job has a value that cannot be sent.
-        RefusedError: the master did not take it, or refused this side's cluster key; the message says why.
+        RefusedError: the master refused the job, or this side's cluster key; the message says why.
         MasterUnreachableError: no master answers there.
         ClusterError: the embedded cluster could not be started.
         KeyFileError: the cluster key cannot be read, or others may read it.
@@ -75,12 +75,13 @@ def run_job(
 ) -> int:
     """Submit a job as `submit_job` does, and show progress and output until it has ended.
 
-    Ctrl-C or SIGTERM stops the job in order, a second one ends it, and this process, at once (`SystemExit`). SIGUSR1,
-    SIGUSR2, SIGHUP and those of `passed_on` go to the workers that handle them, unless this process does itself.
+    Ctrl-C or SIGTERM stops the job in order. A second one ends the job and this process at once (`SystemExit`).
+    SIGUSR1, SIGUSR2, SIGHUP and the signals in `passed_on` go to the workers that handle them, unless this process
+    handles them itself.
 
     Args:
         prefix: whether each line of a worker has its name in front: ``always``, ``never``, or ``auto``: on a terminal,
-            and where there are several workers.
+            or with several workers.
 
     Returns:
         The exit code: 0, 1 for a failure, 130 for a stop by the user, 143 for one by SIGTERM.
@@ -89,7 +90,7 @@ def run_job(
     if not is_watched():
         spec = structs.replace(spec, is_output_followed=True)
     passed_on = PASSED_ON.union(passed_on)
-    with ending_at_once(passed_on):  # where there is no job yet to be stopped in order, or none any more
+    with ending_at_once(passed_on):  # for signals before there is a job, and after its end
         handle = _hand_over(spec, master, wait, joins, archive)
         from unified.client.foreground import run_in_foreground  # the master need not wait for its import
 
@@ -101,7 +102,7 @@ def _with_own_folders(spec: JobSpec) -> JobSpec:
 
 
 def with_own_folder(role: RoleSpec) -> RoleSpec:
-    """The role, whose files go to a folder that no earlier run has written to."""
+    """Return the role with a folder for its files that no earlier run has written to."""
     files = role.output_files
     if files is None or not files.is_written:
         return role
@@ -111,7 +112,7 @@ def with_own_folder(role: RoleSpec) -> RoleSpec:
             os.makedirs(f"{log_dir}/{name}")
         except FileExistsError:
             continue
-        except OSError:  # it need not be there, nor writable, on this host
+        except OSError:  # the folder may exist, or be writable, on the nodes alone
             pass
         break
     return structs.replace(role, output_files=structs.replace(files, log_dir=log_dir, run_id=name))
@@ -145,7 +146,7 @@ def _hand_over(spec: JobSpec, master: str | None, wait: bool, joins: bool, archi
 
 
 def _with_code(spec: JobSpec, archive: CodeArchive) -> JobSpec:
-    """Return the job with its code; paths that lead into it are told without links, which nodes cannot follow."""
+    """Return the job with its code. Paths into the code have no links, because nodes could not follow them."""
     from unified.client.code.archive import real_path
 
     root, roles = archive.code.root, []
@@ -166,12 +167,12 @@ def _with_code(spec: JobSpec, archive: CodeArchive) -> JobSpec:
 
 
 def _submit(connection: MasterConnection, spec: JobSpec, wait: bool, joins: bool, archive: CodeArchive | None) -> str:
-    """The id of the job, or of the one that it joins."""
+    """Return the id of the job, or of the job that it joins."""
     if archive is not None:
         from unified.client.code.transfer import upload
 
         upload(connection, archive)
-    # A driver that SLURM has started again comes back to the job that it submitted before.
+    # A driver that SLURM has started again joins the job that it submitted before.
     joins = joins or bool(os.environ.get("SLURM_RESTART_COUNT"))
     accepted = connection.ask(SubmitJob(spec=spec, wait=wait, joins=joins), Accepted)
     if accepted.submitted_by:

@@ -1,6 +1,6 @@
 """The driver's terminal: standard streams whose reader may go away, text that may hold anything, Ctrl-C and SIGTERM.
 
-A signal asks for an end in order, instead of a traceback, or a death that takes the cluster along.
+A handler turns a signal into an end in order. Otherwise Python prints a traceback, or dies at once with its cluster.
 """
 
 from __future__ import annotations
@@ -26,36 +26,34 @@ _UNWANTED = re.compile(
     r"|\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: moves the cursor, clears the screen
     r"|\x1b[]PX^_].*?(?:\x07|\x1b\\|\Z)"  # OSC and its like: sets the title or the clipboard, up to its end mark
     r"|\x1b[ -/]*[0-~]"
-    r"|[\x00-\x08\x0a-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]",  # the last ones write backwards
+    r"|[\x00-\x08\x0a-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]",  # the last ones change the direction of text
     re.DOTALL,
 )
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""Signals with which terminals, SLURM, ``docker stop`` and ``timeout`` ask a program for its end."""
+"""Signals by which terminals, SLURM, ``docker stop`` and ``timeout`` ask a program to end."""
 
 PASSED_ON = frozenset({signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP})
-"""Signals to a driver that are meant for its workers: a batch system announces the end of an allocation so."""
+"""Signals to a driver that are meant for its workers: a batch system announces the end of an allocation by them."""
 
 
 def printable(line: str) -> str:
-    """A line that does nothing to a terminal but colour it: control characters, escape sequences and marks that
-    change the direction of the text are dropped, all but tabs and SGR.
-    """
+    """Drop control characters, escape sequences and marks that change the direction of text; keep tabs and colours."""
     return line if line.isprintable() else _UNWANTED.sub(lambda found: found["colour"] or "", line)
 
 
 def undecodable_replaced(text: str) -> str:
-    """A text that was decoded with ``surrogateescape``, with U+FFFD for each byte that is no UTF-8."""
+    """Put U+FFFD for each byte that is no UTF-8 into a text that was decoded with ``surrogateescape``."""
     return text if text.isascii() else text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def is_watched() -> bool:
-    """Return True if a person looks at all that this process writes: stdout and stderr are both a terminal."""
+    """Return True if a person sees all output of this process: stdout and stderr are both terminals."""
     return all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
 
 
 def own_stdin() -> DriverProcess | None:
-    """Return this process if a worker may read its stdin in its stead; None in the background of a terminal, where the
-    shell reads, and without a stdin.
+    """Return this process if a worker may read its stdin. None: it has no stdin, or it is in the background of a
+    terminal, where the shell reads.
     """
     try:
         is_background = os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp()
@@ -66,7 +64,7 @@ def own_stdin() -> DriverProcess | None:
 
 
 def write_bytes(stream: TextIO, data: bytes) -> None:
-    """Write bytes as they are, behind the text that was written before, and flush."""
+    """Flush the text that was written before, write bytes unchanged, and flush."""
     stream.flush()
     buffer = getattr(stream, "buffer", None)
     if buffer is None:  # a text stream of the user's that is no file
@@ -77,16 +75,16 @@ def write_bytes(stream: TextIO, data: bytes) -> None:
 
 
 def lasting(stream: TextIO | None) -> TextIO:
-    """The stream, which takes what is written in silence once nobody reads it any more, or if there is none."""
+    """Return a stream that drops what is written, without an error, if it has no reader any more or is None."""
     return stream if isinstance(stream, _LastingStream) else cast("TextIO", _LastingStream(stream))
 
 
 class _LastingStream:
-    """A text stream, as far as a display and rich need one."""
+    """The part of a text stream that a display and rich need."""
 
     @property
     def buffer(self) -> Self | None:
-        """Takes bytes, where the stream does."""
+        """Return this object, to which bytes may be written, if the stream takes bytes."""
         return self if hasattr(self._stream, "buffer") else None
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -120,7 +118,7 @@ class _LastingStream:
             if error.errno not in _GONE:
                 raise
             self._stream = None
-            # `| head` has seen enough, or the terminal is gone: nothing may be flushed at exit either.
+            # `| head` has ended, or the terminal is gone. The flush at exit must not fail either.
             try:
                 number = stream.fileno()
             except OSError:  # not a file
@@ -131,7 +129,7 @@ class _LastingStream:
 
 
 class _OwnHandler:
-    """A handler of this module, which another one of it may replace for a while."""
+    """A handler of this module. An inner `handled` may replace it for a while."""
 
     def __init__(self, handle: Callable[[int], None]) -> None:
         self._handle = handle
@@ -142,8 +140,8 @@ class _OwnHandler:
 
 @contextmanager
 def handled(handle: Callable[[int], None], more: Iterable[int] = ()) -> Iterator[None]:
-    """Call `handle` with the number of such a signal, or of one of `more` that nobody else handles or ignores, where
-    this thread is one that may say so."""
+    """Call `handle` with the number of each signal of `SIGNALS`, and of those in `more` that nobody else handles or
+    ignores. Does nothing outside the main thread, where Python sets no handlers."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -163,7 +161,7 @@ def _is_free(handler: object) -> bool:
 
 @contextmanager
 def ending_at_once(dropped: Iterable[int] = ()) -> Iterator[None]:
-    """Such a signal raises `SystemExit` with `exit_code`, so that all ``finally`` is done; a line on stderr says so.
+    """Raise `SystemExit` with `exit_code` on a signal of `SIGNALS`, so that each ``finally`` runs; tell it on stderr.
 
     Args:
         dropped: signals that have no effect, unless this process handles or ignores them already.

@@ -2,12 +2,11 @@
 
     python -m unified.compat script.py [args]
 
-runs a script with the aliases in place, and with ``-m`` a module; its job's workers have them too, and so have the
-processes that it starts. With ``UNIFIED_COMPAT=1`` in the environment the aliases are there from the interpreter's
-start where `unified` is installed, by ``unified_compat.pth``, and else as soon as anything imports `unified`. An alias
-is the very module that it stands for, or one whose names are ours, so that a class is one class under both names. A
-`dlrover` or `dtruntime` that is installed is left alone unless the aliases are forced (``UNIFIED_COMPAT=force``,
-``--force``).
+runs a script (with ``-m`` a module) with the aliases in place. The workers of its job have them too, and so have the
+processes that it starts. With ``UNIFIED_COMPAT=1`` in the environment, ``unified_compat.pth`` brings the aliases at the
+interpreter's start if `unified` is installed; otherwise the first import of `unified` does. An alias is our module
+itself, or a module with our names, so that a class is one class under both names. An installed `dlrover` or `dtruntime`
+is left alone unless the aliases are forced (``UNIFIED_COMPAT=force``, ``--force``).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _WORDS: dict[str, Literal["off", "on", "force"]] = {
 
 
 def mode(env: Mapping[str, str]) -> Literal["off", "on", "force"]:
-    """Return the word of ``UNIFIED_COMPAT``; OptionError if it means nothing."""
+    """Return the meaning of ``UNIFIED_COMPAT``; OptionError if it has none."""
     word = env.get(VARIABLE, "")
     if word.lower() not in _WORDS:
         raise OptionError(f"{VARIABLE}={word!r} is none of 1, 0 and force.")
@@ -38,7 +37,7 @@ def mode(env: Mapping[str, str]) -> Literal["off", "on", "force"]:
 
 
 def apply(env: MutableMapping[str, str]) -> None:
-    """Install the aliases, or not, as the environment says, also for processes that inherit it."""
+    """Install or remove the aliases, as the environment says, also for processes that inherit it."""
     match mode(env):
         case "off":
             uninstall()
@@ -49,8 +48,8 @@ def apply(env: MutableMapping[str, str]) -> None:
 
 
 def install(*, force: bool = False) -> None:
-    """Put the aliases in place, for all imports that come after; with `force` also in front of a `dlrover` or
-    `dtruntime` that is installed. Again: only `force` changes."""
+    """Put the aliases in place for all later imports; with `force` also in front of an installed `dlrover` or
+    `dtruntime`. A second call changes only `force`."""
     if (finder := _finder()) is None:
         sys.meta_path.insert(0, AliasFinder(force))
     else:
@@ -58,7 +57,7 @@ def install(*, force: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Take the aliases away, and forget what was imported through them."""
+    """Remove the aliases, and the modules that were imported through them."""
     if (finder := _finder()) is not None:
         sys.meta_path.remove(finder)
         finder.forget()

@@ -1,8 +1,8 @@
-"""``python -m unified.compat [--force] script.py [args]``: run a script as Python would, and have upstream's names.
+"""``python -m unified.compat [--force] script.py [args]``: run a script as Python does, with upstream's names.
 
 The script is `__main__`, its folder is first on `sys.path`, and `sys.argv` is its own. With ``-m pkg.mod`` in its place
 a module is run, as by ``python -m``, and the current directory is first on `sys.path`. ``UNIFIED_COMPAT`` is set, so
-that the workers of its job, and processes that it starts, have the aliases too.
+that the workers of its job, and the processes that it starts, have the aliases too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from unified import compat
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the script that the command line names. Its exceptions, SystemExit too, go through."""
+    """Run the script that the command line names. Its exceptions, also SystemExit, pass through."""
     parser = argparse.ArgumentParser(
         prog="python -m unified.compat",
         description="Run a script that imports dlrover.python.unified or dtruntime, on Unified.",
@@ -49,7 +49,7 @@ def run(script: str, arguments: list[str]) -> None:
     module = ModuleType("__main__")
     module.__file__ = str(path)
     if not sys.flags.safe_path:
-        sys.path[0] = str(path.resolve().parent)  # where `-m` has put the current directory
+        sys.path[0] = str(path.resolve().parent)  # `-m` has put the current directory there
     _become(module, code, [script, *arguments])
 
 
@@ -59,7 +59,7 @@ def run_module(name: str, arguments: list[str]) -> None:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{name}.__main__")
-    except ModuleNotFoundError as error:  # of a package that it is in
+    except ModuleNotFoundError as error:  # one of its parent packages is missing
         sys.exit(f"unified.compat: {error}")
     code = spec.loader.get_code(spec.name) if spec is not None and isinstance(spec.loader, InspectLoader) else None
     if spec is None or code is None:
@@ -68,7 +68,7 @@ def run_module(name: str, arguments: list[str]) -> None:
         )
     module = ModuleType("__main__")
     module.__file__ = spec.origin
-    module.__spec__ = spec  # by which `multiprocessing` finds it again
+    module.__spec__ = spec  # `multiprocessing` needs it to find the module again
     module.__package__ = spec.parent
     module.__loader__ = spec.loader
     _become(module, code, [spec.origin or name, *arguments])

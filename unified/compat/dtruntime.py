@@ -1,4 +1,4 @@
-"""The module ``dtruntime``. Names are imported at first use: to save checkpoints needs no pyarrow."""
+"""The module ``dtruntime``. Names are imported at first use: saving checkpoints needs no pyarrow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RECORDS = {
     "WorkerConfig": "unified.protocol.coordinator:WorkerRegistration",
 }
 """Records: results of `get_assignment` and `latest_checkpoint()`, and the coordinator's answer to a registration."""
-__path__: list[str] = []  # a package: modules of a real one, where the aliases are forced, are found by their own path
+__path__: list[str] = []  # a package; if the aliases are forced, its real modules are found by their own path
 __all__ = [*(name for names in _MODULES.values() for name in names), *_RECORDS]
 _find, __dir__ = lazy.exports(__name__, {**_MODULES, __name__: _RECORDS})
 

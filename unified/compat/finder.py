@@ -1,4 +1,4 @@
-"""The import finder that answers for upstream's module names with our modules.
+"""The import finder that finds our modules under upstream's module names.
 
 Processes that a script starts have the aliases too, whichever module they import first: see `unified.compat.stand_in`.
 """
@@ -21,9 +21,9 @@ FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "stand_in")
 
 
 def hand_on(env: MutableMapping[str, str]) -> None:
-    """Let processes that are started from here find the stand-ins, after all that they find themselves.
+    """Put the stand-ins last on the module path of processes that this process starts.
 
-    Spawned ones take over `sys.path`, and others inherit `env`.
+    Spawned processes take over `sys.path`; others inherit `env`.
     """
     sys.path[:] = [*(path for path in sys.path if path != FOLDER), FOLDER]
     before = env.get("PYTHONPATH", "")
@@ -46,9 +46,9 @@ _API = "dlrover.python.unified.api"
 
 
 class AliasFinder(MetaPathFinder):
-    """Finder of the aliases, before any other finder, which would load our files a second time, under another name.
+    """Finder of the aliases. It comes first: other finders would load our files a second time, under another name.
 
-    Forced, it answers also where the real package is installed. Its modules beside the aliases stay importable.
+    If forced, it also answers for an installed real package, whose modules beside the aliases stay importable.
     """
 
     def __init__(self, is_forced: bool) -> None:
@@ -79,7 +79,7 @@ class AliasFinder(MetaPathFinder):
         return ModuleSpec(fullname, loader, is_package=fullname in PACKAGES)
 
     def forget(self) -> None:
-        """Drop the imported aliases, so that the names mean nothing, or the real packages, again."""
+        """Drop the imported aliases: the names mean the real packages, or nothing, again."""
         for name in self._names:
             sys.modules.pop(name, None)
         self._names.clear()
@@ -90,7 +90,7 @@ class _AliasLoader(InspectLoader):
         self._ours = ours
 
     def exec_module(self, module: ModuleType) -> None:
-        # What a loader leaves in sys.modules is what is imported. To return ours from `create_module` would not do:
+        # The import takes the module that the loader leaves in sys.modules. `create_module` must not return our module:
         # the import system would write the alias's name and spec into it.
         assert module.__spec__ is not None
         sys.modules[module.__spec__.name] = importlib.import_module(self._ours)
@@ -106,8 +106,8 @@ class _AliasLoader(InspectLoader):
 
 
 class _CounterpartLoader(Loader):
-    """Loader of a module whose names are imported from ours at first use, and else from the real module, `theirs`,
-    where the aliases are forced."""
+    """Loader of a module that imports our names at first use. If the aliases are forced, the real module, `theirs`,
+    has the other names."""
 
     def __init__(self, counterpart: Counterpart, theirs: ModuleSpec | None) -> None:
         self._of = counterpart
@@ -165,15 +165,15 @@ class _EmptyLoader(Loader):
 
 
 def installed(root: str) -> str | None:
-    """Return the place of a real package of that name, None if there is none. A bare folder is no package: a clone, a
-    run's output or an example may have that name.
+    """Return the place of a real package of that name, None if there is none. A folder without `__init__.py` does not
+    count: a clone, a run's output or an example may have that name.
     """
     module = sys.modules.get(root)
     if module is not None and module.__name__ == ALIASES.get(root):
         return None
     spec = _elsewhere(root, None) if module is None else module.__spec__
     if module is not None and spec is None:
-        return getattr(module, "__file__", None) or "this process"  # somebody's own making
+        return getattr(module, "__file__", None) or "this process"  # a module that user code made
     if spec is None or spec.loader is None or isinstance(spec.loader, NamespaceLoader | _AliasLoader | _EmptyLoader):
         return None
     return spec.origin or "this process"
@@ -187,12 +187,12 @@ def _ours(name: str) -> str | None:
     ours = "unified.api" + name.removeprefix(_API)
     try:
         return ours if importlib.util.find_spec(ours) is not None else None
-    except ModuleNotFoundError:  # its parent is a module without modules
+    except ModuleNotFoundError:  # its parent is a module, not a package
         return None
 
 
 def _real(name: str) -> ModuleSpec | None:
-    """Return the other finders' spec of `name`, also where its parents are aliases. Nothing is imported."""
+    """Return the other finders' spec of `name`, also if its parents are aliases. Nothing is imported."""
     parent = name.rpartition(".")[0]
     if not parent:
         return _elsewhere(name, None)
@@ -202,7 +202,7 @@ def _real(name: str) -> ModuleSpec | None:
 
 
 def _elsewhere(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
-    """Return the spec of that name from the other finders, our stand-ins excepted."""
+    """Return the spec of that name from the other finders, without our stand-ins."""
     if path is None and FOLDER in sys.path:
         path = [each for each in sys.path if each != FOLDER]
     for finder in sys.meta_path:

@@ -22,7 +22,7 @@ class Counterpart(NamedTuple):
     instead: Mapping[str, str] = {}
     """Advice by name without a counterpart."""
     is_kept: bool = False
-    """True to use a real module of that name where there is one, even if the aliases are forced."""
+    """True to use a real module of that name if there is one, even if the aliases are forced."""
 
 
 ALIASES = {
@@ -31,13 +31,13 @@ ALIASES = {
     f"{UPSTREAM}.driver.main": "unified.api.driver",
     "dtruntime": "unified.compat.dtruntime",
 }
-"""Our module by upstream's. Every other module below ``…unified.api`` is ours of the same name below `unified.api`."""
+"""Our module by upstream's. Any other module below ``…unified.api`` has the same name below our `unified.api`."""
 
 PACKAGES = {
     *("dlrover", "dlrover.python", "dlrover.python.common", UPSTREAM, _COMMON, _UTIL),
     *(f"{UPSTREAM}.driver", f"{UPSTREAM}.controller"),
 }
-"""Upstream's packages that lead to modules with a counterpart, and hold nothing else."""
+"""Upstream's packages above the modules with a counterpart; as aliases they are empty."""
 
 _ACTORS = "workers are processes, not Ray actors: write a class or function as the entry point, and current_worker()"
 _MASTER = (
@@ -117,7 +117,7 @@ COUNTERPARTS: Mapping[str, Counterpart] = {
     ),
     "dlrover.python.common.log": Counterpart(rest=f"{_HERE}.log", is_kept=True),
 }
-"""Modules of upstream that are no single one of ours."""
+"""Modules of upstream that are not just another name of one of our modules."""
 
 INSTEAD = {
     f"{UPSTREAM}.controller": _MASTER,
@@ -133,7 +133,7 @@ INSTEAD = {
     "dlrover.trainer": "`unified run` starts scripts as torchrun does, and unified.checkpoint saves and loads",
     "dlrover.python": "of this package only dlrover.python.unified has counterparts",
 }
-"""Advice by module without a counterpart, also for all below it. The longest that fits counts."""
+"""Advice by module without a counterpart, also for the modules below it. The longest name that fits counts."""
 
 
 def advice(module: str) -> str | None:

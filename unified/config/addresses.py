@@ -1,4 +1,4 @@
-"""Addresses of masters and coordinators, as arguments and variables have them and as a socket takes them."""
+"""Addresses of masters and coordinators, as arguments and variables write them, and as sockets take them."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ class HostPort(NamedTuple):
 def split_address(text: str, schemes: Collection[str] = ("tcp",)) -> HostPort:
     """Split ``HOST``, ``HOST:PORT`` or, with one of the schemes, ``SCHEME://HOST:PORT``. A slash may follow.
 
-    The message of the ValueError for any other text is a sentence that says why.
+    ValueError: any other text; the message is a sentence that says why.
     """
     expected = ValueError("host:port is expected.")
-    if text.split() != [text]:  # urlsplit passes over some white space
+    if text.split() != [text]:  # urlsplit ignores some white space
         raise expected
     try:
         parts = urlsplit(text if "://" in text else f"//{text}")
         is_v6 = "[" in parts.netloc
-        host = parts.netloc[: len(parts.hostname or "") + 2 * is_v6]  # the host name itself is in lower case
+        host = parts.netloc[: len(parts.hostname or "") + 2 * is_v6]  # parts.hostname is in lower case
         if is_v6:
             IPv6Address(parts.hostname or "")
     except ValueError:
@@ -66,7 +66,7 @@ def split_address(text: str, schemes: Collection[str] = ("tcp",)) -> HostPort:
 
 
 def parse_address(text: str) -> str:
-    """Return ``tcp://HOST:PORT`` for that, for ``HOST:PORT`` or for ``HOST`` (port 7077); else raise UsageError."""
+    """Return ``tcp://HOST:PORT`` for that form, ``HOST:PORT`` or ``HOST`` (port 7077); else raise UsageError."""
     found = _destination(text, ("tcp",))
     if found is None:
         raise UsageError(
@@ -76,7 +76,7 @@ def parse_address(text: str) -> str:
 
 
 def parse_coordinator(text: str) -> str | None:
-    """Return ``tcp://HOST:PORT`` for that, for ``http://HOST:PORT``, ``HOST:PORT`` or ``HOST`` (port 7077); None for
+    """Return ``tcp://HOST:PORT`` for that form, ``http://HOST:PORT``, ``HOST:PORT`` or ``HOST`` (port 7077); None for
     ``local``, which means a coordinator in this process. Any other text raises UsageError.
     """
     if text.strip().lower() == LOCAL:
@@ -111,7 +111,7 @@ def find_master(given: str | None) -> str | None:
     """Return the master's address from `given`, else that of this process's own `local_cluster`, else from
     ``UNIFIED_MASTER``, else that of ``unified up``, else None.
 
-    ``local`` means a cluster of one's own, and so does ``UNIFIED_MASTER`` if it is set and empty.
+    ``local``, or a ``UNIFIED_MASTER`` that is set and empty, means a cluster of one's own: None.
     """
     if not given and own_masters:
         return own_masters[-1]
@@ -122,7 +122,7 @@ def find_master(given: str | None) -> str | None:
 
 
 def _destination(text: str, schemes: Collection[str]) -> HostPort | None:
-    """Return an address that one can connect to; None if it is none."""
+    """Return an address that a client can connect to; None: the text is no such address."""
     try:
         found = split_address(text.strip(), schemes)
     except ValueError:

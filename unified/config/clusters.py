@@ -1,7 +1,7 @@
-"""Clusters of this user on this host, by their records in the run folder: drivers' own ones, and the one that stays.
+"""Clusters of this user on this host, by their records in the run folder: those of drivers, and that of ``unified up``.
 
-A record is believed only while the lock beside it is held, which ends with its holder, however that ends; and only in a
-folder that nobody else may write to.
+A record is believed only while the lock beside it is held; any end of the holder's process frees the lock. The folder
+must not be writable for other users.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unified import process
 from unified.config import settings
 
 LOCK_NAME = "owner.lock"
-"""In the run folder of a cluster; locked while the cluster runs, in whichever pid namespace."""
+"""File in the run folder of a cluster, locked while the cluster runs, in any pid namespace."""
 RECORD_NAME = "cluster.json"
 KEY_NAME = "cluster.key"
 
@@ -34,18 +34,18 @@ class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     """Process that the cluster ends with."""
     space: str
-    """Host, network namespace and pid namespace in which address and pid mean something."""
+    """Host, network namespace and pid namespace in which address and pid are valid."""
     nodes: int
     devices: int | None
-    """Virtual devices of each node; None: what the host has."""
+    """Virtual devices of each node; None: the devices of the host."""
     idle_s: float | None = None
     """Seconds without a job after which it ends, 0: never. None: it belongs to a driver."""
     key_file: str = ""
-    """File of the key that it has of its own; empty: none."""
+    """File of the cluster's own key; empty: none."""
 
 
 def space() -> str:
-    """Return an id that processes share which can reach one another at loopback, and by pid."""
+    """Return an id, the same for all processes that can reach each other at loopback and by pid."""
     return f"{settings.host_id()} {settings.pid_space()}"
 
 
@@ -57,7 +57,7 @@ def write_record(run_dir: Path, record: ClusterRecord) -> None:
 
 
 def lock(path: Path, flags: int = os.O_RDWR | os.O_CREAT, kind: int = fcntl.LOCK_EX) -> int | None:
-    """A descriptor that holds the lock on a file or folder, or None where somebody else does."""
+    """Return a descriptor that holds the lock on a file or folder; None: somebody else holds it."""
     descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
@@ -72,7 +72,7 @@ def lock(path: Path, flags: int = os.O_RDWR | os.O_CREAT, kind: int = fcntl.LOCK
 def sweep(run_root: Path) -> None:
     """Remove run folders of clusters whose process was killed."""
     for lock_file in run_root.glob(f"e*-*/{LOCK_NAME}"):
-        with contextlib.suppress(OSError):  # its own process removes it just now
+        with contextlib.suppress(OSError):  # its own process removes it now
             descriptor = lock(lock_file)
             if descriptor is not None:
                 shutil.rmtree(lock_file.parent, ignore_errors=True)
@@ -90,9 +90,9 @@ def living_clusters() -> list[ClusterRecord]:
     with contextlib.suppress(FileNotFoundError):
         root = run_root.lstat()
         if not stat.S_ISDIR(root.st_mode) or root.st_uid != os.getuid() or root.st_mode & 0o022:
-            return []  # somebody else's: what is in it could lead to a master of theirs
+            return []  # somebody else's records could lead to their own master
     for path in sorted(run_root.glob(f"e*-*/{RECORD_NAME}")):
-        with contextlib.suppress(OSError, msgspec.DecodeError):  # it ends just now, or is torn
+        with contextlib.suppress(OSError, msgspec.DecodeError):  # the cluster ends now, or the record is damaged
             record = msgspec.json.decode(path.read_bytes(), type=ClusterRecord)
             free = lock(path.with_name(LOCK_NAME), os.O_RDONLY, fcntl.LOCK_SH)
             if free is not None:

@@ -1,4 +1,4 @@
-"""The log level of a process, lines that are what they seem, and a log that repeats nothing.
+"""The log level of a process, log lines that cannot be forged, and a filter for repeated events.
 
 The environment asks for the level: ``UNIFIED_LOG_LEVEL``, else ``DLROVER_LOG_LEVEL``, else ``RUST_LOG``.
 """
@@ -23,7 +23,7 @@ MAX_KNOWN = 1000
 
 
 def log_level(env: Mapping[str, str]) -> Level:
-    """Return the log level that the environment asks for as `asked_level` finds it, else ``info``."""
+    """Return the log level that the environment asks for (see `asked_level`), else ``info``."""
     return asked_level(env) or "info"
 
 
@@ -34,7 +34,7 @@ def asked_level(env: Mapping[str, str]) -> Level | None:
     (``info,hyper=warn``); its level for everything counts.
 
     Raises:
-        OptionError: ``UNIFIED_LOG_LEVEL`` is no level, or a word in one of the others is nearly one.
+        OptionError: ``UNIFIED_LOG_LEVEL`` is no level, or a word in another variable is nearly one.
     """
     if own := env.get(VARIABLE, "").strip():
         if (level := _level(own)) is None:
@@ -51,7 +51,7 @@ def asked_level(env: Mapping[str, str]) -> Level | None:
     for directive in filter(None, map(str.strip, env.get("RUST_LOG", "").split(","))):
         if (level := _level(directive)) is not None:
             found = level
-        elif "=" not in directive and (hint := nearest(directive, LEVELS)):  # another word is a part of some program
+        elif "=" not in directive and (hint := nearest(directive, LEVELS)):  # other words are parts of programs
             raise OptionError(f"RUST_LOG={env['RUST_LOG']!r}: {directive!r} is no log level.{hint}")
     return found
 
@@ -62,10 +62,10 @@ def logging_level(flag: str | None, env: Mapping[str, str]) -> int:
 
 
 def log_from(level: Level, name: str = "unified") -> None:
-    """Let a logger of this process, a script or a worker whose environment asks for it, begin at this level.
+    """Set the level of a logger in a script or a worker whose environment asks for it.
 
-    A level that the program has set for that logger stays. Without a handler of the program's own, records go to
-    stderr, as warnings do; a handler that it sets up, before this or after, gets them alone.
+    A level that the program has set for that logger stays. Records go to stderr, as warnings do. If the program sets
+    up a handler, before or after this call, only that handler gets them.
     """
     logger = logging.getLogger(name)
     if logger.level != logging.NOTSET:
@@ -87,7 +87,7 @@ def escaped(text: str) -> str:
 
 
 class _OneLine(logging.Formatter):
-    """Formatter of daemons' logs, to which any worker or client may add words: no record forges another."""
+    """Formatter of daemons' logs: words from workers or clients cannot forge another record."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = escaped(record.message)
@@ -107,11 +107,11 @@ def log_to_stderr(name: str, level: int) -> None:
 class LogOnce:
     """Filter that lets a repeated event be logged once, and then counts it.
 
-    An event that happens again after an hour of silence is new once more. At most a thousand are known: of more, the
-    least recently seen are forgotten.
+    An event counts as new again after an hour without it. At most a thousand events are known: the least recently seen
+    are forgotten.
 
     Attributes:
-        total: number of times that any of them happened.
+        total: number of all events, also repeated ones.
     """
 
     def __init__(self, forget_s: float = FORGET_S, max_known: int = MAX_KNOWN) -> None:

@@ -27,7 +27,7 @@ class Mount(NamedTuple):
 
 
 def mounts(file: Path = MOUNTS) -> Iterator[Mount]:
-    """Yield what is mounted, the newest last; nothing if the kernel does not say."""
+    """Yield the mounts, the newest last; nothing if the kernel does not list them."""
     try:
         lines = file.read_text(errors="surrogateescape").splitlines()
     except OSError:

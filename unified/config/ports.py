@@ -1,4 +1,4 @@
-"""TCP ports for what listens on any free one: those of ``UNIFIED_PORT_RANGE``, where a site filters all others."""
+"""TCP ports for listeners on any free port: those of ``UNIFIED_PORT_RANGE``, if a site filters all others."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def bind_address(bind: Callable[[str], object], address: str) -> None:
 
 
 def bind_free(bind: Callable[[int], T], port: int = 0) -> T:
-    """Return ``bind(port)``; for port 0 with ports of the range, in random order, until one of them is free.
+    """Return ``bind(port)``; for port 0, try the ports of the range in random order until one is free.
 
     Raises:
-        UsageError: none is.
+        UsageError: no port is free.
     """
     allowed = port_range()
     if port or allowed is None:
@@ -48,7 +48,7 @@ def bind_free(bind: Callable[[int], T], port: int = 0) -> T:
     for each in random.sample(allowed, len(allowed)):
         try:
             return bind(each)
-        except Exception as error:  # ZeroMQ's is no OSError
+        except Exception as error:  # ZeroMQ's error is no OSError
             if getattr(error, "errno", None) != errno.EADDRINUSE:
                 raise
     raise UsageError(f"no port of {PORT_RANGE}={os.environ[PORT_RANGE]} is free on this host: make it wider.")
@@ -64,7 +64,7 @@ def address_towards(host: str, port: int) -> str:
 
 def address_of(interface: str) -> str:
     """Return the address of a network interface of this host, IPv4 before IPv6; UsageError: there is none."""
-    import psutil  # by those who choose an interface alone
+    import psutil  # only needed to choose an interface
 
     families = (socket.AF_INET, socket.AF_INET6)
     found = {  # an address of one link alone (fe80::) has a zone, after %

@@ -1,10 +1,9 @@
 """Settings of data, barriers and checkpoints: the reference document's TOML file, and its environment variables.
 
 A file has the sections ``[coordinator]``, ``[storage]``, ``[checkpoint]`` and ``[dataset]``, whose keys are the fields
-of the classes below. The file is given to `load`, or named by ``UNIFIED_CONFIG``. Above it stands the environment:
-``UNIFIED_<SECTION>_<KEY>`` for each key, such as ``UNIFIED_CHECKPOINT_KEEP_LAST_N=3``, and for a worker's
-own place ``COORDINATOR_URL``, ``UNIFIED_SPACE``, ``WORKER_ID``, ``RANK`` and ``WORLD_SIZE``. A variable that is empty
-is as unset.
+of the classes below. The file is given to `load`, or named by ``UNIFIED_CONFIG``. The environment overrides it:
+``UNIFIED_<SECTION>_<KEY>`` for each key, such as ``UNIFIED_CHECKPOINT_KEEP_LAST_N=3``. A worker's own place comes from
+``COORDINATOR_URL``, ``UNIFIED_SPACE``, ``WORKER_ID``, ``RANK`` and ``WORLD_SIZE``. An empty variable counts as unset.
 
 The log level is that of ``UNIFIED_LOG_LEVEL``, else of ``DLROVER_LOG_LEVEL``, else of ``RUST_LOG``.
 """
@@ -33,7 +32,7 @@ VARIABLES = {
     "rank": "RANK",
     "world_size": "WORLD_SIZE",
 }
-"""Variables that say where a worker stands, which is no matter of a file."""
+"""Variables of a worker's own place, which no file can set."""
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -44,17 +43,17 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     address: str = "127.0.0.1:7077"
     """Address of the master: ``host:port``; port 0: any that is free."""
     heartbeat_interval_ms: Positive = 1000
-    """Interval of a worker's heartbeats; where the master runs, of all workers without one. So is the time-out."""
+    """Interval of a worker's heartbeats. The master's interval and time-out are the defaults of all workers."""
     heartbeat_timeout_ms: Positive = 30_000
     """Silence after which a worker is lost; above the interval."""
 
 
 class StorageSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Place of checkpoints, where a `CheckpointManager` is given none."""
+    """Place of checkpoints, if a `CheckpointManager` is given none."""
 
     backend: Literal["local", "s3"] = "local"
     bucket: str = ""
-    """Bucket of S3; needed there."""
+    """Bucket, required for S3."""
     region: str = ""
     """Region of the bucket. Empty: the one that the standard chain of S3 clients finds."""
 
@@ -77,7 +76,7 @@ class DatasetSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Shard size and read-ahead of datasets."""
 
     default_shard_size: Positive = 10_000
-    """Samples of a shard, where `register` is given none."""
+    """Samples of a shard, if `register` is given no number."""
     prefetch_shards: Annotated[int, msgspec.Meta(ge=0)] = 2
     """Shards that are read ahead of the one in use."""
 
@@ -99,14 +98,14 @@ class RuntimeSettings(msgspec.Struct, frozen=True, kw_only=True):
     dataset: DatasetSettings = DatasetSettings()
     coordinator_url: str = "local"
     """Coordinator outside a job: ``http://host:port``, ``tcp://host:port``, ``host:port``, or ``local`` for one in this
-    process, which has to be said where there are several workers."""
+    process. Several workers have to name one."""
     space: str = ""
-    """Space of one training outside a job: workers, datasets, barriers and checkpoints of one space are not seen in
-    another."""
+    """Space of one training outside a job: workers, datasets, barriers and checkpoints of one space are invisible
+    in others."""
     worker_id: str = ""
     """Id of this worker; empty: ``worker-RANK``."""
     rank: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Rank of this worker, below the world size, where that is given."""
+    """Rank of this worker; below the world size, if that is given."""
     world_size: Positive = 1
     """Number of workers."""
     log_level: Level = "info"
@@ -124,7 +123,7 @@ class RuntimeSettings(msgspec.Struct, frozen=True, kw_only=True):
         """Read the settings of this process.
 
         Args:
-            path: TOML file; None: the one that ``UNIFIED_CONFIG`` names, and without that there is none.
+            path: TOML file; None: the one that ``UNIFIED_CONFIG`` names, if any.
             env: environment; by default this process's.
 
         Raises:
@@ -136,7 +135,7 @@ class RuntimeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def load_shared(cls) -> Self:
-        """Read the settings that all processes share: not who this process is, nor an error in that."""
+        """Read the settings that all processes share. It ignores variables of a worker's own place, even bad ones."""
         own = set(VARIABLES.values())
         return cls.load(env={name: text for name, text in os.environ.items() if name not in own})
 
@@ -149,7 +148,7 @@ class RuntimeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def parse(cls, text: str, env: Mapping[str, str], name: str = "the settings") -> Self:
-        """Return the settings that a file of this text and this environment make together; `name` names the file."""
+        """Return the settings of a file's text and an environment; `name` names the file in error messages."""
         given = _from_text(text, name)
         for section, values in _from_env(env).items():
             given.setdefault(section, {}).update(values)
@@ -172,12 +171,12 @@ class RuntimeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def variable_of(section: str, key: str) -> str:
-    """Return the environment variable that stands above a key of the file."""
+    """Return the environment variable that overrides a key of the file."""
     return f"UNIFIED_{section}_{key}".upper()
 
 
 class _Given(NamedTuple):
-    """A value, and its name in error messages. As text, a number is written in digits."""
+    """A value, and its name in error messages. `is_text`: numbers are written in digits."""
 
     value: Any
     what: str
@@ -242,7 +241,7 @@ def _section(kind: type[msgspec.Struct], given: Mapping[str, _Given]) -> msgspec
 
 
 def _checked(kind: type[msgspec.Struct], given: Mapping[str, _Given]) -> dict[str, Any]:
-    """Return the values, each of its field's type."""
+    """Return the values, converted to the types of their fields."""
     if not given:
         return {}
     types = get_type_hints(kind, include_extras=True)
@@ -279,7 +278,6 @@ def _check_url(url: str, what: str) -> None:
 
 
 def _sentence(error: msgspec.ValidationError, kind: Any, value: object) -> str:
-    """Return the error of a value in words."""
     text = str(error)
     if "enum value" in text or "`str | null`" in text:
         words = [*re.findall(r"'(\w+)'", str(kind)), *(["none"] if type(None) in get_args(kind) else [])]
@@ -298,7 +296,7 @@ def _nearest_key(section: str, key: str) -> str:
         return hint
     for name, kind in SECTIONS.items():
         if key in kind.__struct_fields__:
-            return f" It belongs into [{name}]."
+            return f" It belongs in [{name}]."
     return ""
 
 

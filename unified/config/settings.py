@@ -18,44 +18,44 @@ from unified.errors import UsageError
 
 DEFAULT_PORT = 7077
 PRELOAD = "UNIFIED_PRELOAD"
-"""Variable of a job's own cluster: what `unified.client.preload` guesses."""
+"""Variable of a job's own cluster: the guess of `unified.client.preload`."""
 MAX_SOCKET_PATH = 107
 """Bytes of the path of a Unix socket."""
 BELOW_AGENT = "/a-01234567/snapshots"
 BELOW_CLUSTER = f"/e4194304-abcdef{BELOW_AGENT}"
-"""Paths of the socket that every agent has, below the folder of an agent, and below that of a user's own clusters."""
+"""Paths, in the folder of sockets, of the socket that every agent has: alone, and in a user's own cluster."""
 LONGEST_BELOW = f"/e4194304-abcdef/a-01234567/{'0' * 24}"
-"""Longest path of a socket of a worker. Where it does not fit, workers of a host talk through TCP."""
+"""Longest path of a worker's socket. If it does not fit, workers of a host use TCP."""
 LEAST_DESCRIPTORS = 64
 """Fewest open files with which an agent runs four workers; each further worker needs some more."""
 
 
-class Intervals(NamedTuple):  # no record of msgspec, whose import an early zygote would wait for
-    """Intervals and time limits, in seconds. The master tells agents; tests use shorter ones."""
+class Intervals(NamedTuple):  # no msgspec record: its import would delay an early zygote
+    """Intervals and time limits, in seconds. The master sends them to agents; tests use shorter ones."""
 
     heartbeat_s: float = 1.0
     lease_s: float = 15.0
-    """Silence after which an agent is lost. One whose process ends is lost at once."""
+    """Silence after which an agent is lost. An agent whose process ends is lost at once."""
     away_s: float = 300.0
-    """Time for which agents keep their workers after the master has stopped in order, even where its host is gone."""
+    """Time for which agents keep their workers after the master has stopped in order, even if its host is gone."""
     settle_s: float = 0.5
     """Time for which a failure that looks like collateral waits for its root cause."""
     connect_s: float = 10.0
     """Time for which a client or an agent tries to reach its master before it says so."""
     start_s: float = 120.0
-    """Time that a worker's process may take to start, from a place to a hello."""
+    """Time that a worker's process may take to start, from its placement to its hello."""
     fork_s: float = 30.0
-    """Time for which a zygote that has to tell of a fork or of a worker's end may be silent before it is replaced."""
+    """Silence after which a zygote that has to report a fork or a worker's end is replaced."""
     replace_s: float = 5.0
-    """Time for which a role with a range of nodes waits for another node in the place of one that was lost."""
+    """Time for which a role with a range of nodes waits for a node that replaces a lost one."""
     grow_settle_s: float = 3.0
     """Time for which a role with a range of nodes lets more nodes come before it grows."""
     grow_every_s: float = 30.0
-    """Least time from one round of a role to the next that only makes it grow."""
+    """Least time from one round of a role to a next one that only adds nodes."""
     change_s: float = 30.0
-    """Time that workers are given to leave their round before a planned change of its members."""
+    """Time for workers to leave their round before a planned change of its members."""
     vacate_s: float = 10.0
-    """Time that an agent which is asked to stop gives its workers to move elsewhere, before it stops them."""
+    """Time for workers to move elsewhere when their agent is asked to stop; then it stops them."""
 
 
 def intervals() -> Intervals:
@@ -78,7 +78,7 @@ def intervals() -> Intervals:
 
 
 def worker_nice() -> int:
-    """Return by how much workers are niced, so that daemons are scheduled before them: ``$UNIFIED_WORKER_NICE``, or 1.
+    """Return the niceness of workers, by which daemons are scheduled before them: ``$UNIFIED_WORKER_NICE``, or 1.
 
     Raises:
         UsageError: a variable that is no number from 0 to 19.
@@ -90,10 +90,10 @@ def worker_nice() -> int:
 
 
 def home() -> Path:
-    """Folder of state and logs: ``$UNIFIED_HOME``, ``$XDG_STATE_HOME/unified`` or ``~/.local/state/unified``.
+    """Return the state and log folder: ``$UNIFIED_HOME``, ``$XDG_STATE_HOME/unified`` or ``~/.local/state/unified``.
 
-    Where this user has no home, or may not write there, it is a private folder below the system's temporary one, and a
-    line on stderr says so.
+    If this user has no home, or may not write there, it is a private folder below the system's temporary one. A line on
+    stderr says so.
     """
     if given := os.environ.get("UNIFIED_HOME"):
         return Path(given)
@@ -105,12 +105,12 @@ def home() -> Path:
     else:
         why = f"{usual} cannot be written"
     chosen = make_private(_temporary()) / "home"
-    _say(f"state and logs are in {chosen}, as {why}: UNIFIED_HOME names another place.")
+    _say(f"state and logs are in {chosen}, because {why}; set UNIFIED_HOME to use another place.")
     return chosen
 
 
 def user_folder(variable: str, usual: str, env: Mapping[str, str] | None = None) -> Path | None:
-    """Return the folder ``unified`` in the one that a variable of XDG names, else in `usual` of the user's home.
+    """Return the folder ``unified`` in the folder of an XDG variable, else in `usual` of the user's home.
 
     None: this user has no home, as in a container that runs under a uid without a name.
     """
@@ -128,7 +128,7 @@ def _may_make(folder: Path) -> bool:
 
 @functools.cache
 def _say(text: str) -> None:
-    """Say something once a process."""
+    """Print a line once in this process."""
     print(f"unified: {text}", file=sys.stderr)
 
 
@@ -137,8 +137,8 @@ def _temporary() -> Path:
 
 
 def run_root() -> Path:
-    """Return the folder of sockets: ``$UNIFIED_RUN_DIR``, else ``$XDG_RUNTIME_DIR/unified`` where that is there, else
-    ``unified-UID`` in the temporary folder; in ``/tmp``, where these are too long for the path of a Unix socket.
+    """Return the folder of sockets: ``$UNIFIED_RUN_DIR``, else ``$XDG_RUNTIME_DIR/unified`` if that exists, else
+    ``unified-UID`` in the temporary folder, or in ``/tmp`` if these are too long for the path of a Unix socket.
     `make_run_root` makes it.
     """
     if given := os.environ.get("UNIFIED_RUN_DIR"):
@@ -154,17 +154,17 @@ def make_run_root(below: str = BELOW_CLUSTER) -> Path:
     """Make the folder of sockets, which only this user may enter.
 
     Args:
-        below: path of a socket in it that has to be.
+        below: path of a socket that must fit in it.
 
     Raises:
         UsageError: ``UNIFIED_RUN_DIR`` is too long.
-        PermissionError: it is there and is somebody else's, or a symbolic link.
+        PermissionError: the folder exists and is somebody else's, or a symbolic link.
     """
     root, most = run_root(), MAX_SOCKET_PATH - len(below)
     if (length := len(os.fsencode(root))) > most:
         raise UsageError(
-            f"UNIFIED_RUN_DIR={root} has {length} bytes; {most} is the most, as the path of a socket has "
-            f"{MAX_SOCKET_PATH}. Name a shorter folder."
+            f"UNIFIED_RUN_DIR={root} has {length} bytes, but at most {most} fit: the path of a socket has "
+            f"at most {MAX_SOCKET_PATH}. Name a shorter folder."
         )
     return make_private(root)
 
@@ -173,7 +173,7 @@ def make_private(directory: Path) -> Path:
     """Make a directory that only this user may enter.
 
     Raises:
-        PermissionError: it is there and is somebody else's, or a symbolic link, which could lead anywhere.
+        PermissionError: it exists and is somebody else's, or a symbolic link, which could lead anywhere.
     """
     make_folder(directory)
     try:
@@ -194,7 +194,7 @@ def make_private(directory: Path) -> Path:
 
 
 def make_folder(directory: Path) -> None:
-    """Make a directory, and those above it, with mode 0700, whatever the umask; one that is there stays as it is.
+    """Make a directory and its parents with mode 0700, for any umask; an existing directory stays as it is.
 
     Raises:
         UsageError: its name is not UTF-8, so that no message can name it.
@@ -210,13 +210,13 @@ def make_folder(directory: Path) -> None:
         is_new = not folder.exists()
         if is_new or folder == directory:
             folder.mkdir(mode=0o700, exist_ok=True)
-        if is_new and folder.stat().st_mode & 0o700 != 0o700:  # the umask takes its user's own rights
+        if is_new and folder.stat().st_mode & 0o700 != 0o700:  # the umask removed the user's own rights
             folder.chmod(0o700)
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder with all that is in it, also what may not be written."""
-    import shutil  # by the few processes that remove folders
+    """Remove a folder with its content, even folders that are not writable."""
+    import shutil  # only few processes remove folders
 
     for path in [folder, *folder.rglob("*")]:
         with contextlib.suppress(OSError):
@@ -226,12 +226,14 @@ def remove_folder(folder: Path) -> None:
 
 
 def check_descriptors() -> None:
-    """Raise UsageError where this process may open fewer descriptors than are needed: ZeroMQ aborts without."""
-    import resource  # by those who open sockets alone
+    """Raise UsageError if this process may open too few descriptors: ZeroMQ would abort."""
+    import resource  # only needed to open sockets
 
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if 0 <= limit < LEAST_DESCRIPTORS:
-        raise UsageError(f"`ulimit -n` is {limit}, which is too few open files: {LEAST_DESCRIPTORS} is the least.")
+        raise UsageError(
+            f"`ulimit -n` is {limit}, which is too few open files: at least {LEAST_DESCRIPTORS} are needed."
+        )
 
 
 def unusable(what: str, directory: Path, error: OSError, flag: str) -> str:
@@ -240,7 +242,7 @@ def unusable(what: str, directory: Path, error: OSError, flag: str) -> str:
 
 
 def host_id() -> str:
-    """Return an id that processes of one boot and one network namespace share: those that ``ipc`` sockets join."""
+    """Return an id that processes of one boot and one network namespace share: they can use ``ipc`` sockets."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/net")

@@ -1,1 +1,1 @@
-"""The coordinator of data workers: who is there, barriers, shards and checkpoints; and its clients."""
+"""The coordinator of data workers: presence, barriers, shards and checkpoints; and its clients."""

@@ -1,9 +1,9 @@
-"""The way to a process's coordinator: a master by its address, or one in this process.
+"""Client of a process's coordinator: a master with an address, or a coordinator in this process.
 
 A `Coordinator` takes the requests of `unified.protocol.coordinator`, from any thread; each ends in its answer or in one
-error. All of them may be asked twice, so what a lost connection or a master that restarts has swallowed is asked again
-until the request's own time is over. A barrier's answer comes when it is released, however late: whoever asks again for
-it says how much of its time is left.
+error. All requests may be sent twice. So a request that is lost with a connection, or in a master that restarts, is
+sent again until its own time is over. A barrier's answer comes when the barrier is released, however late; a repeated
+request for it says how much of its time is left.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from unified.threads import after_fork
 from unified.values import ClosedOnExit
 
 LONGEST_WAIT_S = 1_000_000.0
-"""Eleven days: a socket's "without an end"."""
+"""Eleven days: a wait without an end, for a socket."""
 BARRIER_GRACE_S = 10.0
 """Seconds beyond a barrier's own time to wait for its answer."""
 
@@ -48,21 +48,21 @@ class Coordinator(ABC, ClosedOnExit):
 
     @abstractmethod
     def submit(self, request: CoordinatorRequest, expected: type[A], *, timeout_s: float | None = None) -> Future[A]:
-        """Ask, and do not wait. Cancelling the future gives the answer up; what was asked for may have been done.
+        """Send a request, and do not wait. If the future is cancelled, the request may have been carried out.
 
         Args:
             expected: the class of the answer.
-            timeout_s: seconds until the future fails; None means the coordinator's own time, or some more than that of
-                a barrier, whose end the coordinator tells; one that has none may wait for ever.
+            timeout_s: seconds until the future fails; None: the coordinator's own time. For a barrier, whose end the
+                coordinator tells, None is somewhat more than the barrier's time; without one it may wait for ever.
 
         The future's errors:
-            CoordinatorError: the coordinator said no; has its code.
+            CoordinatorError: the coordinator refused; has its code.
             MasterUnreachableError: nobody answered in time.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End what is open here. Requests still waiting fail; a second call does nothing."""
+        """Close the coordinator. Requests that still wait fail; a second call does nothing."""
 
     def ask(self, request: CoordinatorRequest, expected: type[A], *, timeout_s: float | None = None) -> A:
         """Make a request as `submit` does, and wait for the answer."""
@@ -73,12 +73,12 @@ class RemoteCoordinator(Coordinator):
     """A master as coordinator. The connection is opened with the first request, in each process that makes one.
 
     Args:
-        address: a master's, in any form that `unified.config.addresses.parse_coordinator` takes.
-        key: the cluster's; None looks where clients look (`unified.security.keys.find_key`).
-        timeout_s: how long a request waits for its answer; None: what clients wait (``UNIFIED_CONNECT_S``, 10 s).
+        address: the address of a master, in any form that `unified.config.addresses.parse_coordinator` takes.
+        key: the cluster key; None: found as clients find it (`unified.security.keys.find_key`).
+        timeout_s: seconds that a request waits for its answer; None: the time of clients (``UNIFIED_CONNECT_S``, 10 s).
 
     Raises:
-        UsageError: `address` is none, or is ``local``.
+        UsageError: `address` is not an address, or is ``local``.
     """
 
     def __init__(self, address: str, *, key: ClusterKey | None = None, timeout_s: float | None = None) -> None:
@@ -133,11 +133,11 @@ class RemoteCoordinator(Coordinator):
 
 
 def barrier_after(request: WaitBarrier, waited_s: float) -> WaitBarrier:
-    """Return what to ask so many seconds after the arrival. A master that knows of it goes by what it was told then;
-    one that was started since hears of the time only here.
+    """Return the request to send `waited_s` seconds after the arrival. A master that knows the arrival keeps its first
+    deadline; a master that was started since then learns the time only here.
 
-    That one hears of the others, too, only as each asks again: before it can tell who is missing, they need half of the
-    time until this side gives up.
+    The new master learns of the other workers, too, only when each asks again. Before it can tell which are missing,
+    they need half of the time until this side gives up.
     """
     if request.timeout_s is None or waited_s < RESEND_S:
         return request
@@ -146,7 +146,7 @@ def barrier_after(request: WaitBarrier, waited_s: float) -> WaitBarrier:
 
 
 def refusal(code: str, reason: str) -> CoordinatorError:
-    """Return the error that stands for a refusal."""
+    """Return the error for a refusal."""
     kind = WorkerUnknownError if code in ("replaced", "unknown-worker") else CoordinatorError
     return kind(reason, code=code)
 

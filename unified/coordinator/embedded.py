@@ -1,6 +1,6 @@
 """A coordinator in this process, for scripts without a master: the core, a lock, a thread while there are deadlines.
 
-It is kept in memory alone: what it knows ends with the process, and no other process sees it.
+Its state is in memory only: it ends with the process, and no other process sees it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ A = TypeVar("A")
 
 
 class EmbeddedCoordinator(Coordinator):
-    """Answers as a master does, in the threads of those who ask; a worker at a barrier waits in its future."""
+    """Answers like a master, in the threads of the callers; a worker at a barrier waits for its future."""
 
     def __init__(self) -> None:
         self._core = CoordinatorCore()
@@ -43,8 +43,8 @@ class EmbeddedCoordinator(Coordinator):
         self._is_closed = False
 
     def submit(self, request: CoordinatorRequest, expected: type[A], *, timeout_s: float | None = None) -> Future[A]:
-        """Make a request, as `Coordinator.submit`. `timeout_s` is of no use here: only barriers wait, and those have
-        their own."""
+        """Make a request, like `Coordinator.submit`. `timeout_s` is ignored: only barriers wait, and they have their
+        own time."""
         future: Future[A] = Future()
         try:
             message = _as_sent(request)
@@ -82,7 +82,7 @@ class EmbeddedCoordinator(Coordinator):
         return time.monotonic() + self._offset
 
     def _step(self, event: Event) -> list[tuple[Future[Any], object]]:
-        """Return futures that are answered now, to be ended once the lock is given back. The lock is held."""
+        """Return the futures that have an answer now, to be ended after the lock is released. The lock is held."""
         answers: list[tuple[Future[Any], object]] = []
         for action in self._core.step(self._now(), event):
             if isinstance(action, AnswerRequest):
@@ -109,8 +109,7 @@ _shared_lock = threading.Lock()
 
 
 def embedded_coordinator() -> EmbeddedCoordinator:
-    """Return the coordinator of this process, made when first asked for. A forked child has one of its own, and it is
-    empty."""
+    """Return the coordinator of this process, made at the first call. A forked child has its own, empty one."""
     global _shared
     with _shared_lock:
         if _shared is None:
@@ -119,7 +118,7 @@ def embedded_coordinator() -> EmbeddedCoordinator:
 
 
 def _renew_after_fork() -> None:
-    """Give a child a coordinator of its own, and a lock that no thread of the parent held at the moment of the fork."""
+    """Give a child its own coordinator, and a new lock: a thread of the parent may have held the old one."""
     global _shared, _shared_lock
     _shared, _shared_lock = None, threading.Lock()
 
@@ -128,7 +127,7 @@ os.register_at_fork(after_in_child=_renew_after_fork)
 
 
 def _as_sent(request: CoordinatorRequest) -> WorkerToCoordinator:
-    """Return what a master would have read, so that values of the wrong kind meet the same error here as there."""
+    """Return the request as a master would read it, so that wrong values raise the same error here as there."""
     try:
         return worker_to_coordinator.decode_body(_encoder.encode(request))
     except (ProtocolError, TypeError, OverflowError, msgspec.MsgspecError) as error:
@@ -146,7 +145,7 @@ def _judge(answer: MasterAnswer, expected: type[A]) -> A | UnifiedError:
 
 def _resolve(answers: Iterable[tuple[Future[Any], object]]) -> None:
     for future, answer in answers:
-        with suppress(InvalidStateError):  # its asker has given up
+        with suppress(InvalidStateError):  # the caller has given up
             if isinstance(answer, UnifiedError):
                 future.set_exception(answer)
             else:

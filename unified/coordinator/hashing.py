@@ -1,7 +1,7 @@
 """Assignment of shards to workers without a coordinator: a plain ring, and an even spread that follows workers.
 
-`DatasetRegistry` does this for you. These are for programs that keep their own list of workers; every process that has
-the same list comes to the same answer.
+`DatasetRegistry` does this for you. These classes are for programs that keep their own list of workers; all processes
+with the same list come to the same answer.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from unified.errors import DatasetError
 class ConsistentHash:
     """A ring of nodes: a shard belongs to the first node at or after its own place.
 
-    A node that joins takes shards, and one that leaves gives its own up; no other shard moves. It is forgetful, and so
-    less even than `ShardManager`: with 256 points a node has the mean ± 6 % (standard deviation), on many shards.
+    A node that joins takes shards, and a node that leaves gives its shards up; no other shard moves. The ring has no
+    memory, so it is less even than `ShardManager`: with 256 points a node has the mean ± 6 % (standard deviation), on
+    many shards.
 
     Args:
-        nodes: those that are there from the beginning.
+        nodes: the nodes at the beginning.
         num_points: points of each node on the ring, 1 or more. Four times as many halve the unevenness.
     """
 
@@ -33,7 +34,7 @@ class ConsistentHash:
         self._num_points = num_points
         self._nodes = set(nodes)
         self._ring: tuple[list[int], list[str]] | None = None
-        """The sorted ring, made at the first look-up after a change: nodes mostly come many at a time."""
+        """The sorted ring, made at the first look-up after a change: often many nodes are added together."""
 
     @property
     def nodes(self) -> Sequence[str]:
@@ -41,12 +42,12 @@ class ConsistentHash:
         return sorted(self._nodes)
 
     def add_node(self, node: str) -> None:
-        """Add a node; one that is there already changes nothing."""
+        """Add a node; a known node changes nothing."""
         self._nodes.add(node)
         self._ring = None
 
     def remove_node(self, node: str) -> None:
-        """Remove a node; one that is not there changes nothing."""
+        """Remove a node; an unknown node changes nothing."""
         self._nodes.discard(node)
         self._ring = None
 
@@ -71,16 +72,16 @@ class ConsistentHash:
 class ShardManager:
     """The shards of one dataset, spread evenly over workers that come and go.
 
-    Each worker has the mean number of shards, rounded down or up, as long as nobody has reported any. When a worker
-    joins, those that have most give it its share; when one leaves, those that have fewest get its shards. Nothing else
-    moves.
+    Before any shard is reported, each worker has the mean number of shards, rounded down or up. When a worker joins,
+    the workers with most shards give it its share. When a worker leaves, the workers with fewest shards get its shards.
+    Nothing else moves.
 
     Args:
-        dataset_id: its name, on which the spread depends.
+        dataset_id: the dataset's name, on which the spread depends.
         num_shards: 0 to a million.
-        workers: those that are there from the beginning.
-        shuffle: spread the shards anew in each epoch, and read them in an order that depends on the seed, the dataset
-            and the epoch alone. Default: each worker reads the same in each epoch, by rising number.
+        workers: the workers at the beginning.
+        shuffle: spread the shards anew in each epoch, and read them in an order that depends only on the seed, the
+            dataset and the epoch. Default: each worker reads the same shards in each epoch, by rising number.
         seed: the seed of that order.
     """
 
@@ -96,15 +97,15 @@ class ShardManager:
         return self._ledger.workers
 
     def add_worker(self, worker: str) -> None:
-        """Add a worker; one that is there already changes nothing."""
+        """Add a worker; a known worker changes nothing."""
         self._ledger.set_workers([*self._ledger.workers, worker])
 
     def remove_worker(self, worker: str) -> None:
-        """Remove a worker: its unfinished shards go to others. One that is not there changes nothing."""
+        """Remove a worker: its unfinished shards go to others. An unknown worker changes nothing."""
         self._ledger.set_workers([name for name in self._ledger.workers if name != worker])
 
     def assign_shards(self, epoch: int, worker: str) -> list[int]:
-        """Return the shards of an epoch that this worker has yet to read, in that order. A new worker joins the others.
+        """Return this worker's unread shards of an epoch, in the order of reading. A new worker joins the others.
 
         Raises:
             DatasetError: the epoch is past or below 0.
@@ -114,8 +115,8 @@ class ShardManager:
         return self._ledger.shards_of(worker, epoch)
 
     def mark_done(self, epoch: int, worker: str, shard_ids: Iterable[int]) -> list[int]:
-        """Note that this worker read these shards, and nobody is to read them again; return those that were its own,
-        which count.
+        """Mark shards as read by this worker, so that nobody reads them again; return its own shards among them, which
+        count.
 
         Raises:
             DatasetError: there is no such shard, or the epoch is below 0.
@@ -123,8 +124,7 @@ class ShardManager:
         return self._ledger.mark_done(epoch, worker, shard_ids)
 
     def advance_epoch(self, epoch: int) -> None:
-        """Forget the epochs before this one; what is unfinished of them is given up. An epoch that is past changes
-        nothing.
+        """Forget the epochs before this one, with their unfinished shards. A past epoch changes nothing.
 
         Raises:
             DatasetError: the epoch is below 0.

@@ -1,4 +1,4 @@
-"""Heartbeats of a worker, from a thread of its own: a training step may keep the event loop for long."""
+"""Heartbeats of a worker, from a separate thread: a training step may block the event loop for long."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Heartbeats:
     """The thread of a worker's heartbeats; it ends by itself when the coordinator does not know the worker any more.
 
     Args:
-        timeout_s: after so many seconds without an answer `when_lost` is called, and then the thread goes on trying.
-        when_lost: is called in the thread, once each time that the worker must be taken for lost.
+        timeout_s: seconds without an answer after which `when_lost` is called; the thread goes on trying.
+        when_lost: called in the thread, once each time that the worker must be taken for lost.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Heartbeats:
         self._thread = start_thread("unified-heartbeats", self._beat)
 
     def stop(self) -> None:
-        """Stop sending, and return at once; an answer that is still awaited is of no interest."""
+        """Stop sending, and return at once, without waiting for an open answer."""
         self._stopping.set()
         answer = self._answer
         if answer is not None:
@@ -71,7 +71,7 @@ class Heartbeats:
                 self._tell(
                     MasterUnreachableError(
                         f"worker {self._message.worker_id} has heard nothing of its coordinator for "
-                        f"{now - heard_at:.1f} s, which by now has taken it for lost: {error}"
+                        f"{now - heard_at:.1f} s; by now it has taken the worker for lost: {error}"
                     )
                 )
 
@@ -94,7 +94,7 @@ class Heartbeats:
 
 
 def check_heartbeats(interval_s: float | None, timeout_s: float | None) -> None:
-    """Raise UsageError for times that cannot be, as far as they are known."""
+    """Raise UsageError for times that are not valid or do not fit together; None: not known."""
     for name, seconds in (("heartbeat_interval_s", interval_s), ("heartbeat_timeout_s", timeout_s)):
         if seconds is not None and not 0 < seconds < math.inf:
             raise UsageError(f"{name} is {seconds}: give seconds above 0.")
@@ -106,20 +106,19 @@ def check_heartbeats(interval_s: float | None, timeout_s: float | None) -> None:
 
 
 def interval_within(worker_id: str, interval_s: float, timeout_s: float) -> float:
-    """Return the interval, or a third of the time-out if a worker that waits for so long would be taken for lost; the
-    log says so."""
+    """Return the interval. If it is not below the time-out, log a warning and return a third of the time-out."""
     if interval_s < timeout_s:
         return interval_s
     reason = (
         f"its heartbeat_interval_s is {interval_s:g}, and its coordinator takes it for lost after {timeout_s:g} s of "
         f"silence: it sends a heartbeat every {timeout_s / 3:g} s"
     )
-    _log.warning("event=heartbeats-closer worker=%s reason=%r", worker_id, reason)
+    _log.warning("event=heartbeat-interval-shortened worker=%s reason=%r", worker_id, reason)
     return timeout_s / 3
 
 
 def heartbeat_error(message: Heartbeat, answer: HeartbeatResponse) -> WorkerUnknownError | None:
-    """Return what an answer to a heartbeat says against this worker; None: it lives."""
+    """Return the error for a heartbeat's answer; None: the worker is known."""
     if answer.is_known:
         return None
     return WorkerUnknownError(

@@ -70,16 +70,16 @@ class CheckpointNotices:
         checksum: str = "",
         **metadata: object,
     ) -> bool:
-        """Say that a checkpoint is complete, so that all know from where to go on. `CheckpointManager` says it by
-        itself: this is for checkpoints that something else wrote.
+        """Announce a complete checkpoint, from which all can go on. `CheckpointManager` does it by itself: this is for
+        checkpoints that something else wrote.
 
         Args:
             path: the path of its manifest.
-            name: the series that it belongs to.
+            name: the series of the checkpoint.
             metadata: anything else, kept as text.
 
         Returns:
-            Whether it is the latest of its series.
+            Whether the checkpoint is the latest of its series.
 
         Raises:
             CoordinatorError: refused.
@@ -99,7 +99,7 @@ class CheckpointNotices:
         return answer.is_latest
 
     async def latest(self, name: str = "default") -> RecoveryInfo | None:
-        """Return the latest complete checkpoint of a series that anybody told of; None if nobody did."""
+        """Return the latest complete checkpoint of a series that was announced; None if there was none."""
         request = GetLatestCheckpoint(space=self._space, name=name)
         answer = await asyncio.wrap_future(self._coordinator.submit(request, RecoveryInfo))
         return answer if answer.is_found else None
@@ -109,24 +109,24 @@ class TrainingOrchestrator:
     """A training script's registration with its coordinator, and the barriers where it waits for the others.
 
     Args:
-        worker_id: unique in the training; no address. Default: inside a job the worker's name, else
+        worker_id: unique in the training; not an address. Default: inside a job the worker's name, else
             ``WORKER_ID``, else ``worker-{rank}``.
         coordinator_url: ``tcp://HOST:PORT``, ``http://HOST:PORT`` or ``HOST:PORT`` of a master; ``local`` for a
             coordinator in this process, which other processes do not see. Default: inside a job its master, else
-            ``COORDINATOR_URL``, else ``local``, which has to be said where there are others.
-        world_size: how many workers there are. Default: inside a job those of its role, else ``WORLD_SIZE``, else 1.
-        rank: this worker's, from 0. Default: as in its role, else ``RANK``, else 0.
+            ``COORDINATOR_URL``, else ``local``. If there are other workers, ``local`` must be given explicitly.
+        world_size: the number of workers. Default: inside a job the workers of its role, else ``WORLD_SIZE``, else 1.
+        rank: the rank of this worker, from 0. Default: as in its role, else ``RANK``, else 0.
         heartbeat_interval_s: seconds between heartbeats, fewer than the time-out. Default: ``heartbeat_interval_ms`` of
             the settings here, else of the coordinator's: 1, or less if the time-out is short.
-        heartbeat_timeout_s: after so many seconds of silence the coordinator takes this worker for lost. Default:
+        heartbeat_timeout_s: seconds of silence after which the coordinator takes this worker for lost. Default:
             ``heartbeat_timeout_ms`` of the settings here, else of the coordinator's: 30.
 
-    It may be used by any number of tasks; from several threads, register and deregister in one of them.
+    Any number of tasks may use it. If several threads use it, register and deregister in one of them.
     ``async with`` deregisters at the end, and closes.
 
     Raises:
-        UsageError: the rank is not in the world, there is no coordinator where it could meet the others, or something
-            is not what it should be; says what.
+        UsageError: the rank is not in the world, there is no coordinator where the worker could meet the others, or an
+            argument is not valid; says which.
     """
 
     def __init__(
@@ -176,20 +176,20 @@ class TrainingOrchestrator:
     async def register_worker(
         self, ip: str = "", port: int = 0, *, gpu_count: int = 0, memory_bytes: int = 0, **metadata: object
     ) -> str:
-        """Say who this worker is; heartbeats begin. A second call corrects what the first one said.
+        """Register this worker, and begin its heartbeats. A second call corrects the values of the first one.
 
         Args:
             ip: the address at which others may reach it; default: this host's name.
             port: the port at that address; 0: none.
-            gpu_count: accelerators it has.
-            memory_bytes: memory it has.
+            gpu_count: accelerators of this worker.
+            memory_bytes: memory of this worker.
             metadata: anything else, kept as text.
 
         Returns:
-            The id under which the coordinator knows it: its own.
+            The id under which the coordinator knows this worker: its own id.
 
         Raises:
-            CoordinatorError: refused, such as when another living worker has this rank.
+            CoordinatorError: refused, for example because another registered worker has this rank.
             MasterUnreachableError: no coordinator answered.
         """
         session = self._session
@@ -224,7 +224,7 @@ class TrainingOrchestrator:
         return answer.assigned_id
 
     async def heartbeat(self) -> None:
-        """Send one heartbeat. From registration on they are sent by themselves, too.
+        """Send one heartbeat, in addition to those that are sent automatically after the registration.
 
         Raises:
             WorkerUnknownError: the coordinator has taken this worker for lost; it may register again.
@@ -245,24 +245,24 @@ class TrainingOrchestrator:
         *,
         on_loss: Literal["fail", "shrink"] = "fail",
     ) -> BarrierResponse:
-        """Wait until all workers of the world have come to this barrier. It can be used again, under the same id.
+        """Wait until all workers of the world have come to this barrier. Its id can be used again.
 
         Args:
-            barrier_id: all must name the same.
-            timeout: seconds to wait; None: without an end, unless somebody is lost. When the time of one is over, all
-                who wait are told. It runs on while the master is away.
-            on_loss: what happens when a worker is lost: ``"fail"`` raises with all who wait; ``"shrink"`` goes on
-                without it. All must say the same.
+            barrier_id: the same for all workers.
+            timeout: seconds to wait; None: without an end, unless a worker is lost. When one worker's time is over, the
+                wait ends for all. The time runs on while the master is away.
+            on_loss: what happens when a worker is lost: ``"fail"`` raises in all waiting workers; ``"shrink"`` goes on
+                without it. All workers must give the same value.
 
         Returns:
-            Who arrived; with ``"shrink"`` also who is lost.
+            The workers that arrived; with ``"shrink"`` also the lost ones.
 
         Raises:
-            BarrierTimeoutError: not all came in time; names who is missing.
+            BarrierTimeoutError: not all workers came in time; names the missing ones.
             BarrierError: a worker is lost; names it.
             WorkerUnknownError: the coordinator has taken this worker for lost.
-            CoordinatorError: refused, as when others wait there with another world size.
-            MasterUnreachableError: no coordinator answered for as long as it takes to be taken for lost.
+            CoordinatorError: refused, for example because others wait there with another world size.
+            MasterUnreachableError: no coordinator answered within the heartbeat time-out.
         """
         if timeout is not None and not 0 <= timeout < math.inf:
             raise UsageError(
@@ -295,10 +295,11 @@ class TrainingOrchestrator:
         return answer
 
     async def deregister(self) -> None:
-        """Leave: nobody waits for this worker any more, and its unfinished shards go to others. Twice does no harm.
+        """Leave: nobody waits for this worker any more, and its unfinished shards go to others. A second call is no
+        error.
 
         Raises:
-            MasterUnreachableError: no coordinator answered; it will take this worker for lost after its time.
+            MasterUnreachableError: no coordinator answered; it takes this worker for lost after the heartbeat time-out.
         """
         with self._lock:
             session, self._session = self._session, secrets.token_hex(8)
@@ -311,8 +312,8 @@ class TrainingOrchestrator:
             await asyncio.wrap_future(self._coordinator.submit(request, Done))
 
     def close(self) -> None:
-        """End the heartbeats and the connection. The coordinator takes a worker that did not deregister for lost, after
-        its time."""
+        """End the heartbeats and the connection. If the worker did not deregister, the coordinator takes it for lost
+        after the heartbeat time-out."""
         with self._lock:
             heartbeats, self._heartbeats = self._heartbeats, None
         deregister(self._registration(self._session))
@@ -347,7 +348,7 @@ class TrainingOrchestrator:
             )
 
     def _leave_barrier(self, request: WaitBarrier) -> None:
-        """Tell the coordinator that nobody waits behind this arrival any more, without waiting until it has heard."""
+        """Tell the coordinator that this arrival waits no more, without waiting for the answer."""
         with suppress(UnifiedError):
             message = LeaveBarrier(
                 space=request.space,
@@ -372,7 +373,7 @@ class TrainingOrchestrator:
         return Heartbeat(space=self._space, worker_id=self.worker_id, session=session)
 
     def _lost(self, session: str, error: UnifiedError) -> None:
-        """End what waits in an error, rather than leave it to wait for what will never come."""
+        """End open waits at barriers in an error: their answers would never come."""
         with self._lock:
             if session != self._session:
                 return
@@ -392,7 +393,7 @@ def _first(*values: Any) -> Any:
 
 
 def check_release(barrier_id: str, answer: BarrierResponse) -> None:
-    """Raise the error that the end of a barrier means to those who waited, if not all had arrived."""
+    """Raise an error for a barrier that ended before all workers had arrived."""
     if answer.released_by == "arrived":
         return
     kind = BarrierTimeoutError if answer.released_by == "timeout" else BarrierError

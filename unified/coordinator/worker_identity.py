@@ -1,5 +1,4 @@
-"""The identity of a process to its coordinator, and the discovery of both: from arguments, from its job, from its
-environment."""
+"""Discovery of a process's identity and of its coordinator: from arguments, from the job, from the environment."""
 
 from __future__ import annotations
 
@@ -19,26 +18,25 @@ from unified.worker.context import Worker, current_worker
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerIdentity:
-    """The identity of a process, as far as it is known without being told."""
+    """The identity of a process, as far as it can be discovered."""
 
     space: str = ""
     """The job's id; outside a job ``UNIFIED_SPACE``, or empty."""
     worker_id: str = ""
     """The worker's id; empty: not known."""
     incarnation: int = -1
-    """In a job: the incarnation of that worker, from 0."""
+    """In a job: the incarnation of the worker, from 0."""
     is_elastic: bool = False
     """True if all workers of its role are started again together."""
     rank: int | None = None
     world_size: int | None = None
     workers: tuple[str, ...] = ()
-    """Ids of all that train together, by rank; empty if they are not known."""
+    """Ids of all workers that train together, by rank; empty: not known."""
 
 
 def discover(env: Mapping[str, str] | None = None) -> WorkerIdentity:
-    """Discover the identity: inside a job what `current_worker()` says, else ``UNIFIED_SPACE``, ``WORKER_ID``, ``RANK``
-    and ``WORLD_SIZE``. Outside a job what we log here begins from now on at the level that the environment asks for; a
-    job's worker sees to that at its start.
+    """Discover the identity: inside a job from `current_worker()`, else from ``UNIFIED_SPACE``, ``WORKER_ID``, ``RANK``
+    and ``WORLD_SIZE``. Outside a job this also sets the environment's log level; a job's worker sets it at its start.
     """
     worker = _worker()
     if worker is not None:
@@ -82,7 +80,7 @@ _registered: list[LocalRegistration] = []
 
 
 def register(me: LocalRegistration) -> None:
-    """Remember under which id and session this process speaks for a rank: shards and heartbeats must be of the same
+    """Remember the id and session under which this process acts for a rank: shards and heartbeats must be of the same
     incarnation of the same worker."""
     deregister(me)
     _registered.append(me)
@@ -95,7 +93,7 @@ def deregister(me: LocalRegistration) -> None:
 
 
 def session_of(space: str, member: str) -> str:
-    """Return the session of this process as the worker of this rank; empty if it is not known to be that worker."""
+    """Return the session of this process as the worker of this rank; empty if it has not registered as this worker."""
     for each in reversed(_registered):
         if (each.space, each.member) == (space, member):
             return each.session
@@ -103,14 +101,13 @@ def session_of(space: str, member: str) -> str:
 
 
 def registered(space: str) -> list[LocalRegistration]:
-    """Return the registrations of this process in a space: one, unless it speaks for several ranks."""
+    """Return the registrations of this process in a space: one, unless it acts for several ranks."""
     return [each for each in _registered if each.space == space]
 
 
 def member_of_rank(identity: WorkerIdentity, rank: int, world_size: int | None) -> str:
-    """Return the name of a rank, by which datasets have it: the same in every process of a world, whatever the worker
-    of that rank calls itself. In a job it is the name of the worker that has this rank in its role, else
-    ``worker-{rank}``.
+    """Return the name by which datasets know a rank. It is the same in every process of a world, and does not depend on
+    the worker's id. In a job it is the name of the worker that has this rank in its role, else ``worker-{rank}``.
     """
     check_rank(rank, world_size)
     is_role = world_size in (None, identity.world_size) and rank < len(identity.workers)
@@ -118,7 +115,7 @@ def member_of_rank(identity: WorkerIdentity, rank: int, world_size: int | None) 
 
 
 def worker_of_rank(identity: WorkerIdentity, rank: int, world_size: int | None) -> str:
-    """Return the id of the worker that has this rank, as far as it is known here; else ``worker-{rank}``."""
+    """Return the id of the worker that has this rank, if it is known here; else ``worker-{rank}``."""
     check_rank(rank, world_size)
     for each in reversed(_registered):
         if (each.space, each.rank) == (identity.space, rank) and world_size in (None, each.world_size):
@@ -129,7 +126,7 @@ def worker_of_rank(identity: WorkerIdentity, rank: int, world_size: int | None) 
 
 
 def check_rank(rank: int | None, world_size: int | None) -> None:
-    """Raise UsageError if they do not fit together."""
+    """Raise UsageError if rank and world size do not fit together."""
     if world_size is not None and world_size < 1:
         raise UsageError(f"the world has {world_size} workers: it must have at least one.")
     if rank is not None and rank < 0:
@@ -139,10 +136,10 @@ def check_rank(rank: int | None, world_size: int | None) -> None:
 
 
 def check_worker_id(worker_id: str, coordinator: str | Coordinator | None) -> None:
-    """Raise UsageError if the address of a coordinator was given where the name of a worker is meant.
+    """Raise UsageError if the address of a coordinator was given in place of a worker's name.
 
-    ``HOST:NUMBER`` may well be a name, such as host and pid: it is taken for an address where nothing else names a
-    coordinator, as this worker would be alone then.
+    ``HOST:NUMBER`` may be a name, such as host and pid. It is taken for an address if nothing else names a coordinator,
+    because this worker would be alone then.
     """
     word = worker_id.strip()
     is_address = word.lower() == LOCAL or re.fullmatch(r".+:\d{2,5}/?", word)
@@ -154,8 +151,7 @@ def check_worker_id(worker_id: str, coordinator: str | Coordinator | None) -> No
 
 
 def named_coordinator(given: str | Coordinator | None) -> str | Coordinator | None:
-    """Return what is given; else the master of the job that this process works in, else ``COORDINATOR_URL``, else
-    None."""
+    """Return the given coordinator, else the master of this process's job, else ``COORDINATOR_URL``, else None."""
     if given:
         return given
     worker = _worker()
@@ -166,7 +162,7 @@ def named_coordinator(given: str | Coordinator | None) -> str | Coordinator | No
 
 
 def check_meeting_place(given: str | Coordinator | None, rank: int, world_size: int) -> None:
-    """Raise UsageError if the others of a world would be waited for in this process, where nobody said so."""
+    """Raise UsageError if a worker would wait for others in its own process, although nobody named ``local``."""
     if world_size > 1 and named_coordinator(given) is None:
         raise UsageError(
             f"rank {rank} of {world_size} has no coordinator where it could meet the others: set "
@@ -176,11 +172,11 @@ def check_meeting_place(given: str | Coordinator | None, rank: int, world_size: 
 
 
 def open_coordinator(given: str | Coordinator | None) -> tuple[Coordinator, bool]:
-    """Open the coordinator; return it, and whether its user closes it.
+    """Open the coordinator; return it, and whether the caller has to close it.
 
     Args:
-        given: an address (see `unified.config.addresses.parse_coordinator`), ``local``, or a coordinator; None means
-            the one that is named here (`named_coordinator`), else one in this process.
+        given: an address (see `unified.config.addresses.parse_coordinator`), ``local``, or a coordinator; None: the
+            result of `named_coordinator`, else a coordinator in this process.
     """
     named = named_coordinator(given)
     if isinstance(named, Coordinator):

@@ -1,4 +1,4 @@
-"""Waits between tries: none at first, then doubled up to a limit, and spread by chance."""
+"""Waits between tries: none at first, then doubled up to a limit, with random jitter."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from unified.values import Value
 
 
 class Backoff(Value, frozen=True, kw_only=True):
-    """Some tries at once, then waits that double up to a limit: by default 0, 0.5, 1, 2, 4, 8, 16, 30, 30 … seconds."""
+    """No wait for some tries, then waits that double up to a limit: by default 0, 0.5, 1, 2, 4, 8, 16, 30, 30 … s."""
 
     first_s: float = 0.5
     factor: float = 2.0
     limit_s: float = 30.0
     num_free: int = 1
-    """Number of tries that wait for nothing."""
+    """Number of first tries without a wait."""
 
     def delay_s(self, attempt: int, rng: Random | None = None) -> float:
         """Return the seconds to wait before try number `attempt`, counted from 0.
 
         Args:
-            rng: draws the wait from its upper half, so that those who failed together do not try again together
-                (equal jitter). None for one who tries alone: the whole wait.
+            rng: draws the wait from its upper half (equal jitter), so that callers that failed together do not try
+                again together. None: the whole wait, for a single caller.
         """
         if attempt < self.num_free:
             return 0.0

@@ -1,7 +1,7 @@
 """The directory of a job as one process knows it: the newest incarnation of each worker, and who holds which name.
 
-Pure: entries in, typed changes out. Entries merge in any order, and again, to the same state: the higher incarnation
-wins; of one incarnation ENDED beats DEAD beats ALIVE, an inbox beats none, and the higher revision the lower.
+Pure: entries in, typed changes out. Entries may come in any order and several times: the state is the same. The higher
+incarnation wins; of one incarnation ENDED beats DEAD beats ALIVE, an inbox beats none, and the higher revision wins.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class IncarnationStarted(NamedTuple):
 
 
 class IncarnationDied(NamedTuple):
-    """The end of an incarnation, and of all before it, also of those that this directory was never told of."""
+    """The end of an incarnation and of all earlier ones, even of incarnations that this directory never knew."""
 
     worker: str
     incarnation: int
@@ -31,7 +31,7 @@ class IncarnationDied(NamedTuple):
     node: str
     """Node of the incarnation; empty: not known."""
     inbox: Inbox | None
-    """None: no inbox of it was ever told."""
+    """None: no inbox of it was ever known."""
 
 
 class WorkerEnded(NamedTuple):
@@ -43,7 +43,7 @@ class WorkerEnded(NamedTuple):
 
 
 class NameMoved(NamedTuple):
-    """Another holder of a name than before; None: nobody holds it."""
+    """A name with a new holder; None: nobody holds it."""
 
     name: str
     holder: WorkerIncarnation | None
@@ -82,12 +82,12 @@ class WorkerDirectory:
         return self._holders.get(name)
 
     def reachable(self, worker: str) -> Inbox | None:
-        """Return where the worker can be called now, or None if a call has to wait, or is hopeless (`is_ended`)."""
+        """Return the inbox at which the worker can be called now; None: calls wait, or are hopeless (`is_ended`)."""
         entry = self._entries.get(worker)
         return entry.inbox if entry is not None and entry.state is Reachability.ALIVE else None
 
     def newest_over(self, worker: str) -> int:
-        """Return the newest incarnation of a worker that is known to be over, and with it all before; -1: none."""
+        """Return the newest incarnation of a worker that is known to be over, like all earlier ones; -1: none."""
         entry = self._entries.get(worker)
         return -1 if entry is None else _newest_over(entry)
 
@@ -107,7 +107,7 @@ class WorkerDirectory:
         return f"its incarnation {entry.incarnation} ended ({reason}) and the next has not begun"
 
     def merge(self, entries: Iterable[DirectoryEntry]) -> list[Change]:
-        """Take entries in; return what they change, names last and each name once."""
+        """Take entries in; return the changes, names last and each name once."""
         changes: list[Change] = []
         moved: dict[str, WorkerIncarnation | None] = {}
         for entry in entries:
@@ -118,7 +118,7 @@ class WorkerDirectory:
         return changes
 
     def accept(self, entries: Iterable[DirectoryEntry]) -> list[DirectoryEntry]:
-        """Take entries in; return those that told something new, for whoever passes them on."""
+        """Take entries in; return the new ones, to be passed on."""
         return [entry for entry in entries if self._merge(entry, [], {})]
 
     def _merge(self, new: DirectoryEntry, changes: list[Change], moved: dict[str, WorkerIncarnation | None]) -> bool:
@@ -144,7 +144,7 @@ class WorkerDirectory:
     def _move_names(
         self, old: DirectoryEntry | None, new: DirectoryEntry, moved: dict[str, WorkerIncarnation | None]
     ) -> None:
-        """Move names to their new holders: of two that seem to hold a name, the one told last does."""
+        """Move names to their new holders. If two workers claim a name, the later entry wins."""
         names = _names(new)
         if old is not None:
             for name in _names(old).keys() - names.keys():

@@ -1,4 +1,4 @@
-"""Leases: each key counts as alive until its lease, which every word from it renews, runs out."""
+"""Leases: each key counts as alive until its lease runs out. Every message from it renews the lease."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LeaseTable(Generic[K]):
         """A timer for each key, at its deadline or before."""
 
     def renew(self, key: K, now: float, *, lease_s: float | None = None) -> None:
-        """Believe in `key` for `lease_s` seconds more (default: the table's)."""
+        """Count `key` as alive for `lease_s` more seconds (default: the table's)."""
         deadline = now + (self.lease_s if lease_s is None else lease_s)
         known = self._deadline.get(key)
         self._deadline[key] = deadline
@@ -31,7 +31,7 @@ class LeaseTable(Generic[K]):
             self._checks.arm(key, deadline)
 
     def drop(self, key: K) -> None:
-        """Forget a key; one that has no lease is no error."""
+        """Forget a key; a key without a lease is no error."""
         self._deadline.pop(key, None)
         self._checks.cancel(key)
 

@@ -10,12 +10,12 @@ K = TypeVar("K", bound=object)
 
 
 def earliest(*deadlines: float | None) -> float | None:
-    """Return the first of the deadlines that there are; None: there is none."""
+    """Return the earliest of the deadlines that are not None; None: there is none."""
     return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
 
 class TimerTable(Generic[K]):
-    """Deadlines by key, on the caller's clock. Arming a key again moves it; order among equals is that of arming."""
+    """Deadlines by key, on the caller's clock. Arming a key again moves it; equal deadlines keep their arming order."""
 
     def __init__(self) -> None:
         self._deadline: dict[K, tuple[float, int]] = {}
@@ -31,7 +31,7 @@ class TimerTable(Generic[K]):
             heapq.heapify(self._heap)
 
     def cancel(self, key: K) -> None:
-        """Forget a key; one that was never armed is no error."""
+        """Forget a key; an unknown key is no error."""
         self._deadline.pop(key, None)
 
     def __iter__(self) -> Iterator[K]:

@@ -28,17 +28,17 @@ SUFFIXES = {
     "arrow": (".arrow", ".feather", ".ipc"),
     "orc": (".orc",),
 }
-"""The suffixes of files of each format that are taken from a directory; of csv, tfrecord and jsonl also with ``.gz``
-after."""
+"""Suffixes of the files of each format that are taken from a directory. Those of csv, tfrecord and jsonl may be
+followed by ``.gz``."""
 _COMPRESSED = ".gz"
 _NUMBERED = re.compile(r"-\d+-of-\d+$")  # name.tfrecord-00003-of-00016
 
 
 class RowOffsetIndex:
-    """Byte offsets of every `every`-th row, added while rows are passed in order.
+    """Byte offsets of every `every`-th row, added while rows are read in order.
 
-    A reader that looks for a row begins at the indexed row before it and not at the file's first byte: shard after
-    shard of one file is read in one pass over the file, and not in as many as there are shards.
+    A reader that looks for a row begins at the last indexed row before it, not at the file's first byte. So all shards
+    of a file are read in one pass over the file, not in one pass per shard.
     """
 
     def __init__(self, every: int = 256) -> None:
@@ -46,12 +46,12 @@ class RowOffsetIndex:
         self._offsets = array("Q")
 
     def note(self, row: int, offset: int) -> None:
-        """Add that `row` begins at byte `offset`. A row that is not the next one to be indexed is passed over."""
+        """Add that `row` begins at byte `offset`. A row that is not the next one to be indexed is ignored."""
         if row == len(self._offsets) * self._every:
             self._offsets.append(offset)
 
     def before(self, row: int, first: int = 0) -> tuple[int, int]:
-        """Return the last indexed row that is not after `row`, and its offset; row 0 at offset `first` if none is."""
+        """Return the last indexed row that is not after `row`, and its offset. Without one: row 0 at offset `first`."""
         index = min(row // self._every, len(self._offsets) - 1)
         return (index * self._every, self._offsets[index]) if index >= 0 else (0, first)
 
@@ -61,8 +61,8 @@ class DataFile:
 
     Attributes:
         path: absolute, or ``s3://bucket/key``.
-        row_offsets: the begin of some of its rows, as far as they were met.
-        notes: facts that a format found out about it and needs again.
+        row_offsets: the begin of some of its rows, as far as it was read.
+        notes: facts that a format found out about the file and needs again.
     """
 
     def __init__(self, path: str, files: DataFiles) -> None:
@@ -77,13 +77,13 @@ class DataFile:
         return not is_remote(self.path) and not self.path.endswith(_COMPRESSED)
 
     def open(self) -> BinaryIO:
-        """Open it for reading and seeking; of a ``.gz`` what is in it."""
+        """Open the file for reading and seeking; a ``.gz`` is decompressed."""
         raw = self._files.open(self.path)
         return cast(BinaryIO, _DecompressedFile(raw)) if self.path.endswith(_COMPRESSED) else raw
 
 
 class _DecompressedFile(gzip.GzipFile):
-    """A compressed file that closes the one it is read from."""
+    """A decompressing file that closes the compressed file under it."""
 
     def __init__(self, packed: BinaryIO) -> None:
         super().__init__(fileobj=packed, mode="rb")
@@ -95,14 +95,14 @@ class _DecompressedFile(gzip.GzipFile):
 
 
 class DataFiles(ClosedOnExit):
-    """Finds and opens files. One connection for each bucket, made at first use; safe to use from several threads."""
+    """Finds and opens files. Each bucket has one connection, made at first use. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._buckets: dict[str, StorageBackend] = {}
 
     def close(self) -> None:
-        """End the connections. What is opened afterwards makes new ones."""
+        """End the connections. A later `open` makes new ones."""
         with self._lock:
             buckets = list(self._buckets.values())
             self._buckets.clear()
@@ -113,18 +113,18 @@ class DataFiles(ClosedOnExit):
         """Find the files of a dataset.
 
         Args:
-            path: a file; a directory: all files in it and below that have a suffix of the format, those and folders
-                excepted whose names begin with ``.`` or ``_``; or a glob, in which ``**`` is any number of folders: all
-                files that match, whatever their suffix. Each of the three here or as ``s3://bucket/…``.
-            order: the files', and so the samples': ``"natural"`` sorts ``part-2`` before ``part-10``,
-                ``"lexical"`` by code points.
+            path: a file, a directory or a glob; on this host or as ``s3://bucket/…``. A directory means all files in
+                and below it with a suffix of the format, without files and folders whose names begin with ``.`` or
+                ``_``. A glob means all files that match, with any suffix; ``**`` is any number of folders.
+            order: the order of the files, and so of the samples: ``"natural"`` sorts ``part-2`` before ``part-10``,
+                ``"lexical"`` sorts by code points.
 
         Returns:
             Absolute paths, or ``s3://`` addresses.
 
         Raises:
-            DataFileNotFoundError: nothing is there, or nothing of that format.
-            UsageError: no such format or order.
+            DataFileNotFoundError: there is no file, or none of that format.
+            UsageError: there is no such format or order.
         """
         check_format(format)
         if order not in ("natural", "lexical"):
@@ -141,7 +141,7 @@ class DataFiles(ClosedOnExit):
         return backend.open_read(key)
 
     def file(self, path: str) -> DataFile:
-        """Return this file, as formats read it."""
+        """Return a file in the form that formats read."""
         return DataFile(path, self)
 
     def _bucket(self, path: str) -> tuple[StorageBackend, str]:
@@ -188,7 +188,7 @@ def is_remote(path: str) -> bool:
 
 
 def absolute(path: str) -> str:
-    """Return the path as it is from everywhere on this host; ``file://`` is left away, and ``s3://`` stays."""
+    """Return the absolute path on this host; ``file://`` is removed, ``s3://`` stays."""
     if is_remote(path):
         return path
     path = path.removeprefix("file://")
@@ -198,7 +198,7 @@ def absolute(path: str) -> str:
 
 
 def check_format(format: str) -> None:  # noqa: A002
-    """Raise UsageError if there is no such format."""
+    """Raise UsageError if the format is unknown."""
     if format not in SUFFIXES:
         raise UsageError(
             f"there is no format {format!r}; a dataset is {', '.join(SUFFIXES)}.{nearest(str(format), SUFFIXES)}"
@@ -206,7 +206,7 @@ def check_format(format: str) -> None:  # noqa: A002
 
 
 def format_of(path: str) -> str:
-    """Return the format that a file's name tells."""
+    """Return the format that a file's name shows."""
     for name in SUFFIXES:
         if _has_suffix(path.rpartition("/")[2], name):
             return name
@@ -214,14 +214,14 @@ def format_of(path: str) -> str:
 
 
 def formats_of(path: str, files: DataFiles) -> dict[str, str]:
-    """Return the format of each file that is there, in natural order.
+    """Return the format of each file at `path`, in natural order.
 
     Args:
         path: anything that `DataFiles.find` takes.
 
     Raises:
-        DataFileNotFoundError: nothing is there, or nothing whose name tells a format.
-        DatasetError: a file's name tells none; or a directory holds files of several.
+        DataFileNotFoundError: there is no file, or none whose name shows a format.
+        DatasetError: a file's name shows no format; or a directory holds files of several formats.
     """
     found: dict[str, list[str]] = {}
     error: DataFileNotFoundError | None = None
@@ -244,7 +244,7 @@ def formats_of(path: str, files: DataFiles) -> dict[str, str]:
 
 
 def natural_key(path: str) -> tuple[list[list[tuple[int, int, str]]], str]:
-    """Return a key that sorts by folders, and in each by name, numbers in it by value."""
+    """Return a key that sorts by folder, then by name, and sorts numbers in names by value."""
     pieces = [
         [(0, int(each), "") if each.isdecimal() else (1, 0, each) for each in re.split(r"([0-9]+)", part) if each]
         for part in path.split("/")
@@ -253,8 +253,8 @@ def natural_key(path: str) -> tuple[list[list[tuple[int, int, str]]], str]:
 
 
 def matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Return whether these components of a path match those of a glob, as a shell does: ``**`` stands for any number of
-    components, and no wildcard for one that begins with a dot."""
+    """Return whether the components of a path match those of a glob, by the rules of a shell: ``**`` stands for any
+    number of components, and no wildcard matches a component that begins with a dot."""
     if not pattern:
         return not parts
     if pattern[0] == "**" and matches(parts, pattern[1:]):
@@ -269,11 +269,11 @@ def matches(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def of_format(names: Iterable[str], format: str, directory: str) -> list[str]:  # noqa: A002
-    """Return those of the names, each relative to `directory`, that are files of the format."""
+    """Return the names, relative to `directory`, that are files of the format."""
     seen = [name for name in names if not any(part.startswith((".", "_")) for part in name.split("/"))]
     found = [name for name in seen if _has_suffix(name.rpartition("/")[2], format)]
     if not found:
-        there = f"what is there is, for one, {min(seen)}" if seen else "it is empty"
+        there = f"it holds, for example, {min(seen)}" if seen else "it is empty"
         raise DataFileNotFoundError(
             f"{directory} holds no {format} files ({', '.join(SUFFIXES[format])}); {there}. Give the right format, or "
             f"a glob such as {directory.rstrip('/')}/* to take files whatever their names."
@@ -283,7 +283,7 @@ def of_format(names: Iterable[str], format: str, directory: str) -> list[str]:  
 
 def _has_suffix(name: str, format: str) -> bool:  # noqa: A002
     name = name.lower()
-    if format not in ("parquet", "arrow", "orc"):  # whose bytes are compressed within
+    if format not in ("parquet", "arrow", "orc"):  # these formats compress inside the file
         name = name.removesuffix(_COMPRESSED)
     return _NUMBERED.sub("", name).endswith(SUFFIXES[format])
 
@@ -314,7 +314,7 @@ def _here(path: str, format: str) -> list[str]:  # noqa: A002
 
 
 def _leads_back(folder: str) -> bool:
-    """Return whether a folder is a link to one that it is in: what is there would be found again and again."""
+    """Return whether a folder is a link to a folder that contains it: the walk would never end."""
     if not os.path.islink(folder):
         return False
     real, here = os.path.realpath(folder), os.path.realpath(os.path.dirname(folder))

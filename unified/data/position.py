@@ -23,14 +23,14 @@ class Reading(NamedTuple):
 
 
 class ReadingPosition:
-    """The shards of an epoch that one reader has read, and how far it is in those that it has begun.
+    """The shards of an epoch that one reader has read, and its offsets in the shards that it has begun.
 
-    It is in the midst of one shard at most, unless it was interrupted and given others to read first.
+    Only one shard is begun, unless the reader was interrupted and given other shards to read first.
 
     Attributes:
         epoch: from 0.
-        shard: the one that is being read; None: none is.
-        offset: samples of it that were handed out.
+        shard: the shard that is being read; None: none.
+        offset: samples of this shard that were handed out.
     """
 
     def __init__(self, epoch: int = 0) -> None:
@@ -39,22 +39,22 @@ class ReadingPosition:
         self.offset = 0
         self._done: dict[int, None] = {}
         self._begun: dict[int, int] = {}
-        """Offsets in those that were begun and then left."""
+        """Offsets in shards that were begun and then left."""
 
     @property
     def done(self) -> list[int]:
-        """Shards that were read to the end, in that order."""
+        """Shards that were read to the end, in the order of reading."""
         return list(self._done)
 
     def plan(self, assignments: Iterable[ShardAssignment]) -> list[Reading]:
-        """Return what is to be read of these shards, in their order: the first is this reader's for sure, the others
-        may go to another one until they are first."""
+        """Return the unread shards in their order, without the samples that were read. The first shard is certain; the
+        others may still go to another reader."""
         begun = self._offsets()
         left = [each for each in assignments if each.shard_id not in self._done]
         return [Reading(each, begun.get(each.shard_id, 0)) for each in left]
 
     def already_done(self, assignments: Iterable[ShardAssignment]) -> list[int]:
-        """Return those of these shards that were read to the end, of which whoever assigns them has not heard."""
+        """Return the shards that were read to the end but are still assigned: their report was not heard."""
         return [each.shard_id for each in assignments if each.shard_id in self._done]
 
     def begin(self, reading: Reading) -> None:
@@ -64,25 +64,25 @@ class ReadingPosition:
         self._begun.pop(self.shard, None)
 
     def finish(self) -> int:
-        """Finish the shard that was begun: it has been read to the end; return it."""
+        """Note that the begun shard was read to the end; return it."""
         if self.shard is None:
-            raise UsageError("no shard was begun, and so none was finished.")
+            raise UsageError("finish() without begin(): no shard is being read.")
         finished = self.shard
         self._done[finished] = None
         self.shard, self.offset = None, 0
         return finished
 
     def go_to(self, epoch: int) -> None:
-        """Go to the begin of an epoch; if it is the present one, nothing changes."""
+        """Go to the begin of an epoch; if it is the current one, nothing changes."""
         if epoch != self.epoch:
             self.epoch, self._done, self.shard, self.offset, self._begun = epoch, {}, None, 0, {}
 
     def state(self) -> dict[str, Any]:
-        """Return what `load` takes: plain values, which JSON can say too."""
+        """Return a state for `load`: plain values that JSON has, too."""
         return {"epoch": self.epoch, "done": self.done, "begun": [[*each] for each in self._offsets().items()]}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load the position of another one."""
+        """Load the state of another position."""
         try:
             epoch, done = int(state["epoch"]), dict.fromkeys(int(each) for each in state["done"])
             begun = {int(shard_id): int(offset) for shard_id, offset in state["begun"]}
@@ -96,20 +96,20 @@ class ReadingPosition:
 
 
 def merge_positions(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the positions of all who read a dataset together into one, which each member of any other world may load.
+    """Merge the positions of all readers of a dataset into one, which each member of any other world may load.
 
-    Whoever loads it passes over what any of them had read, wherever that was; so training goes on from a checkpoint
-    with more ranks or fewer. It names no dataset, so it can be loaded into the same one under another name.
+    A reader that loads it skips everything that any of them had read. So training goes on from a checkpoint with more
+    ranks or fewer. The position names no dataset, so it can be loaded into the same dataset under another name.
 
     Args:
-        states: what `ShardedDataset.state_dict` gave each of them, at the same step.
+        states: the results of `ShardedDataset.state_dict` of all readers, at the same step.
 
     Returns:
-        What `ShardedDataset.load_state_dict` takes; plain values. Where some had begun the next epoch, theirs: the
-        little that others had still to read of the one before is given up.
+        A state for `ShardedDataset.load_state_dict`; plain values. If some readers had begun the next epoch, it is a
+        position in that epoch: what others had still to read of the epoch before is given up.
 
     Raises:
-        UsageError: one is no such state, or there is none.
+        UsageError: `states` is empty, or one of them is not such a state.
     """
     if not states:
         raise UsageError("there are no positions to merge: give what state_dict() of each rank's dataset gave.")
@@ -129,13 +129,13 @@ def merge_positions(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def restore_request(
     dataset_id: str, position: Mapping[str, Any], reader: Mapping[str, Any], *, world: list[str], is_first: bool
 ) -> RestorePosition:
-    """Make the request that a dataset goes on from a position. Its number says whether it is new, or said again.
+    """Make the request to go on from a position. Its number tells a new request from a repeated one.
 
     Args:
-        position: what `ShardedDataset.state_dict` or `merge_positions` gave.
+        position: the result of `ShardedDataset.state_dict` or `merge_positions`.
         reader: the worker that asks: `space`, `worker_id`, `session`, `incarnation`.
-        world: ids of all who read from now on; empty if they are not known.
-        is_first: it counts only if this process has restored none of this dataset for that worker yet.
+        world: ids of all workers that read from now on; empty if they are not known.
+        is_first: the request counts only if this process has restored no position of this dataset for that worker yet.
     """
     where = ReadingPosition()
     where.load(position)
@@ -152,7 +152,7 @@ def restore_request(
 
 
 def _renew_after_fork() -> None:
-    """Renew the process's id: a worker is a fork of a process that may have imported this already."""
+    """Renew the process's id: a worker is a fork of a process that may have imported this module already."""
     global _process
     _process = uuid.uuid4().hex
 

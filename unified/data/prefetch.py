@@ -14,38 +14,36 @@ from unified.errors import UsageError
 from unified.threads import start_thread
 
 SAMPLES_AT_ONCE = 64
-"""The number of samples that go from thread to thread together."""
+"""The number of samples that are handed from thread to thread together."""
 
 
 @dataclass(eq=False)
 class _PrefetchedShard:
-    """One shard on its way."""
-
     reading: Reading
     chunks: deque[list[Any]] = field(default_factory=deque)
     is_begun: bool = False
     is_dropped: bool = False
     is_whole: bool = False
-    """True if nothing more comes: it was read to its end, or to its error."""
+    """True if nothing more comes: the shard was read to its end, or to an error."""
     error: BaseException | None = None
 
 
 class ShardPrefetcher:
-    """A thread that reads the shards that are wanted, one after another, each whole into memory.
+    """A thread that reads wanted shards one after another, each as a whole into memory.
 
-    It starts with the first shard that is wanted and ends with `close`.
+    It starts with the first wanted shard and ends with `close`.
     """
 
     def __init__(self, read: Callable[[Reading], Generator[Any, None, None]]) -> None:
         self._read = read
         self._changed = threading.Condition()
         self._ahead: dict[int, _PrefetchedShard] = {}
-        """Wanted shards, in the order in which they are wanted."""
+        """Wanted shards, in order."""
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
     def want(self, readings: Sequence[Reading]) -> None:
-        """Want these and no others, in this order. What was read of others is forgotten."""
+        """Want only these shards, in this order. Samples of others are dropped."""
         with self._changed:
             wanted = {}
             for each in readings:
@@ -59,7 +57,7 @@ class ShardPrefetcher:
                 self._thread = start_thread("data-prefetch", self._run)
 
     def take(self, shard_id: int) -> Iterator[Any]:
-        """Yield the samples of a wanted shard, as they come; then raise what reading it raised."""
+        """Yield the samples of a wanted shard as they come; then raise the error of reading it, if there was one."""
         ahead = self._ahead[shard_id]
         while True:
             with self._changed:
@@ -79,7 +77,7 @@ class ShardPrefetcher:
             self._is_closed = True
             self._ahead.clear()
             self._changed.notify_all()
-        if self._thread is threading.current_thread():  # a collector may run this on any thread, also on that one
+        if self._thread is threading.current_thread():  # the garbage collector may run this on any thread
             return False
         if self._thread is not None:
             self._thread.join()
@@ -100,7 +98,7 @@ class ShardPrefetcher:
                             break
                     else:
                         is_whole = True
-            except BaseException as error:  # it is the consumer's
+            except BaseException as error:  # `take` raises it
                 ahead.error, is_whole = error, True
             finally:
                 self._hand_over(ahead, chunk, is_whole)

@@ -1,4 +1,4 @@
-"""Reads the samples of a dataset by their numbers, from the files that hold them."""
+"""Reads the samples of a dataset by their numbers, from its files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FILES_AT_ONCE = 8
 
 
 def find_runs(path: str, format: str, *, order: Order = "natural") -> list[FileRun]:  # noqa: A002
-    """Find the files of a dataset in their order, each with the number of samples that it has itself.
+    """Find the files of a dataset in order, each with its own number of samples.
 
     Args:
         path: a file, a directory or a glob, here or ``s3://``; see `DataFiles.find`.
@@ -27,8 +27,8 @@ def find_runs(path: str, format: str, *, order: Order = "natural") -> list[FileR
         For each file its absolute path and its number of samples, which may be 0.
 
     Raises:
-        DataFileNotFoundError: nothing is there.
-        DatasetError: a file is empty, unreadable, or not of this format; or all of them together have no sample.
+        DataFileNotFoundError: there is no file.
+        DatasetError: a file is empty, unreadable, or not of this format; or no file has a sample.
         UsageError: there is no such format.
     """
     rows = open_format(format)
@@ -47,12 +47,12 @@ def find_runs(path: str, format: str, *, order: Order = "natural") -> list[FileR
 
 
 class ShardReader(ClosedOnExit):
-    """Reads shards, and remembers of their files what helps to find rows. For one thread at a time.
+    """Reads shards, and remembers facts about their files that help to find rows. For one thread at a time.
 
     Args:
-        format: the files' format; None: the one that each name tells.
-        columns: names of those to read, in this order; None: all. Not for ``tfrecord``.
-        verify: check the checksums of ``tfrecord`` samples. Those of their lengths always are.
+        format: the files' format; None: the format that each name shows.
+        columns: names of the columns to read, in this order; None: all. Not for ``tfrecord``.
+        verify: check the checksums of ``tfrecord`` samples. Checksums of their lengths are always checked.
 
     Raises:
         UsageError: there is no such format, or it has no columns.
@@ -71,17 +71,17 @@ class ShardReader(ClosedOnExit):
         self._files = DataFiles()
         self._known: dict[str, DataFile] = {}
         if format is not None:
-            open_format(format, columns, verify=verify)  # so that what cannot be is refused now
+            open_format(format, columns, verify=verify)  # raises for wrong arguments now
 
     def close(self) -> None:
-        """End connections."""
+        """End the connections."""
         self._files.close()
 
     def iter_samples(self, assignment: ShardAssignment, skip: int = 0) -> Iterator[Any]:
         """Yield the samples of a shard in their order: dicts, or bytes of ``tfrecord``.
 
         Args:
-            skip: leave out so many samples, from the first on.
+            skip: the number of first samples to leave out.
 
         Raises:
             DatasetError: a file cannot be read, or has fewer rows than when the dataset was registered.
@@ -119,16 +119,16 @@ def iter_samples(
     columns: Sequence[str] | None = None,
     verify: bool = False,
 ) -> Iterator[Any]:
-    """Yield the samples of a shard, or of several, exactly those and in their order: dicts, or bytes of ``tfrecord``.
+    """Yield exactly the samples of one or several shards, in order: dicts, or bytes of ``tfrecord``.
 
     Args:
-        assignment: what `DatasetRegistry.get_assignment` gives, or one of them.
-        format: the files' format; None: the one that each name tells.
-        columns: names of those to read, in this order; None: all. Not for ``tfrecord``.
-        verify: check the checksums of ``tfrecord`` samples. Those of their lengths always are.
+        assignment: the result of `DatasetRegistry.get_assignment`, or one of its shards.
+        format: the files' format; None: the format that each name shows.
+        columns: names of the columns to read, in this order; None: all. Not for ``tfrecord``.
+        verify: check the checksums of ``tfrecord`` samples. Checksums of their lengths are always checked.
 
     Raises:
-        DatasetError: a file cannot be read, is of another format, or has changed; names it.
+        DatasetError: a file cannot be read, is of another format, or has changed; names the file.
         UsageError: there is no such format, or it has no columns.
     """
     with ShardReader(format, columns=columns, verify=verify) as reader:
@@ -137,12 +137,13 @@ def iter_samples(
 
 
 def dataset_files(path: str, format: str, total_samples: int | None) -> list[FileRun]:  # noqa: A002
-    """Find the files of a dataset in order, counted unless there is one alone that would have to be read through."""
+    """Find the files of a dataset in order, with their counts. A single file that would have to be read through is not
+    counted if `total_samples` is given."""
     rows = open_format(format)
     if total_samples is not None and total_samples > 0 and not rows.is_counted:
         with DataFiles() as files:
             found = files.find(path, format)
-            if len(found) == 1:  # where each shard begins in it is known without a count
+            if len(found) == 1:  # the begin of each shard is known without a count
                 rows.check(files.file(found[0]))
                 return [FileRun(path=found[0], num_samples=total_samples)]
     runs = find_runs(path, format)

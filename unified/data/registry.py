@@ -1,4 +1,4 @@
-"""`DatasetRegistry`: datasets by name, their shards, and the workers that these are assigned to."""
+"""`DatasetRegistry`: datasets by name, their shards, and the workers that have these shards."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ A = TypeVar("A")
 
 
 class _QueriedWorker(NamedTuple):
-    """A worker that is asked about."""
+    """The worker that a request is about."""
 
     name: str
-    """The name of the worker's rank (see `member_of_rank`), or with `is_id` what the worker calls itself."""
+    """The name of the worker's rank (see `member_of_rank`), or with `is_id` the worker's own id."""
     rank: int | None
     """None: not known here."""
     is_id: bool = False
@@ -47,21 +47,21 @@ class _QueriedWorker(NamedTuple):
 class DatasetRegistry(ClosedOnExit):
     """Datasets that a coordinator knows, and the shards of each worker.
 
-    A worker is named by its rank, or by the id that it has as a `TrainingOrchestrator`: a rank is one worker, whatever
-    it calls itself, and its shards are given to others when it is lost.
+    A worker is named by its rank, or by the id that it has as a `TrainingOrchestrator`. A rank is one worker, even if
+    its id changes. When a worker is lost, its shards are given to others.
 
     Args:
         coordinator_url: ``tcp://HOST:PORT``, ``http://HOST:PORT`` or ``HOST:PORT`` of a master; ``local`` for a
             coordinator in this process. Default: inside a job its master, else ``COORDINATOR_URL``, else ``local``.
-        rank: this process's. Default: as in the job, else ``RANK``, else as this process has registered as a
+        rank: the rank of this process. Default: as in the job, else ``RANK``, else as this process has registered as a
             `TrainingOrchestrator`; it may be unknown.
-        world_size: over how many workers datasets are spread from the beginning. Default: as in the job, else
-            ``WORLD_SIZE``, else as this process has registered. Unknown: over those that ask.
+        world_size: the number of workers over which datasets are spread from the beginning. Default: as in the job,
+            else ``WORLD_SIZE``, else as this process has registered. If unknown: the workers that ask.
 
-    It can be used from any thread, pickled, and closed; it is a context manager.
+    A registry can be used from any thread, pickled, and closed; it is a context manager.
 
     Raises:
-        UsageError: no such address; or the rank is not in the world.
+        UsageError: the address is not valid; or the rank is not in the world.
     """
 
     def __init__(
@@ -94,14 +94,14 @@ class DatasetRegistry(ClosedOnExit):
         seed: int | None = None,
         metadata: Mapping[str, object] | None = None,
     ) -> None:
-        """Make a dataset known. All workers may do it: again with the same values does nothing.
+        """Register a dataset. All workers may do it: a repeat with the same values does nothing.
 
         Args:
             path: a file, a directory or a glob; of this host, or ``s3://bucket/…``.
             format: ``parquet``, ``csv``, ``tfrecord``, ``jsonl``, ``arrow`` or ``orc``.
-            total_samples: the number of samples in all files together. Default: they are counted. It is compared with
-                their count, but for one csv, jsonl or tfrecord file alone, which is not read through then: what that
-                has beyond `total_samples` is never served.
+            total_samples: the number of samples in all files together. Default: they are counted. A given number is
+                compared with the count. Exception: a single csv, jsonl or tfrecord file is not read through then, and
+                its samples beyond `total_samples` are never served.
             shard_size: samples per shard; the last one may have fewer. Default: ``default_shard_size`` of the settings,
                 which is 10 000.
             shuffle: read the shards in another order in each epoch.
@@ -109,10 +109,10 @@ class DatasetRegistry(ClosedOnExit):
             metadata: anything else, kept as text.
 
         Raises:
-            DataFileNotFoundError: nothing is there.
+            DataFileNotFoundError: there is no file.
             DatasetError: a file is empty, unreadable, or of another format.
-            UsageError: no such format; or the files do not hold `total_samples`.
-            CoordinatorError: it is known already, with other values; says which.
+            UsageError: there is no such format; or the files do not hold `total_samples`.
+            CoordinatorError: the dataset is known already, with other values; names them.
         """
         where = absolute(os.fspath(path))
         if shard_size is None:
@@ -140,21 +140,20 @@ class DatasetRegistry(ClosedOnExit):
         self._join_world(dataset_id, known.workers if known is not None else [])
 
     def get_shard(self, dataset_id: str, worker_rank: int | str | None = None, epoch: int | None = None) -> list[str]:
-        """Return the files that a worker reads whole in this epoch, in the order of reading.
+        """Return the whole files that a worker reads in this epoch, in the order of reading.
 
-        The lists of all ranks are disjoint, and name each file once together. They depend on the files, the size of the
-        world, the epoch and the seed alone: what was read, and who was lost, changes nothing. Ranks have about as many
-        rows as each other; with fewer files than ranks some have none, which a warning names. Spread finer, and given
-        to others when a worker is lost, are the rows of `get_assignment` and `ShardedDataset`.
+        The lists of all ranks are disjoint, and together name each file once. They depend only on the files, the size
+        of the world, the epoch and the seed, not on what was read or on lost workers. Ranks have about equal numbers of
+        rows. With fewer files than ranks some ranks have none; a warning names them. `get_assignment` and
+        `ShardedDataset` spread rows more finely, and give those of a lost worker to others.
 
         Args:
             worker_rank: the worker's rank, or its id. Default: this process's own.
-            epoch: which; default: the current one.
+            epoch: the epoch; default: the current one.
 
         Raises:
-            CoordinatorError: there is no such dataset, the epoch is past, or nobody has said how large the world is.
-            WorkerUnknownError: this process is an incarnation of the worker that was lost, or that a newer one
-                replaced.
+            CoordinatorError: there is no such dataset, the epoch is past, or the size of the world is not known.
+            WorkerUnknownError: this process is a lost incarnation of the worker, or a newer one replaced it.
             UsageError: the rank is not in the world.
         """
         worker = self._worker(worker_rank)
@@ -185,18 +184,17 @@ class DatasetRegistry(ClosedOnExit):
         *,
         limit: int | None = None,
     ) -> list[coordinator.ShardAssignment]:
-        """Return a worker's unfinished shards, in the order in which they are to be read.
+        """Return a worker's unfinished shards, in the order of reading.
 
         Args:
             worker_rank: the worker's rank, or its id. Default: this process's own.
-            epoch: which; default: the current one.
-            limit: so many at most, the first ones; what is asked before each shard should not be all of a million.
-                Default: all.
+            epoch: the epoch; default: the current one.
+            limit: return only so many first shards. Use it for a request before each shard: there may be a million
+                shards. Default: all.
 
         Raises:
-            CoordinatorError: there is no such dataset, the epoch is past, or the worker is none of the dataset's.
-            WorkerUnknownError: this process is an incarnation of the worker that was lost, or that a newer one
-                replaced.
+            CoordinatorError: there is no such dataset, the epoch is past, or the dataset is not spread over the worker.
+            WorkerUnknownError: this process is a lost incarnation of the worker, or a newer one replaced it.
             UsageError: the rank is not in the world; or `limit` is below 1.
         """
         if limit is not None and limit < 1:
@@ -208,7 +206,7 @@ class DatasetRegistry(ClosedOnExit):
     def look_up(
         self, dataset_id: str, worker_rank: int | str | None, epoch: int, *, limit: int
     ) -> coordinator.DataShards:
-        """Look up what `get_assignment` returns, with the revision for which it holds; with `limit` 0 all."""
+        """Look up the shards for `get_assignment`, with the revision for which they hold; with `limit` 0 all."""
         worker = self._worker(worker_rank)
         request = coordinator.GetDataShard(dataset_id=dataset_id, epoch=epoch, limit=limit, **self._of(worker))
         self._join_once(dataset_id, worker)
@@ -219,18 +217,17 @@ class DatasetRegistry(ClosedOnExit):
     def mark_done(
         self, dataset_id: str, shard_ids: int | Sequence[int], epoch: int, worker_rank: int | str | None = None
     ) -> list[int]:
-        """Say that shards were read to their end: in this epoch they are served to nobody again.
+        """Report shards as read to the end: in this epoch they are not served again.
 
         A worker reports each shard before it begins the next one of its assignment.
 
         Returns:
-            Those that count: not those that were done before, or that are another worker's by now.
+            The shards that count: not shards that were done before, or that another worker has by now.
 
         Raises:
-            CoordinatorError: there is no such dataset or shard; or the worker is registered by another process, which
-                alone knows what it has read.
-            WorkerUnknownError: this process is an incarnation of the worker that was lost, or that a newer one
-                replaced.
+            CoordinatorError: there is no such dataset or shard; or another process registered the worker: only that
+                process knows what the worker has read.
+            WorkerUnknownError: this process is a lost incarnation of the worker, or a newer one replaced it.
         """
         ids = [shard_ids] if isinstance(shard_ids, int) else shard_ids
         return self.report_done(dataset_id, worker_rank, epoch, ids).shard_ids
@@ -238,7 +235,7 @@ class DatasetRegistry(ClosedOnExit):
     def report_done(
         self, dataset_id: str, worker_rank: int | str | None, epoch: int, shard_ids: Sequence[int]
     ) -> coordinator.ShardsDone:
-        """Report shards as `mark_done` does; return also the revision that holds now."""
+        """Report shards like `mark_done`; return also the revision that holds now."""
         worker = self._worker(worker_rank)
         request = coordinator.MarkDone(
             dataset_id=dataset_id, epoch=epoch, shard_ids=list(shard_ids), **self._of(worker)
@@ -253,20 +250,19 @@ class DatasetRegistry(ClosedOnExit):
         *,
         is_first: bool = False,
     ) -> None:
-        """Go on from exactly this position: its shards are done, and all else that was read since comes again.
+        """Go on from exactly this position: its shards are done, and everything that was read since comes again.
 
-        Workers that read together all do it, before any of them reads: the first sets the dataset back, the others
+        All workers that read together do it, before any of them reads: the first one sets the dataset back, the others
         join it. `ShardedDataset.load_state_dict` does it.
 
         Args:
-            position: what `ShardedDataset.state_dict` or `merge_positions` gave.
-            is_first: only if this process has restored none of this dataset for that worker yet.
+            position: the result of `ShardedDataset.state_dict` or `merge_positions`.
+            is_first: do nothing if this process has restored a position of this dataset for that worker before.
 
         Raises:
             CoordinatorError: there is no such dataset or shard; or others have restored another position, or read on.
-            WorkerUnknownError: this process is an incarnation of the worker that was lost, or that a newer one
-                replaced.
-            UsageError: it is no position.
+            WorkerUnknownError: this process is a lost incarnation of the worker, or a newer one replaced it.
+            UsageError: `position` is not a position.
         """
         worker = self._worker(worker_rank)
         world = [self._worker(rank).name for rank in range(self._world() or 0)]
@@ -276,8 +272,8 @@ class DatasetRegistry(ClosedOnExit):
         self._epochs[dataset_id] = request.epoch
 
     def register_worker(self, dataset_id: str, worker_rank: int | str | None = None) -> None:
-        """Spread the unfinished shards of a dataset over this worker, too. One that is not this process leaves again if
-        the coordinator hears nothing of it for its heartbeat time-out.
+        """Spread the unfinished shards of a dataset over this worker, too. A worker that is not this process leaves
+        again if the coordinator hears nothing of it for the heartbeat time-out.
 
         Raises:
             CoordinatorError: there is no such dataset.
@@ -285,7 +281,7 @@ class DatasetRegistry(ClosedOnExit):
         self._set_member(dataset_id, self._worker(worker_rank), True)
 
     def remove_worker(self, dataset_id: str, worker_rank: int | str | None = None) -> None:
-        """Give a worker's unfinished shards to the others. One that is none of the dataset's is no error.
+        """Give a worker's unfinished shards to the others; without an error if the dataset is not spread over it.
 
         Raises:
             CoordinatorError: there is no such dataset.
@@ -293,11 +289,11 @@ class DatasetRegistry(ClosedOnExit):
         self._set_member(dataset_id, self._worker(worker_rank), False)
 
     def advance_epoch(self, dataset_id: str, epoch: int | None = None) -> int:
-        """Make an epoch the current one; what is unfinished of those before it is given up. Going back does nothing.
+        """Make an epoch the current one; unfinished shards of earlier epochs are given up. Going back does nothing.
 
         Args:
-            epoch: which; default: the one after the last that this registry asked for or knew as current, so that
-                workers that all say it once mean the same one.
+            epoch: the epoch; default: the one after the last that this registry asked for or knew as current. So
+                workers that each call this once mean the same epoch.
 
         Returns:
             The epoch that is current now.
@@ -340,7 +336,7 @@ class DatasetRegistry(ClosedOnExit):
         return self._all().datasets
 
     def active_workers(self, dataset_id: str | None = None) -> list[str]:
-        """Return ids of the workers that a dataset is spread over; or of all that are registered and not lost.
+        """Return ids of the workers that a dataset is spread over; by default of all registered, not lost workers.
 
         Raises:
             CoordinatorError: there is no such dataset.
@@ -348,7 +344,7 @@ class DatasetRegistry(ClosedOnExit):
         return self._all().workers if dataset_id is None else list(self.status(dataset_id).workers)
 
     def shard_source(self, dataset_id: str, worker_rank: int | str | None = None) -> DatasetShards:
-        """Return a worker's part of a dataset, as `ShardedDataset` reads it.
+        """Return a worker's part of a dataset, for `ShardedDataset`.
 
         Raises:
             CoordinatorError: there is no such dataset.
@@ -384,8 +380,8 @@ class DatasetRegistry(ClosedOnExit):
         return mine[0].rank if len(mine) == 1 else None
 
     def _worker(self, worker_rank: int | str | None) -> _QueriedWorker:
-        """Find out which worker is meant, each time: this process may register, under whatever id, after it has asked
-        for its data."""
+        """Find out which worker is meant, for each request: this process may register, under any id, after its first
+        request for data."""
         identity, mine = self._identity, self._rank()
         if isinstance(worker_rank, str):
             known = [each for each in registered(identity.space) if each.worker_id == worker_rank]
@@ -399,12 +395,11 @@ class DatasetRegistry(ClosedOnExit):
                 return _QueriedWorker(worker_rank, None, is_id=True)
         rank = mine if worker_rank is None else worker_rank
         if rank is None:
-            raise UsageError("which worker? Give worker_rank, or set RANK for this process.")
+            raise UsageError("the rank of this process is not known: give worker_rank, or set RANK.")
         return _QueriedWorker(member_of_rank(identity, rank, self._world()), rank, is_mine=rank == mine)
 
     def _of(self, worker: _QueriedWorker) -> dict[str, Any]:
-        """Return the fields of a request that say which worker it is of; and which incarnation, if this process is
-        one."""
+        """Return the fields of a request that name the worker, and its incarnation if this process is one."""
         identity = self._identity
         return {
             "space": identity.space,
@@ -415,10 +410,9 @@ class DatasetRegistry(ClosedOnExit):
         }
 
     def _join_world(self, dataset_id: str, members: Sequence[str]) -> None:
-        """Spread it from the beginning over all that will read it, so that nobody is given what another one's is.
+        """Spread a dataset from the beginning over all its readers, so that no worker is given shards of another one.
 
-        Once there are members each worker joins by itself: one that was started again must not bring back others that
-        are lost.
+        Once there are members each worker joins by itself: a restarted worker must not bring back lost ones.
         """
         if self._rank() is not None:
             self._join_once(dataset_id, self._worker(None))
@@ -427,7 +421,7 @@ class DatasetRegistry(ClosedOnExit):
                 self._join_once(dataset_id, self._worker(rank))
 
     def _join_once(self, dataset_id: str, worker: _QueriedWorker) -> None:
-        """Join a dataset at the first request: a worker that was taken out is not put in again just by asking."""
+        """Join a dataset at the first request only: a worker that was removed does not join again by asking."""
         if (dataset_id, worker.name) not in self._joined:
             self._set_member(dataset_id, worker, True)
 

@@ -1,4 +1,4 @@
-"""The shards of one worker in one dataset, and a cache of the first of them, which spares a request a shard."""
+"""The shards of one worker in one dataset. A cache of the first shards saves one request per shard."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from unified.protocol.coordinator import DatasetStatus, DataShards, ShardAssignment, ShardsDone
 
 AT_ONCE = 256
-"""The number of shards that are asked for together, so that an answer is small whatever a worker has."""
+"""The number of shards that are requested together, so that an answer is small however many shards a worker has."""
 
 
 @dataclass
@@ -18,14 +18,14 @@ class _CachedShards:
     shards: list[ShardAssignment]
     revision: int
     is_all: bool
-    """True if the worker has no more than these."""
+    """True if the worker has no other shards."""
 
 
 class ShardCache:
     """The first of a worker's unfinished shards in an epoch.
 
-    They hold at the moment in which the coordinator said so: in its answer with the shards, or in one to a report of
-    some that are done, if its revision is still that of the shards. So each such word is good for one `take`.
+    They are certain only at the moment of an answer of the coordinator: the answer with the shards, or the answer to a
+    report of finished shards, if it still has the shards' revision. So each such answer permits one `take`.
     """
 
     def __init__(self, at_once: int = AT_ONCE) -> None:
@@ -34,14 +34,13 @@ class ShardCache:
         self._is_fresh = False
 
     def learn(self, epoch: int, answer: DataShards) -> list[ShardAssignment]:
-        """Keep what the coordinator answered to a request for `at_once` shards; return what is to be read from now
-        on."""
+        """Keep the coordinator's answer to a request for `at_once` shards; return the shards to read from now on."""
         is_all = len(answer.shards) < self.at_once
         self._known, self._is_fresh = _CachedShards(epoch, answer.shards, answer.revision, is_all), False
         return answer.shards
 
     def finish(self, epoch: int, shard_ids: Collection[int], answer: ShardsDone) -> None:
-        """Note the answer to a report of shards as done, whether they counted or not."""
+        """Note the answer to a report of finished shards, whether they counted or not."""
         known = self._known
         if known is None or (known.epoch, known.revision) != (epoch, answer.revision):
             self._known = None
@@ -51,9 +50,9 @@ class ShardCache:
         self._is_fresh = True
 
     def take(self, epoch: int) -> list[ShardAssignment] | None:
-        """Return what is to be read from now on, the first of it for sure; None: ask for it.
+        """Return the shards to read from now on, of which the first is certain; None: ask the coordinator.
 
-        It is asked for when half of it is left, so that there is always enough to be read ahead.
+        It is asked when half of the shards are left, so that there is always enough to read ahead.
         """
         known, is_fresh, self._is_fresh = self._known, self._is_fresh, False
         if known is None or not is_fresh or known.epoch != epoch:
@@ -62,7 +61,7 @@ class ShardCache:
 
 
 class ShardLookup(Protocol):
-    """The requests of a `DatasetRegistry` that a worker's part of a dataset makes."""
+    """The methods of a `DatasetRegistry` that a worker's part of a dataset uses."""
 
     def look_up(self, dataset_id: str, worker_rank: int | str | None, epoch: int, *, limit: int) -> DataShards: ...
 
@@ -79,23 +78,23 @@ class ShardLookup(Protocol):
 
 @dataclass(eq=False)
 class DatasetShards:
-    """One worker's part of a dataset. Made by `DatasetRegistry.shard_source`. For one thread at a time."""
+    """One worker's part of a dataset, made by `DatasetRegistry.shard_source`. For one thread at a time."""
 
     registry: ShardLookup
     dataset_id: str
     worker_rank: int | str | None
     format: str
     incarnation: int = -1
-    """In a job, the incarnation of the worker that this process is, from 0; else -1."""
+    """In a job, the incarnation of this process's worker, from 0; else -1."""
     is_elastic: bool = False
     """The workers of its role are started again together."""
     num_left: int = 0
-    """Unfinished shards of the epoch, whoever has them, when `shards` was last answered by the coordinator."""
+    """Unfinished shards of the epoch, of all workers, by the coordinator's last answer to `shards`."""
     _known: ShardCache = field(default_factory=ShardCache)
 
     def shards(self, epoch: int) -> list[ShardAssignment]:
-        """Return what `DatasetRegistry.get_assignment` does: the first shards, without asking where `mark_done` has
-        just told."""
+        """Return the first shards, like `DatasetRegistry.get_assignment`; without a request if an answer to `mark_done`
+        has just confirmed them."""
         known = self._known.take(epoch)
         if known is not None:
             return known
@@ -104,15 +103,15 @@ class DatasetShards:
         return self._known.learn(epoch, answer)
 
     def mark_done(self, epoch: int, shard_ids: Sequence[int]) -> None:
-        """Report shards as `DatasetRegistry.mark_done` does."""
+        """Report shards, like `DatasetRegistry.mark_done`."""
         answer = self.registry.report_done(self.dataset_id, self.worker_rank, epoch, shard_ids)
         self._known.finish(epoch, shard_ids, answer)
 
     def restore(self, position: Mapping[str, Any], *, is_first: bool = False) -> None:
-        """Go on from a position as `DatasetRegistry.restore_position` does."""
+        """Go on from a position, like `DatasetRegistry.restore_position`."""
         self._known = ShardCache()
         self.registry.restore_position(self.dataset_id, position, self.worker_rank, is_first=is_first)
 
     def status(self) -> DatasetStatus:
-        """Return what `DatasetRegistry.status` does."""
+        """Return values, workers and progress, like `DatasetRegistry.status`."""
         return self.registry.status(self.dataset_id)

@@ -1,4 +1,4 @@
-"""`ShardedDataset`: the samples that are this worker's, as torch's data loaders take them."""
+"""`ShardedDataset`: this worker's samples, for torch's data loaders."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _log = logging.getLogger("unified.data")
 
 
 class WaitPolicy:
-    """The wait for the end of an epoch: when to look again whether it is over, and when to give it up.
+    """The wait for the end of an epoch: when to poll again, and when to give up.
 
     Args:
-        limit_s: so long it waits without any shard being finished; ``math.inf``: for ever.
+        limit_s: seconds to wait while no shard is finished; ``math.inf``: for ever.
         now: seconds, on any clock.
     """
 
@@ -37,8 +37,8 @@ class WaitPolicy:
         self._num_left: int | None = None
 
     def next_poll_s(self, now: float, num_left: int) -> float | None:
-        """Return seconds until the next poll, if at this one so many shards were left; None: nobody has finished one
-        for too long. The longer it waits, the more seldom it looks."""
+        """Return seconds until the next poll, if `num_left` shards are left now; None: nobody has finished a shard for
+        too long. The time between polls grows with the wait."""
         if num_left != self._num_left:
             self._num_left, self._moved_at = num_left, now
         spare_s = self._moved_at + self._limit_s - now
@@ -49,26 +49,25 @@ class WaitPolicy:
 
 @runtime_checkable
 class ShardSource(Protocol):
-    """The shards of one dataset that are this worker's."""
+    """The shards of one dataset that this worker has."""
 
     @property
     def format(self) -> str:
         """The format of the dataset's files."""
 
     def shards(self, epoch: int) -> list[ShardAssignment]:
-        """Return the shards that are this worker's now and not done, in the order in which they are to be read; of
-        many, the first.
+        """Return this worker's unfinished shards, in the order of reading; if there are many, only the first ones.
 
-        An epoch after the current one is begun by asking for it.
+        A request for an epoch after the current one begins that epoch.
         """
 
     def mark_done(self, epoch: int, shard_ids: Sequence[int]) -> None:
-        """Report shards as read to the end. To say so twice does nothing."""
+        """Report shards as read to the end. A second report does nothing."""
 
 
 @runtime_checkable
 class RestorableSource(ShardSource, Protocol):
-    """A shard source that can go back to a position and knows how far others are, as a coordinator does."""
+    """A shard source that can go back to a position and knows how far others are, like a coordinator."""
 
     @property
     def incarnation(self) -> int:
@@ -76,17 +75,17 @@ class RestorableSource(ShardSource, Protocol):
 
     @property
     def is_elastic(self) -> bool:
-        """True if all who read are started again together."""
+        """True if all workers that read are started again together."""
 
     @property
     def num_left(self) -> int:
-        """Unfinished shards of the epoch, whoever has them; by the last answer to `shards`."""
+        """Unfinished shards of the epoch, of all workers; by the last answer to `shards`."""
 
     def restore(self, position: Mapping[str, Any], *, is_first: bool = False) -> None:
-        """Go back to a position: what is done is exactly what is done there.
+        """Go back to a position: exactly its shards are done.
 
         Args:
-            is_first: nothing happens if this process has restored one before.
+            is_first: do nothing if this process has restored a position before.
         """
 
     def status(self) -> DatasetStatus:
@@ -102,41 +101,42 @@ class ShardRegistry(Protocol):
 
 
 class ShardedDataset(IterableDataset[Any]):
-    """Iterates over the samples of one epoch that are this worker's: dicts, or bytes of ``tfrecord``.
+    """Iterates over this worker's samples of one epoch: dicts, or bytes of ``tfrecord``.
 
-    Before each shard it is settled anew which are this worker's, so that what is taken over from a lost worker is
-    read too, and what was given to a new one is not. A shard is reported as done when its last sample was handed out
-    and the next one is asked for. Each ``for`` over it is the next epoch: the end of an iteration is the end of the
-    epoch for this worker. What another worker leaves behind when it is lost after that is read by nobody, unless
-    somebody waits for it: see `wait_for_others`. An iteration that was left before its end is gone on with by the next.
+    Before each shard the worker asks again which shards it has. So it reads shards that it takes over from a lost
+    worker, but not shards that were given to a new one. A shard is reported as done when its last sample was handed out
+    and the next sample is requested. Each ``for`` over the dataset is the next epoch: the end of an iteration is the
+    end of the epoch for this worker. If another worker is lost after that, nobody reads its shards, unless somebody
+    waits for them: see `wait_for_others`. If an iteration was left before its end, the next one continues it.
 
-    What is done in an epoch is not served again, also to the next incarnation of a worker. So one that goes on with an
-    earlier model has to take the data back, too, with `load_state_dict`; if it finds no checkpoint, see `restart`.
+    Shards that are done in an epoch are not served again, not even to the next incarnation of a worker. So a worker
+    that goes on with an earlier model has to take the data back, too, with `load_state_dict`; if it finds no
+    checkpoint, see `restart`.
 
-    Reading ahead is done by a thread of this process, which ends with its iterator. Use it with
-    ``DataLoader(…, num_workers=0)``: with more, torch's worker processes would each read all that is this worker's.
+    A thread of this process reads ahead, and ends with its iterator. Use ``DataLoader(…, num_workers=0)``: with more,
+    each of torch's worker processes would read all samples of this worker.
 
     Args:
         registry: a `DatasetRegistry`; or the source of the shards itself, without `dataset_id`.
         dataset_id: name of a registered dataset.
-        epoch: the first to be read.
-        columns: names of those to read, in this order; None: all. Not for ``tfrecord``.
+        epoch: the first epoch to read.
+        columns: names of the columns to read, in this order; None: all. Not for ``tfrecord``.
         transform: a function of each sample; called on the thread that reads ahead. None: none.
-        prefetch_shards: shards that are read ahead of the one that is handed out; so many and one more are in memory.
-            0: none, and no thread. Default: the settings' ``prefetch_shards``, which is 2.
+        prefetch_shards: the number of shards to read ahead; so many and one more are in memory. 0: none, and no
+            thread. Default: the settings' ``prefetch_shards``, which is 2.
         verify: check the checksums of ``tfrecord`` samples, too.
         restart: what to do at the first iteration if no position was loaded and samples were read before. ``"anew"``:
-            read `epoch` from its beginning, as if all who read together had loaded that position. ``"resume"``: read
-            what is left. Default: ``"anew"`` in an elastic role that was started again, as all of its ranks begin again
-            then; else ``"resume"``, with a warning in the log.
-        wait_for_others: seconds. Above 0, an iteration ends when all shards of the epoch are done, by whomever: until
-            then it waits, and reads what it is given of those that are lost or leave. The error comes when so long
-            nobody has finished a shard; with ``math.inf`` never. Default 0: it ends when this worker has no more, as it
-            must where workers take their steps together (collectives, as in an elastic role): one that waits here takes
-            no step, and so none of the others would.
+            read `epoch` from its beginning, as if all readers had loaded that position. ``"resume"``: read what is
+            left. Default: ``"anew"`` in an elastic role that was started again, because all its ranks begin again;
+            else ``"resume"``, with a warning in the log.
+        wait_for_others: seconds. Above 0, an iteration ends when all shards of the epoch are done, by all workers.
+            Until then it waits, and reads shards that it receives from lost or leaving workers. `EpochTimeoutError` is
+            raised if nobody finishes a shard for so long; with ``math.inf`` never. Default 0: the iteration ends when
+            this worker has no more shards. Workers that take their steps together need this (collectives, as in an
+            elastic role): a worker that waits here takes no step, so the others could take none.
 
     Raises:
-        UsageError: an argument that cannot be.
+        UsageError: an argument is not valid.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class ShardedDataset(IterableDataset[Any]):
         if not wait_for_others >= 0:
             raise UsageError(f"wait_for_others must be seconds from 0 on, not {wait_for_others}.")
         if wait_for_others and not isinstance(source, RestorableSource):
-            raise UsageError("wait_for_others needs a source that knows how far others are, as a DatasetRegistry's do.")
+            raise UsageError("wait_for_others needs a source that knows how far others are, like a DatasetRegistry's.")
         self._source: ShardSource = source
         self._dataset_id = dataset_id or ""
         self._columns = columns
@@ -175,22 +175,22 @@ class ShardedDataset(IterableDataset[Any]):
         self._prefetch_shards = prefetch_shards
         self._verify = verify
         self._wait_for_others = wait_for_others
-        open_format(source.format, columns)  # so that what cannot be is refused now
+        open_format(source.format, columns)  # raises for wrong columns now
         self._position = ReadingPosition(_checked(epoch))
         self._restart = restart
         self._is_placed = False
         """True once the beginning is settled: a position was loaded, or an iteration begun."""
         self._turn: object = None
         self._reader: ShardReader | None = None
-        """The reader, kept from one iteration for the next, as it knows its way about the files by then."""
+        """Kept for the next iteration, because it has an index of the files."""
 
     @property
     def epoch(self) -> int:
-        """The epoch that is being read, or will be."""
+        """The epoch that is being read, or is read next."""
         return self._position.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Read this epoch next, from its begin; if it is the present one, nothing changes."""
+        """Read this epoch next, from its begin; if it is the current one, the position stays."""
         self._position.go_to(_checked(epoch))
         self._turn = None
 
@@ -199,15 +199,15 @@ class ShardedDataset(IterableDataset[Any]):
         return {"dataset_id": self._dataset_id, **self._position.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was asked for: the data go on from exactly this position.
+        """Go on from exactly the position of a `state_dict`.
 
-        Everything that was read after it comes again, in that epoch and in later ones, to whomever it is assigned. So
-        all who read together load the same position (`merge_positions` makes one of all ranks' states), before any of
-        them reads: the first one sets the dataset back, the others join it. To load again later sets it back once more.
+        Everything that was read after it comes again, in that epoch and in later ones, to the workers that have it now.
+        So all readers load the same position (`merge_positions` makes one of all ranks' states), before any of them
+        reads: the first one sets the dataset back, the others join it. A later load sets it back once more.
 
         Raises:
-            UsageError: it is the state of another dataset, or none.
-            CoordinatorError: others who read it loaded another position, or read on without one.
+            UsageError: it is the state of another dataset, or not a state.
+            CoordinatorError: other readers loaded another position, or read on without one.
         """
         if state.get("dataset_id", self._dataset_id) != self._dataset_id:
             raise UsageError(f"this is the position in {state.get('dataset_id')!r}, not in {self._dataset_id!r}.")
@@ -220,10 +220,10 @@ class ShardedDataset(IterableDataset[Any]):
             self._source.mark_done(self._position.epoch, self._position.done)
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the samples of an epoch, as the class says.
+        """Iterate over this worker's samples of an epoch.
 
         Raises:
-            DatasetError: a file cannot be read; names it.
+            DatasetError: a file cannot be read; names the file.
             EpochTimeoutError: others did not go on; see `wait_for_others`. The next iteration waits again.
             UsageError: in a worker process of torch; or another iteration was begun after this one.
         """
@@ -279,7 +279,7 @@ class ShardedDataset(IterableDataset[Any]):
             yield sample if transform is None else transform(sample)
 
     def _place(self) -> None:
-        """Begin anew, or with what is left, where no position was loaded; the log says so."""
+        """Begin anew, or with what is left, if no position was loaded; log a warning for the latter."""
         source, epoch = self._source, self._position.epoch
         if not isinstance(source, RestorableSource):
             return
@@ -310,11 +310,11 @@ class ShardedDataset(IterableDataset[Any]):
         assignments = source.shards(position.epoch)
         if unheard := position.already_done(assignments):
             source.mark_done(position.epoch, unheard)
-            assignments = source.shards(position.epoch)  # only who asks after that has the first for sure
+            assignments = source.shards(position.epoch)  # only now the first is certain
         return position.plan(assignments)
 
     def _next(self, turn: object) -> list[Reading]:
-        """Return what is to be read now, once there is something; nothing if this was the end of the epoch."""
+        """Return the next readings, once there are any; an empty list at the end of the epoch."""
         source, epoch = self._source, self._position.epoch
         if not self._wait_for_others or not isinstance(source, RestorableSource):
             return self._plan()
@@ -329,16 +329,16 @@ class ShardedDataset(IterableDataset[Any]):
         except CoordinatorError as error:
             if error.code != "ended":
                 raise
-            return []  # another one that waited has seen the end of the epoch, and gone on to the next
+            return []  # another waiting worker saw the end of the epoch, and went on to the next
         return readings
 
     def _waited_for(self, source: RestorableSource, epoch: int) -> str:
         status = source.status()
         return (
-            f"{source.num_left} of {status.num_shards} shards of epoch {epoch} of dataset {status.dataset_id!r} are "
-            f"other workers', of {', '.join(status.workers)}, and none was finished in {self._wait_for_others:g} s. Do "
-            "they all read? Those that do not are taken out by DatasetRegistry.remove_worker, and what they have left "
-            "is read by others; or give a longer wait_for_others."
+            f"{source.num_left} of {status.num_shards} shards of epoch {epoch} of dataset {status.dataset_id!r} "
+            f"belong to other workers ({', '.join(status.workers)}), and no shard was finished in "
+            f"{self._wait_for_others:g} s. Do they all read? Take out the others with DatasetRegistry.remove_worker: "
+            "then other workers read what is left of theirs. Or give a longer wait_for_others."
         )
 
     def _check(self, turn: object) -> None:

@@ -1,4 +1,4 @@
-"""Checks of a host, and of its way to the cluster, before a job hangs."""
+"""Checks of a host, and of its connection to the cluster, before a job hangs."""
 
 from unified.doctor.cluster import examine_cluster
 from unified.doctor.host import examine_host

@@ -22,13 +22,13 @@ from unified.protocol.client_master import ListNodes, NodeList, NodeStatus
 from unified.protocol.records import NodeState
 
 MOST_NODES = 64
-"""Nodes that are tried, chosen at random where there are more."""
+"""Greatest number of nodes that are tried; of more nodes, a random choice."""
 CONNECT_S = 3.0
 LINUX_PORTS = range(32_768, 61_000)
 
 
 def examine_cluster(address: str) -> list[Finding]:
-    """Check the way from this host to the master at ``tcp://HOST:PORT``, and to the nodes that it lists; in 30 s."""
+    """Check connections from this host to the master at ``tcp://HOST:PORT`` and to the nodes that it lists; in 30 s."""
     master = split_address(address)
     if (found := run([name_check("master's name", master.bare_host)]))[0].what.startswith(LATE):
         return found  # each further check would wait for that name
@@ -57,7 +57,7 @@ def examine_cluster(address: str) -> list[Finding]:
 
 
 def _ports(relay: str, others: list[NodeStatus]) -> Finding:
-    """Connect to the relay, and to nodes at a port where mostly nobody listens: a refusal comes from there, too."""
+    """Connect to the relay, and to a port of each node. Mostly nobody listens there, but a refusal is an answer."""
     chosen, ports = random.sample(others, min(len(others), MOST_NODES)), port_range() or LINUX_PORTS
     tried = {f"node {each.node}": HostPort(each.address, random.choice(ports)) for each in chosen}
     with ThreadPoolExecutor(MOST_NODES) as pool:
@@ -70,7 +70,7 @@ def _ports(relay: str, others: list[NodeStatus]) -> Finding:
 
 
 def _connect(to: HostPort) -> str:
-    """Return why no connection comes about; empty if one does."""
+    """Return why a connection fails; empty: it succeeds."""
     try:
         socket.create_connection((to.bare_host, to.port or 0), CONNECT_S).close()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Checks of this host: they find the facts, each within a deadline, since a name server or a file system may hang."""
+"""Checks of this host, which find the facts. Each has a deadline, because a name server or file system may hang."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OTHER_SETTINGS = """
     DEBUGPY FOLD HOME INCARNATION INSECURE JOB_ID KEEP_FREED_MB KEY_FILE LOG_LEVEL MASTER NODE PORT_RANGE PRELOAD
     PROGRESS REPORT_RUN RUN_DIR SHIP_LIMIT SHM_LIMIT SLURM_GROUPS STORY_FOLDER TRACE WORKER WORKER_NICE
 """
-"""Variables, less ``UNIFIED_``, of no table: those of users, and those that our processes give each other."""
+"""Variables, without ``UNIFIED_``, that no table lists: for users, or from one of our processes to another."""
 USUAL_DESCRIPTORS, CAP_IPC_LOCK, FIRST_ORDINARY_UID = 1024, 14, 1000
 LATE, NAME_S = "no answer", 6.0
 _TORCH = """
@@ -57,7 +57,7 @@ print(json.dumps([torch.__version__, torch.version.cuda or torch.version.hip or 
 
 
 class Check(NamedTuple):
-    """A check, and what to advise if it does not end in time. What it raises is wrong, and says what to do."""
+    """A check, and the advice if it does not end in time. An error that it raises is `wrong`, and says what to do."""
 
     name: str
     look: Callable[[], Finding]
@@ -66,11 +66,11 @@ class Check(NamedTuple):
 
 
 def examine_host(folders: Sequence[Path] = (), master: str = "*") -> list[Finding]:
-    """Check this host alone, which takes 90 s at most, and some seconds as a rule.
+    """Check this host alone. This takes some seconds, and at most 90 s.
 
     Args:
-        folders: those of daemons' ``--state-dir`` and ``--log-dir``; none: that of ``UNIFIED_HOME``.
-        master: address by which the cluster key is found, by default one on another host.
+        folders: folders that daemons have as ``--state-dir`` and ``--log-dir``; none: the one of ``UNIFIED_HOME``.
+        master: address by which the cluster key is found; by default an address on another host.
     """
     return run(
         [
@@ -94,14 +94,14 @@ def examine_host(folders: Sequence[Path] = (), master: str = "*") -> list[Findin
 
 
 def run(checks: Sequence[Check]) -> list[Finding]:
-    """Do all checks at once. The thread of one that is late goes on, and ends with this process."""
+    """Do all checks at once. The thread of a late check goes on until this process ends."""
     began = time.monotonic()
     found = [wrong(f"{LATE} within {check.within_s:g} s", check.advice, check.name) for check in checks]
 
     def look(number: int, check: Check) -> None:
         try:
             found[number] = msgspec.structs.replace(check.look(), check=check.name)
-        except Exception as error:  # whatever a strange host makes a library raise
+        except Exception as error:  # on a strange host a library may raise anything
             found[number] = wrong(str(error) or repr(error), check=check.name)
 
     threads = [start_thread("doctor", look, *each) for each in enumerate(checks)]
@@ -116,7 +116,7 @@ def name_check(check: str, name: str, *, is_own: bool = False) -> Check:
 
 
 def _lookup(name: str) -> tuple[str, list[str], float, str]:
-    """Look up a name, and then the name of its address, as torch's TCPStore does; with the time and any error."""
+    """Look up a name, then the name of its address, as torch's TCPStore does. Return the time and any error, too."""
     began, addresses, problem = time.monotonic(), list[str](), ""
     try:
         addresses = list(dict.fromkeys(str(each[4][0]) for each in socket.getaddrinfo(name, None)))
@@ -127,7 +127,7 @@ def _lookup(name: str) -> tuple[str, list[str], float, str]:
 
 
 def unknown_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with ``UNIFIED_`` that are no setting of ours, each with a hint at the nearest."""
+    """Return the variables with ``UNIFIED_`` that are no setting, each with a hint at the nearest setting."""
     known = {f"UNIFIED_{each.upper()}" for each in (*field_of(JobConfig), *settings.Intervals._fields)}
     known |= {f"UNIFIED_{each}" for each in OTHER_SETTINGS.split()} | set(VARIABLES.values())
     known |= {variable_of(name, key) for name, kind in SECTIONS.items() for key in kind.__struct_fields__}
@@ -137,7 +137,7 @@ def unknown_variables(env: Mapping[str, str]) -> dict[str, str]:
 def _settings() -> Finding:
     if unknown := [f"{name} is no setting.{hint}" for name, hint in unknown_variables(os.environ).items()]:
         return note(" ".join(unknown), "It has no effect: correct or unset it. docs/options.md has all that there are.")
-    return fine("each UNIFIED_ variable is one")
+    return fine("every UNIFIED_ variable is a known setting")
 
 
 def _ports() -> Finding:
@@ -186,7 +186,10 @@ def _memory() -> Finding:
     limit, total = limits().memory_bytes, psutil.virtual_memory().total
     if limit is None or limit >= total:
         return fine(judgement.size(total))
-    advice = "An agent offers no more by itself. The kernel kills who takes more; files in /dev/shm count, too."
+    advice = (
+        "An agent offers at most this by default. The kernel kills processes that take more; files in /dev/shm count, "
+        "too."
+    )
     return note(f"control groups allow this process {judgement.size(limit)} of {judgement.size(total)}", advice)
 
 
@@ -204,7 +207,7 @@ def _remove_ipc() -> Finding:
 def _killed_agents() -> Finding:
     agents, pids = list[str](), list[int]()
     for path in sorted((settings.run_root() / "agents").glob("*.lock")):
-        if (descriptor := clusters.lock(path, os.O_RDONLY, fcntl.LOCK_SH)) is not None:  # else its agent lives
+        if (descriptor := clusters.lock(path, os.O_RDONLY, fcntl.LOCK_SH)) is not None:  # None: its agent runs
             os.close(descriptor)
             record = json.loads(path.read_bytes() or "{}")
             agents.append(f"node {record.get('node')}, pid {record.get('pid')}")

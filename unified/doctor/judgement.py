@@ -1,4 +1,4 @@
-"""Judgement of facts about a host and its cluster: fine, or what is wrong, and what is to be done. No I/O."""
+"""Judgement of facts about a host and its cluster: whether they are fine, and what to do if not. No I/O."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SLOW_NAMES = (
 
 
 class Severity(StrEnum):
-    """Severity of a finding: `note` works, and costs something; jobs fail, hang or are slow by what is `wrong`."""
+    """Severity of a finding. `note`: it works, but costs something. `wrong`: jobs fail, hang or are slow."""
 
     FINE = "fine"
     NOTE = "note"
@@ -30,7 +30,7 @@ class Severity(StrEnum):
 
 
 class Finding(Value, frozen=True):
-    """Outcome of one check of `unified doctor`: facts in a sentence or less, and what to do, if anything is."""
+    """Outcome of one check of `unified doctor`: facts in a sentence or less, and advice if there is any."""
 
     severity: Severity
     what: str
@@ -58,7 +58,7 @@ def shared_memory(path: str, kind: str, is_writable: bool, total: int, free: int
         return wrong(f"{path} cannot be written, or is not in memory ({kind})", "Mount a tmpfs there, with mode 1777.")
     if total < LEAST_SHM:
         advice = (
-            "NCCL and data loaders die of that (bus error): docker's --shm-size=16g, Kubernetes' emptyDir of medium"
+            "NCCL and data loaders then die of a bus error: docker's --shm-size=16g, Kubernetes' emptyDir of medium"
         )
         return wrong(text, f"{advice} Memory, or `mount -o remount,size=50% {path}`.")
     is_low = free < total / 10 or not num_inodes
@@ -82,14 +82,14 @@ def locked_memory(limit: int, rdma: Sequence[str], *, is_privileged: bool) -> Fi
     text = f"`ulimit -l` is {size(limit) if limit >= 0 else 'unlimited'}"
     if not rdma or limit < 0 or is_privileged:
         return fine(text)
-    advice = (
-        "NCCL fails (ibv_reg_mr). Have none: LimitMEMLOCK=infinity of a unit, docker's --ulimit memlock=-1, SLURM's"
+    ways = (
+        "LimitMEMLOCK=infinity of a unit, docker's --ulimit memlock=-1, SLURM's PropagateResourceLimitsExcept=MEMLOCK"
     )
-    return wrong(f"{text}, too little for {listed(rdma, 3)}", f"{advice} PropagateResourceLimitsExcept=MEMLOCK.")
+    return wrong(f"{text}, too little for {listed(rdma, 3)}", f"NCCL fails (ibv_reg_mr). Remove the limit: {ways}.")
 
 
 def torch(version: str, toolkit: str, is_available: bool, num_gpus: int, warning: str) -> Finding:
-    """Judge torch, and its CUDA or ROCm (empty: a build for CPUs), beside the NVIDIA GPUs that this process may use."""
+    """Judge torch and its CUDA or ROCm (empty: a build for CPUs), given the NVIDIA GPUs that this process may use."""
     if num_gpus and not toolkit:
         return wrong(f"torch {version} is a build for CPUs, and there are {num_gpus} GPUs", "Install a build for CUDA.")
     if num_gpus and not is_available:
@@ -99,7 +99,7 @@ def torch(version: str, toolkit: str, is_available: bool, num_gpus: int, warning
 
 
 def clock(ahead_s: float, error_s: float) -> Finding:
-    """Judge how far this clock is ahead of the master's, which was read with an error of at most so much."""
+    """Judge how far this clock is ahead of the master's; `error_s` is the greatest error of that figure."""
     text, skew = f"{abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} the master's", abs(ahead_s) - error_s
     if skew < NOTED_SKEW_S:
         return fine(text)
@@ -108,7 +108,7 @@ def clock(ahead_s: float, error_s: float) -> Finding:
 
 
 def own_address(address: str, others: Sequence[str]) -> Finding:
-    """Judge the address that an agent here would tell other nodes, which have those of `others`."""
+    """Judge the address that an agent here would tell other nodes; `others` are the addresses of those nodes."""
     beyond = [other for other in others if not is_loopback(other)]
     if not (is_loopback(address) and beyond):
         return fine(f"an agent here tells others {address}")
@@ -117,7 +117,7 @@ def own_address(address: str, others: Sequence[str]) -> Finding:
 
 
 def ports(unreached: Mapping[str, str], num_tried: int, num_others: int) -> Finding:
-    """Judge attempts to connect to the relay and to nodes on other hosts: why each failed, by the name of whom."""
+    """Judge attempts to connect to the relay and to nodes on other hosts; `unreached` has the failures by name."""
     nodes = f"{num_tried} of {num_others} nodes on other hosts"
     if not unreached:
         return fine(f"the relay and {nodes} are reached")

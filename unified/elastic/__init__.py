@@ -1,6 +1,6 @@
 """In-place recovery of training loops: `ElasticState`, `elastic`, `ElasticSampler`; see docs/elastic.md.
 
-Importing it asks NCCL's watchdog to leave a process alone whose peer has died, for process groups made after that.
+Importing it tells NCCL's watchdog not to end a process whose peer has died, for process groups made after that.
 """
 
 import os

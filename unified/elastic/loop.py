@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 MEET_WITHIN_S = 1800.0
-"""Time for the ranks of a round to come to their loops; a replacement may have a large model to build before."""
+"""Time for the ranks of a round to come to their loops; a replacement may first have to build a large model."""
 
 
 def elastic(state: ElasticState) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Make a function an elastic training loop.
 
-    It is called at once in every round that this process takes part in, with the process group of that round set up and
-    `state` at the step from which all ranks go on. When a peer dies, it is left by an exception from a collective, from
-    an optimizer's `step()` or from `state.commit()`, and called again with the same arguments. What it returns is
-    returned once the functions of all ranks have returned; what else it raises is raised.
+    The function is called in every round of this process, with the process group of the round set up and `state` at the
+    step from which all ranks go on. When a peer dies, the function is left by an exception from a collective, from an
+    optimizer's `step()` or from `state.commit()`, and called again with the same arguments. Its result is returned once
+    the functions of all ranks have returned. Other exceptions are raised.
 
     Outside of a worker of an elastic role it is called once, as it is.
 
@@ -69,7 +69,7 @@ class _Loop:
             while True:
                 try:
                     self._begin()
-                    gc.freeze()  # so that the collection below looks at what the round has made, and not for 0.3 s
+                    gc.freeze()  # so that the collection below sees only objects of the round, and saves 0.3 s
                     result = body()
                     self._finish()
                     return result
@@ -80,13 +80,13 @@ class _Loop:
                         raise
                     self._note(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}", error)
                 self._state._end_round()
-                gc.collect()  # what wraps the model hooks into its parameters, until it is gone
+                gc.collect()  # a wrapper of the model has hooks in its parameters until it is gone
                 self._rounds.rejoin(self._worker.device)
         finally:
             self._rounds.end_loop()
 
     def _note(self, text: str, error: BaseException) -> None:
-        """Keep why the round has ended, and let go of all that the loop had in its variables."""
+        """Keep the reason for the round's end, and drop the variables of the loop."""
         self._reason = text
         self._broken_at = time.monotonic()
         traceback.clear_frames(error.__traceback__)
@@ -105,21 +105,22 @@ class _Loop:
         self._state._begin(agreement, actor.rank)
 
     def _report(self, before: int) -> None:
-        """Say what the end of the last round has cost."""
+        """Report what the end of the last round has cost."""
         if not self._broken_at:
             return
         took_s, step = time.monotonic() - self._broken_at, self._state.step
         lost = max(0, before - step)
         print(
             f"unified: in round {self._worker.round} after {took_s:.2f} s, at step {step}; "
-            f"{lost} committed step{'s are' if lost != 1 else ' is'} lost. The round before ended: {self._reason}",
+            f"{lost} committed step{'s are' if lost != 1 else ' is'} lost. "
+            f"The last round ended because: {self._reason}",
             flush=True,
         )
         self._worker.report(step=step, lost_steps=lost, rejoined_s=round(took_s, 3))
         self._broken_at, self._reason = 0.0, ""
 
     def _finish(self) -> None:
-        """Wait for the other ranks: one that has not finished may still die, and then needs the state of this one."""
+        """Wait for the other ranks: one may still die, and its replacement then needs the state of this rank."""
         self._meeting(_round_store(), "end", "end their elastic loops").wait_for_all()
 
     def _meeting(self, store: Store, name: str, purpose: str) -> RoundMeeting:
@@ -136,11 +137,11 @@ class _Loop:
 
 
 class _Boundary:
-    """The step after which all ranks of a round leave it, as its members are to change.
+    """The step after which all ranks of a round leave it, before a planned change of its members.
 
-    Each rank counts itself in at its first commit after it was told. The last one fixes the step to come: as no rank
-    commits that one before this rank has taken part in it, all see it in time. Where ranks do not meet in each step,
-    each leaves at its first commit from there on.
+    Each rank counts itself in at its first commit after the notice. The last rank to do so fixes its next step. No rank
+    commits that step before this rank has taken part in it, so all ranks see it in time. If ranks do not meet in each
+    step, each leaves at its first commit from there on.
     """
 
     def __init__(self, store: Store, world_size: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def capture() -> dict[str, Any]:
-    """Return the state of all generators, and the seed that torch's began with."""
+    """Return the state of all generators, and the initial seed of torch's."""
     import torch
 
     state: dict[str, Any] = {
@@ -24,7 +24,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Put all generators into a state of this process."""
+    """Set all generators to a state of this process."""
     import torch
 
     random.setstate(state["python"])
@@ -38,9 +38,9 @@ def restore(state: dict[str, Any]) -> None:
 def adopt(state: dict[str, Any], step: int) -> None:
     """Go on from the state of another rank.
 
-    Ranks that were seeded alike draw alike, so it is also what the incarnation before this one would have. Ranks with
-    seeds of their own must differ, and nobody knows what the earlier incarnation had drawn: the generators then begin
-    at a number made of this process's seed and the step.
+    Ranks with one seed draw the same numbers, so the state is also that of this rank's earlier incarnation. Ranks with
+    seeds of their own must differ, and the draws of the earlier incarnation are unknown: their generators start from
+    this process's seed plus the step.
     """
     import torch
 

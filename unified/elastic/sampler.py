@@ -1,4 +1,4 @@
-"""Order of samples that goes on where training is, whoever takes part in it."""
+"""Order of samples that goes on where training is, also with other ranks."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from unified.errors import UsageError
 
 
 class ElasticSampler:
-    """Batches of this rank: each step takes the next `batch_size` samples for every rank of an order that all share.
+    """Batches of this rank: each step takes the next `batch_size` samples for every rank, in an order that all share.
 
-    Its position counts samples of all ranks and moves with `ElasticState.commit`, not with what a data loader has read
-    ahead, so that a step that is taken again reads the same samples, and a round of more or fewer ranks goes on behind
-    them. Give it to a `DataLoader` as `batch_sampler`, anew in each round. An epoch ends where less is left than all
-    ranks need.
+    The position counts samples of all ranks. It moves with `ElasticState.commit`, not with a data loader that reads
+    ahead: a repeated step reads the same samples, and a round of more or fewer ranks goes on behind them. Give the
+    sampler to a new `DataLoader` in each round, as `batch_sampler`. An epoch ends where less is left than all ranks
+    need.
 
     Args:
         length: number of samples.
         batch_size: of one rank.
-        shuffle: in another order each epoch, the same on all ranks.
+        shuffle: use another order in each epoch, the same on all ranks.
         seed: of the order.
     """
 

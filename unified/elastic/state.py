@@ -17,9 +17,9 @@ Kind = Literal["model", "optimizer", "other", "value"]
 
 
 class RoundEnded(BaseException):
-    """The round of this process ends: out of the user's loop, to whoever takes it into the next round.
+    """Raised as the round of this process ends: out of the user's loop, to the code that joins the next round.
 
-    No `Exception`, so that a loop that lives on after an error of its own does not live on after this.
+    No `Exception`, so that a loop that catches its own errors does not catch this.
     """
 
 
@@ -27,20 +27,20 @@ class ElasticState:
     """The objects and values of a training loop, with the last step that it has committed.
 
     Attributes are the objects, by the names they were given: ``state.model``. Plain values can be set: ``state.best =
-    0.3``. A model goes in as it is, not wrapped: `DistributedDataParallel` belongs to one round, so the loop wraps it.
+    0.3``. A model goes in unwrapped: `DistributedDataParallel` belongs to one round, so the loop wraps it.
 
-    What happens to each when a step is taken back: models and optimizers are not copied, as the memory for that is
-    mostly not there. They are what the last commit left until an optimizer begins to update, which is seen; from then
-    until the next commit this process has nothing to go on from, and takes the state from another rank. Buffers,
-    schedulers, samplers and plain values are copied by each commit, so keep them small. So are the random generators.
+    When a step is taken back, models and optimizers are not restored from a copy, as there is mostly no memory for one.
+    They hold the last commit until an optimizer begins to update, which a hook notes. From then until the next commit
+    this process has no valid state, and takes it from another rank. Each commit copies buffers, schedulers, samplers,
+    plain values (so keep them small) and the random generators.
 
     Args:
-        restore: called by every rank where no rank has the state: as a job begins, or when all were hit between an
+        restore: called by every rank if no rank has the state: at the start of a job, or when all were hit between an
             update and its commit. It loads a checkpoint into the objects, and returns its step, or None if there is
             none.
-        snapshot_every: commits from one `current_worker().snapshot` to the next, which is looked for before `restore`
-            is asked; 0: none.
-        objects: modules, optimizers, whatever else has `state_dict` and `load_state_dict`, and plain values.
+        snapshot_every: commits from one `current_worker().snapshot` to the next; 0: none. `restore` is called only
+            without a snapshot.
+        objects: modules, optimizers, other objects with `state_dict` and `load_state_dict`, and plain values.
 
     Attributes:
         step: steps committed.
@@ -52,12 +52,12 @@ class ElasticState:
     _objects: dict[str, Any]
     _kinds: dict[str, Kind]
     _buffers: dict[str, list[Any]]
-    """Buffers of each model, to find which takes long."""
+    """Buffers of each model; finding them takes long."""
     _of_round: set[str]
-    """Names of the objects that were made for the present round alone."""
+    """Names of the objects that were made only for the present round."""
     _committed: _Commit | None
     _is_touched: bool
-    """Return True if an optimizer has begun to update since the last commit."""
+    """True if an optimizer has begun to update since the last commit."""
     _worker: Worker | None
     _on_ready: Callable[[], None]
     """Called when all objects are at the agreed step."""
@@ -98,11 +98,11 @@ class ElasticState:
             self._add({name: value})
 
     def register(self, **objects: Any) -> None:
-        """Add objects that were made for this round alone, such as a sharded model and its optimizer, and bring them to
-        the step from which the ranks go on: from a snapshot, or by `restore`. A collective.
+        """Add objects made only for this round, such as a sharded model and its optimizer, and bring them to the step
+        from which the ranks go on: from a snapshot, or by `restore`. A collective.
 
         Raises:
-            ElasticError: steps were trained, and there is nothing that has them.
+            ElasticError: steps were trained, and neither a snapshot nor `restore` has them.
         """
         self._add(objects)
         self._of_round.update(objects)
@@ -111,10 +111,10 @@ class ElasticState:
         self._on_ready()
 
     def commit(self) -> None:
-        """End a step: from what the state is now, training goes on if the round breaks. Local and quick.
+        """End a step: if the round breaks, training goes on from the present state. Local and quick.
 
-        Call it right after the last optimizer's `step()`: a peer that dies in between, while this rank is in a
-        collective, leaves this rank with a half-finished step.
+        Call it right after the last optimizer's `step()`: if a peer dies in between, while this rank is in a
+        collective, this rank is left with a half-finished step.
         """
         self.step += 1
         for each in self._objects.values():
@@ -125,7 +125,7 @@ class ElasticState:
         is_last = notice is not None and notice.kind == "planned" and self._is_boundary(self.step)
         if self._snapshot_every and self._worker is not None:
             is_due = self.step % self._snapshot_every == 0
-            if is_due or (is_last and self._of_round):  # what was made for the round goes with it
+            if is_due or (is_last and self._of_round):  # the round's own objects go with it
                 self._worker.snapshot(self._snapshot(), self.step)
         if is_last or (notice is not None and notice.kind == "broken"):
             raise RoundEnded
@@ -139,7 +139,7 @@ class ElasticState:
 
     def _begin(self, agreement: StepAgreement, rank: int) -> None:
         """Take part in a round from the agreed step on."""
-        if not self._has_model():  # it comes with register()
+        if not self._has_model():  # the model comes with register()
             return
         self._configure_snapshots(is_sharded=False)
         if agreement.step is None:
@@ -149,13 +149,13 @@ class ElasticState:
             for receiver in agreement.receivers(rank):
                 transfer.send(self._named("model"), self._outgoing(), receiver)
         else:
-            self.__dict__["_is_touched"] = True  # torn until all of it is there, as this round may break, too
+            self.__dict__["_is_touched"] = True  # torn until all is received: this round may break, too
             self._take_in(transfer.receive(self._named("model"), agreement.sources[rank]))
         self._keep()
         self._on_ready()
 
     def _end_round(self) -> None:
-        """Let go of what was made for the round."""
+        """Drop the objects that were made for the round."""
         for name in self._of_round:
             del self._objects[name], self._kinds[name]
             self._buffers.pop(name, None)
@@ -175,7 +175,7 @@ class ElasticState:
         )
 
     def _roll_back(self) -> None:
-        """Go back to the last commit; models and optimizers are there, as nothing has touched them."""
+        """Go back to the last commit; models and optimizers are there, still untouched."""
         import torch
 
         kept = self._committed
@@ -211,7 +211,7 @@ class ElasticState:
     # Snapshots and checkpoints
 
     def _configure_snapshots(self, *, is_sharded: bool) -> None:
-        """Say what the ranks' states have in common, on those too that take theirs from another rank."""
+        """Tell if all ranks have the same state; also on ranks that take theirs from another rank."""
         if self._worker is not None and self._snapshot_every:
             self._worker.snapshots.configure(replicated=not is_sharded)
 
@@ -263,9 +263,9 @@ class ElasticState:
                 self._buffers[name] = list(each.buffers())
 
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """An optimizer is about to update: not with what an aborted collective has left.
+        """Keep an optimizer from an update with the remains of an aborted collective.
 
-        On a GPU collectives are awaited first, as one that was aborted tells nobody.
+        On a GPU wait for collectives first, as an aborted one raises nothing.
         """
         torch = sys.modules["torch"]
         if torch.cuda.is_initialized():
@@ -295,7 +295,7 @@ class _Commit(NamedTuple):
 
     step: int
     copies: bytes
-    """Plain values, and the states of what is neither model nor optimizer."""
+    """Plain values, and the states of objects that are neither models nor optimizers."""
     buffers: dict[str, list[Any]]
     generators: dict[str, Any]
 

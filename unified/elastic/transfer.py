@@ -1,7 +1,7 @@
-"""State of a replica on its way to another rank: tensors go as they are, what is around them as one pickled value.
+"""State of a replica on its way to another rank: tensors go as they are, all else as one pickled value.
 
-A model's tensors are received where they belong, so that the receiver needs no memory for a second model. Those of an
-optimizer, which a new process does not have yet, become its state.
+A model's tensors are received in place, so that the receiver needs no memory for a second model. A new process has no
+tensors of an optimizer yet; the received ones become its state.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     import torch
 
 _IN_BAND = 4096
-"""Bytes of a tensor up to which it is pickled with the rest, as a message of its own would take longer."""
+"""Tensors of at most so many bytes are pickled with the rest, as a message of their own would take longer."""
 
 
 def send(models: dict[str, Any], rest: Any, receiver: int) -> None:
-    """Give a rank of the default process group the state of `models`, and `rest`, which may hold tensors anywhere."""
+    """Send a rank of the default process group the state of `models`, and `rest`, which may hold tensors anywhere."""
     from torch import distributed
 
     device = _device()
@@ -34,10 +34,10 @@ def send(models: dict[str, Any], rest: Any, receiver: int) -> None:
 
 
 def receive(models: dict[str, Any], sender: int) -> Any:
-    """Take the state of `models` from a rank, and return the rest.
+    """Receive the state of `models` from a rank, and return the rest.
 
     Raises:
-        ElasticError: its models are built otherwise.
+        ElasticError: the sender's models are built differently.
     """
     import torch
     from torch import distributed
@@ -99,7 +99,7 @@ def _layout(models: dict[str, Any]) -> list[tuple[str, str, tuple[int, ...], str
 
 
 def _named(models: dict[str, Any]) -> list[tuple[str, str, torch.Tensor]]:
-    """Return each model's tensors in an order that all ranks have."""
+    """Return each model's tensors, in the same order on all ranks."""
     import torch
 
     return [

@@ -1,9 +1,9 @@
 """Pickles of objects without a name that others can import: lambdas, closures, and the classes of a script.
 
-A class or function of a script pickles by the name ``__main__.Sample``, which leads to something else in each program,
-or nowhere. Here it travels with the path of its script and with its own code: processes that run, or have imported,
-that very script take their own, so that `isinstance` holds, and all others build it. Objects that pickle cannot handle
-at all, such as lambdas, are left to cloudpickle. Only a job's own workers read these pickles.
+A class or function of a script pickles by the name ``__main__.Sample``, which means something else, or nothing, in
+another program. Here it travels with the path of its script and with its code. Processes that run or have imported this
+script use their own object, so that `isinstance` holds; all others build it. Objects that pickle cannot handle, such as
+lambdas, are left to cloudpickle. Only a job's own workers read these pickles.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ RPC_MARK = "__unified_rpc__"
 """Attribute of a function that `@rpc` has marked."""
 
 _origins: weakref.WeakKeyDictionary[Any, tuple[str, str, bytes]] = weakref.WeakKeyDictionary()
-"""Arguments of `find_or_build` by which each class or function that was built here from its code travels on."""
+"""Arguments of `find_or_build` for classes and functions that were built here from code, to send them on."""
 _built: dict[tuple[str, str], tuple[bytes, Any]] = {}
 """Last code built, and its result, by script and name: the same code is the same class."""
 _has_readers_elsewhere = True
 programs = {"__main__"}
-"""Modules that other processes do not import under these names; `unified submit` adds that of its file."""
+"""Modules that other processes do not import under these names; `unified submit` adds the module of its file."""
 
 
 def all_run_this_script() -> None:
@@ -42,9 +42,9 @@ def has_readers_elsewhere() -> bool:
 
 
 def dumps(value: object) -> bytes:
-    """Return a pickle of any value: by pickle where that can handle it, else by cloudpickle. `pickle.loads` reads it.
+    """Return a pickle of any value: by pickle if possible, else by cloudpickle. `pickle.loads` reads it.
 
-    What cannot be sent, such as a lock or an open file, raises any Exception, of pickle's or of the value's methods.
+    A value that cannot be sent, such as a lock or an open file, raises any Exception, of pickle or of its own methods.
     """
     out = io.BytesIO()
     try:
@@ -69,8 +69,8 @@ def cloud_pickler() -> Any:
 
 
 def dump_code(value: Any) -> bytes:
-    """Return a cloudpickle of a function or class whose module workers cannot import, and of the `@rpc` functions
-    beside it: of the pair ``(value, functions)``. Any Exception: something that it refers to cannot be sent.
+    """Return a cloudpickle of ``(value, functions)``: a function or class whose module workers cannot import, and the
+    module's `@rpc` functions. Any Exception: something that the value refers to cannot be sent.
     """
     import cloudpickle
 
@@ -111,9 +111,9 @@ def names_main(data: bytes) -> bool:
 
 
 def reduced(value: Any, *, with_code: bool = True) -> Any:
-    """Return the reduction with which a class or function of a script is pickled; NotImplemented for all else.
+    """Return the pickle reduction of a class or function of a script; NotImplemented for anything else.
 
-    It is `with_code` for readers that may not have the script.
+    `with_code` includes the code, for readers that may not have the script.
     """
     if not isinstance(value, type | FunctionType) or value.__module__ not in programs:
         return NotImplemented
@@ -130,7 +130,7 @@ def reduced(value: Any, *, with_code: bool = True) -> Any:
 def find_or_build(path: str, name: str, code: bytes) -> Any:
     """Return the class or function of a script, for pickles: this process's own if it has that script, or a new one.
 
-    Path and code, a cloudpickle, are empty if there is none. UnpicklingError: neither can be had.
+    `path` is empty without a script, `code` (a cloudpickle) without code. UnpicklingError: this process has neither.
     """
     known, built = _built.get((path, name), (None, None))
     if known == code:
@@ -151,7 +151,7 @@ def find_or_build(path: str, name: str, code: bytes) -> Any:
 
 
 def _modules_of(path: str) -> Iterator[Any]:
-    """Yield this process's own program, and what it has imported, if that is the file at `path`."""
+    """Yield the modules of this process, its program first, that come from the file at `path`."""
     name = os.path.basename(path)
     for module in (sys.modules["__main__"], *list(sys.modules.values())):
         file = getattr(module, "__file__", None)
@@ -162,7 +162,7 @@ def _modules_of(path: str) -> Iterator[Any]:
 def _code_of(value: Any, may_fail: bool) -> bytes:
     try:
         code = _with_code(value, sys.modules[value.__module__])
-    except Exception:  # it uses a lock of its script, say; those who have the script need no code
+    except Exception:  # for example, it uses a lock of its script; readers that have the script need no code
         if not may_fail:
             raise
         return b""

@@ -63,14 +63,14 @@ class DLConfig(Description):
     dl_type: DLType = DLType.SFT
     stream_type: DLStreamType = DLStreamType.TASK_STREAM
     collocations: list[set[str]] = Field(default_factory=list)
-    """Sets of roles that share groups and, by equal parts, devices."""
+    """Sets of roles that share groups and, in equal parts, devices."""
     restart_window: Seconds = Field(default=0.0, ge=0)
     """Default of the option `restart_window`."""
 
     @field_validator("user_config", mode="plain")
     @classmethod
     def _mappings_become_a_config(cls, value: Any) -> Any:
-        omegaconf = sys.modules.get("omegaconf")  # loading it takes longer than all else here, so only if needed
+        omegaconf = sys.modules.get("omegaconf")  # not imported here: that takes longer than all the rest
         if value is None or isinstance(value, dict | argparse.Namespace):
             return _resolved({} if value is None else vars(value) if isinstance(value, argparse.Namespace) else value)
         if omegaconf is not None and isinstance(value, omegaconf.DictConfig):
@@ -124,7 +124,7 @@ class DLConfig(Description):
         return WorkloadGroup(name=name, num=first.total // first.per_group, workloads=roles, resource=resource)
 
     def _apply_collocations(self) -> None:
-        """Put the roles of each collocation into one group, with equal shares of devices. Twice is as once."""
+        """Put the roles of each collocation into one group, with equal shares of devices. Idempotent."""
         self.collocations = [{self._defined(role) for role in collocation} for collocation in self.collocations]
         workloads = dict(self.workloads)
         for number, collocation in enumerate(self.collocations):
@@ -186,42 +186,42 @@ class JobConfig(Description):
     job_name: str
     dl_config: DLConfig
     master: str | None = None
-    """Address of the master, ``tcp://HOST:PORT``; None: that of ``unified up``, if there is one. Else, or with
-    ``local``: a cluster of its own on this host, which ends with the job."""
+    """Address of the master, ``tcp://HOST:PORT``; None: the one of ``unified up``, if it runs. Otherwise, or
+    with ``local``: a cluster of its own on this host, which ends with the job."""
     wait: bool = True
-    """False: an error at once, rather than a place in the queue, if the job does not fit now."""
+    """False: if the job does not fit now, fail at once instead of waiting in the queue."""
     master_cpu: float = Field(default=2, ge=0)
-    """Cores reserved for the job's store host on its node. Only what is given: the default reserves nothing, because
-    the store host needs next to nothing, and there is none without an elastic role."""
+    """Cores reserved for the job's store host on its node, if given. The default reserves nothing, because the
+    store host needs almost nothing, and there is none without an elastic role."""
     master_mem: int = Field(default=4096, ge=0, validation_alias=AliasChoices("master_mem", "master_memory"))
-    """MB reserved likewise."""
+    """MB reserved for the store host, if given."""
     master_create_timeout: Seconds = Field(
         default=600.0, gt=0, validation_alias=AliasChoices("master_create_timeout", "timeout")
     )
     """Accepted for scripts of the reference API, without effect: here the master is there before the job."""
     node_max_restart: int = Field(default=10, ge=0)
-    """Losses of one node, counted for each node by itself, past which the job fails."""
+    """Losses of one node, counted for each node alone, above which the job fails."""
     job_max_restart: int = Field(default=10, ge=0)
-    """Restarts of the whole job, past which it fails."""
+    """Restarts of the whole job, above which it fails."""
     master_max_restart: int = Field(default=10, ge=0)
-    """Restarts of the master of a cluster of its own, with its state; the job goes on. Any other master is restarted by
-    whatever supervises it: see Operations."""
+    """Restarts of the master of the job's own cluster; its state is kept, and the job goes on. A supervisor restarts
+    any other master: see Operations."""
     master_isolation_schedule_resource: str = ""
-    """Resource or label (also as `key=value`) of the nodes that may hold what the job's control needs on a node, its
-    store host, which takes 1 of the resource. Empty: any node. The store host does not count in `node_num`."""
+    """Resource or label (also as `key=value`) of the nodes that may run the job's store host, which takes 1 of the
+    resource. Empty: any node. The store host does not count in `node_num`."""
     worker_isolation_schedule_resource: str = ""
     """Resource or label (also as `key=value`) of the nodes that workers may run on; each worker takes 1 of the
     resource. Empty: any node."""
     failover_trigger_strategy: Literal[0, 1, 2] = 2
-    """Time at which any failure of a worker, a killed process or a lost node is acted on: 0 never, so the job fails, 1
-    when the other workers of the role are done, 2 now."""
+    """Time at which a failed worker, a killed process or a lost node is acted on: 0 never, so the job fails, 1 when the
+    other workers of the role are done, 2 now."""
     failover_exec_strategy: Literal[0, 1, 2] = 1
     """Action on such a failure: 0 stop the job, 1 restart the job, 2 restart the role. A simple role may say
     `restart_alone()`: then 1 and 2 restart the worker."""
     restart_window: Seconds | None = Field(default=None, ge=0)
-    """Seconds for which a failure, a lost node or a restart of the job counts against its limit (those of workers, of
-    nodes and of the job), so that a long job is not ended by failures of weeks ago. After that time an excluded node is
-    used again, too. 0: for ever. None: as the job's description says, by default 0."""
+    """Seconds for which a failure, a lost node or a restart of the job counts against its limit (of workers, of nodes
+    and of the job), so that failures of weeks ago do not end a long job. After that time an excluded node is used
+    again, too. 0: for ever. None: as in the job's description, by default 0."""
     restart_backoff: Seconds = Field(default=30.0, ge=0)
     """Longest wait, in seconds, before a worker that fails within a second each time starts again. The waits are 0,
     0.5, 1, 2, 4 … up to it."""
@@ -235,27 +235,27 @@ class JobConfig(Description):
     stop_grace_s: Seconds = Field(default=10.0, ge=0)
     """Seconds from SIGTERM to SIGKILL when a worker is stopped."""
     save_grace_s: Seconds = Field(default=60.0, ge=0)
-    """Further seconds that a stop or suspend leaves a checkpoint that is being written when `stop_grace_s` is over."""
+    """Further seconds, after `stop_grace_s`, that a stop or suspend gives a checkpoint that is being written."""
     call_timeout_s: Seconds | None = Field(default=None, gt=0)
     """Deadline, in seconds, of an rpc that names none; None: only the callee's death ends it."""
     python: str | None = None
     """Interpreter of the workers; None: the agent's own."""
     start_method: Literal["fork", "spawn"] = "fork"
-    """`fork` starts a worker in milliseconds from a process that has torch loaded; `spawn` from nothing."""
+    """`fork` starts a worker in milliseconds from a process that has torch loaded; `spawn` starts a new interpreter."""
     ship: bool | str | list[str] = False
     """Code that travels with the job: True for the working directory, a path for another folder, a list for files and
-    folders in the working directory. It is on each node then, for reading alone, and the workers' directory; see
+    folders in the working directory. Each node has it then, read-only, as the workers' directory; see
     Operations."""
     exclude: list[str] = Field(default_factory=list)
-    """Patterns of files that do not travel, such as ``*.ckpt`` or ``data``; beside what `.gitignore` says."""
+    """Patterns of files that do not travel, such as ``*.ckpt`` or ``data``, in addition to `.gitignore`."""
     requirements: str | list[str] = Field(default_factory=list)
-    """Packages that the job needs above those of the nodes: a list as for pip, or the path of a ``requirements.txt`` or
-    a ``uv.lock``. Each node installs them once, into a virtual environment of their own."""
+    """Packages that the job needs besides those of the nodes: a list as for pip, or the path of a ``requirements.txt``
+    or a ``uv.lock``. Each node installs them once, into a virtual environment of their own."""
     working_dir: str | None = None
     """Working directory of the workers, on all their nodes; None: `DLROVER_WORKING_DIR`, or else the driver's own."""
     report_to: str | list[str] = ""
-    """Trackers that get what rank 0 of each role reports: ``tensorboard:DIR``, ``mlflow[:URI]``, ``wandb[:PROJECT]``,
-    ``trackio[:PROJECT]``, several with commas or as a list; see Observability."""
+    """Trackers that get the reports of rank 0 of each role: ``tensorboard:DIR``, ``mlflow[:URI]``, ``wandb[:PROJECT]``,
+    ``trackio[:PROJECT]``, several separated by commas or as a list; see Observability."""
 
     def to_job_info(self) -> JobInfo:
         """Return the `JobInfo` of the job. Its `job_id` is its name: the master has not given it one yet."""

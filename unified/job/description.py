@@ -37,7 +37,7 @@ else:
 
 
 MAX_ERRORS = 10
-"""Errors of one description that are told one by one; the rest of them are counted."""
+"""Errors of one description that are listed; the rest are counted."""
 _MAX_VALUE = 80
 _CALLS = {
     "node_number": "node_num",
@@ -77,13 +77,13 @@ Seconds = Annotated[
 
 
 def plain_config(value: Any) -> Any:
-    """Return the config of a role as a plain dict: of a DictConfig, with interpolations resolved; of an
-    argparse.Namespace; of None, empty. Anything else is left for its field to refuse."""
+    """Return the config of a role as a plain dict, from a DictConfig (interpolations are resolved), an
+    argparse.Namespace or None (empty). Other values are returned as they are, for the field to check."""
     if value is None:
         return {}
     if isinstance(value, argparse.Namespace):
         return vars(value)
-    omegaconf = sys.modules.get("omegaconf")  # if nobody imported it, this is none of its objects
+    omegaconf = sys.modules.get("omegaconf")  # if it is not imported, the value is none of its objects
     if omegaconf is not None and isinstance(value, omegaconf.DictConfig):
         try:
             return omegaconf.OmegaConf.to_container(value, resolve=True)
@@ -97,7 +97,7 @@ PlainConfig = Annotated[dict[str, Any], BeforeValidator(plain_config)]
 
 
 def job_error(error: ValidationError) -> JobError:
-    """Return what is wrong as sentences, a line each, with the role and the field; of many the first."""
+    """Return an error with one sentence per line, which names role and field; of many, only the first."""
     lines = [line for item in error.errors() for line in _lines(item)]
     rest = [f"and {len(lines) - MAX_ERRORS} more errors."] if len(lines) > MAX_ERRORS else []
     return JobError("\n".join([*lines[:MAX_ERRORS], *rest]))
@@ -110,7 +110,7 @@ def _lines(item: Any) -> list[str]:
         where, names = f"role {names[1]!r}: ", names[3:]
     names[:1] = [_CALLS.get(name, name) for name in names[:1]]
     field = ".".join(names)
-    if item["type"] == "value_error":  # sentences of ours, of which those of no field have a line each
+    if item["type"] == "value_error":  # our own sentences: without a field, one per line
         said = str(item["ctx"]["error"])
         return [f"{where}{field}: {' '.join(said.split())}"] if field else [where + line for line in said.split("\n")]
     if item["type"] == "union_tag_invalid":
@@ -125,15 +125,14 @@ def _lines(item: Any) -> list[str]:
 
 
 class Description(BaseModel, metaclass=Checked):
-    """Base of the models. What is wrong is a `JobError`. A field may have several names (aliases), of which one may be
-    given."""
+    """Base of the models, which raise `JobError`. A field may have several names (aliases); only one may be given."""
 
     model_config = ConfigDict(populate_by_name=True, extra="forbid", defer_build=True)
 
     thing: ClassVar[str] = "description"
     """Name of the thing in error messages."""
     input_names: ClassVar[frozenset[str]] = frozenset()
-    """Names that are taken as input, though no field has them."""
+    """Names that are accepted as input and are no fields."""
     hint: ClassVar[str] = ""
     """Hint that is added when an unknown name is met."""
 
@@ -171,7 +170,7 @@ class Description(BaseModel, metaclass=Checked):
 
 
 def field_of(model: type[BaseModel]) -> dict[str, str]:
-    """Return the field's own name by every name that may be given for it."""
+    """Return the fields' own names, by every name that may be given for them."""
     found: dict[str, str] = {}
     for field, info in model.model_fields.items():
         found[field] = field

@@ -1,7 +1,7 @@
-"""The process that submits a job, as far as its workers care, and the variables that they take from it.
+"""Facts and environment variables that workers take from the process that submits their job.
 
 A variable reaches the workers on a cluster unless it is a fact of the submitter's host or session, a decision of the
-cluster, or a credential. (The workers of an embedded cluster descend from it, and have all of its environment.)
+cluster, or a credential. (The workers of an embedded cluster are its descendants, and have all of its environment.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WORKING_DIR = "DLROVER_WORKING_DIR"
 DEBUGPY = "UNIFIED_DEBUGPY"
 """Port at which the first worker of a job waits for a client of debugpy."""
 STORY_FOLDER = "UNIFIED_STORY_FOLDER"
-"""Folder for what was decided about the job, where its cluster ends with the driver, as in an allocation of SLURM."""
+"""Folder for the decisions about the job, if its cluster ends with the driver, as in an allocation of SLURM."""
 INHERITED = ("UNIFIED_COMPAT", DEBUGPY, REPORT_RUN)
 """Variables of this process that its job's workers have too, wherever they run; the job's own environment wins."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -58,7 +58,7 @@ _READ_AT_START = (
     *("PYTHON", "TORCH", "PYTORCH_", "LD_", "MALLOC_", "GLIBC_"),
     *("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "BLIS_", "NPY_", "ATEN_"),
 )
-"""Beginnings of names. Variables that are read later need no interpreter of their own, which costs seconds."""
+"""Prefixes of names. Variables that are read later need no interpreter of their own, which costs seconds."""
 _READ_LATER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "TORCH_CUDA_", "TORCH_FR_")
 _READ_LATER = frozenset(
     """
@@ -66,7 +66,7 @@ _READ_LATER = frozenset(
     OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS TORCH_HOME TORCH_EXTENSIONS_DIR
     """.split()  # noqa: SIM905
 )
-"""Variables such as `PYTHONPATH`, which a forked worker reads anew, and numbers of threads, which it sets anew."""
+"""Variables such as `PYTHONPATH`, which a forked worker reads again, and numbers of threads, which it sets again."""
 _OF_IMAGES = re.compile(r"PYTHON_(?!GIL|JIT|CPU_COUNT|FROZEN_MODULES|PERF)|.*_(VERSION|SHA256|URL|BUILD\w*)\Z")
 """Variables by which container images describe themselves; no library reads them."""
 _USER_AND_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
@@ -102,7 +102,7 @@ class Passed(NamedTuple):
 
     env: dict[str, str]
     withheld: list[str]
-    """Names that look like credentials: they stay where they are unless they are asked for."""
+    """Names that look like credentials: they are passed on only if asked for."""
 
 
 def passed_on(env: Mapping[str, str]) -> Passed:
@@ -115,7 +115,7 @@ def passed_on(env: Mapping[str, str]) -> Passed:
 def asked_for(words: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of ``--env NAME=VALUE``, and of ``--env NAME``, which takes the value from `env`.
 
-    UsageError: it is no name of a variable, or `env` has none of that name.
+    UsageError: a name is not valid, or `env` does not have it.
     """
     found: dict[str, str] = {}
     for word in words:
@@ -154,7 +154,7 @@ def is_read_at_start(name: str) -> bool:
 
 
 def is_text(value: str) -> bool:
-    """Return True if the value can be encoded as UTF-8; no other can be sent."""
+    """Return True if the value can be encoded as UTF-8; other values cannot be sent."""
     try:
         value.encode()
     except UnicodeEncodeError:

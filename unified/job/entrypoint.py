@@ -19,7 +19,7 @@ _FORMS = (
 )
 _LAUNCHERS = ("torchrun", "dlrover-run")
 NO_PYTHON = "--no-python"
-"""Word before a program that is run as it is, as in torchrun's option."""
+"""Word before a program that is run without Python, like torchrun's option."""
 
 
 def get_entrypoint_type(entry_point: str) -> WorkloadEntrypointType | None:
@@ -39,7 +39,7 @@ def get_entrypoint_type(entry_point: str) -> WorkloadEntrypointType | None:
 def parse(entry_point: str) -> EntryPoint:
     """Read an entry point. Quotes in arguments work as in a shell; nothing is imported or opened.
 
-    EntryPointError: it has no known form; the message shows those there are.
+    EntryPointError: it has no known form; the message lists the forms.
     """
     text = entry_point.strip()
     if _is_dotted(dotted := text.replace("::", ".")):
@@ -48,7 +48,7 @@ def parse(entry_point: str) -> EntryPoint:
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise EntryPointError(f"entry point {text!r}: {error}. Each quote needs its partner.") from None
+        raise EntryPointError(f"entry point {text!r}: {error}. Close each quote.") from None
     if len(words) > 1 and words[0] == NO_PYTHON:
         return EntryPoint(kind="program", target=words[1], argv=words[2:])
     if words and (words[0].endswith(".py") or ("/" in words[0] and not _is_program(words[0]))):
@@ -59,13 +59,13 @@ def parse(entry_point: str) -> EntryPoint:
 
 
 def normalized(entry_point: Any) -> Any:
-    """Return an entry point, a text or an object, as a text that `parse` can read; without outer blanks, and
+    """Return an entry point, a text or an object, as a text that `parse` can read, without outer blanks, and with
     ``module.attr`` for ``module::attr``.
 
-    A function or class that workers cannot import by a name stays what it is: one of ``__main__``, of a notebook's
-    cell, of a file that was loaded by its path, or a closure. So does whatever else can be called.
+    A function or class that workers cannot import by name is returned as it is: from ``__main__``, from a notebook's
+    cell, from a file that was loaded by its path, or a closure. Other callable objects are returned as they are, too.
 
-    EntryPointError: it is neither a text of a known form nor an object that can be called.
+    EntryPointError: it is neither a text of a known form nor callable.
     """
     if not isinstance(entry_point, str):
         return _name_or_itself(entry_point)
@@ -98,7 +98,7 @@ def _name_or_itself(value: Any) -> Any:
 
 
 def _of_main(name: str) -> Any:
-    """Return what a text such as ``__main__.run`` names: workers are other programs, so it is looked up here."""
+    """Return the object that ``__main__.run`` names: it is looked up here, because workers are other programs."""
     found: Any = sys.modules["__main__"]
     for part in name.split("."):
         if not hasattr(found, part):

@@ -86,7 +86,7 @@ class MasterStage(StrEnum):
     READY = "READY"
     """Placed, and every worker has answered."""
     RUNNING = "RUNNING"
-    """Running: its workers have their orders to run, so all that run see this."""
+    """Running: its workers have their orders to run; each running worker sees this stage."""
     STOPPING = "STOPPING"
     """Stopping: the outcome is decided, and workers are being stopped."""
     STOPPED = "STOPPED"

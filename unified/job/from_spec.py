@@ -1,4 +1,4 @@
-"""Conversion of the record that workers have of a role back to the description that the user wrote."""
+"""Conversion of a worker's record of a role back to the description that the user wrote."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KINDS: dict[str, type[WorkloadDesc]] = {
 
 
 def workload_of(role: RoleSpec) -> WorkloadDesc:
-    """Return the description of a role. Its `envs` hold the job's too, and its `config` is decoded.
+    """Return the description of a role. Its `envs` include the job's, and its `config` is decoded.
 
     Nothing is checked again: the role was accepted once, maybe by a newer release.
     """

@@ -21,7 +21,7 @@ class WorkerRef(NamedTuple):
 
 
 def check_job_name(name: str) -> str:
-    """Return `name`, or raise `JobNameError` saying what is wrong with it."""
+    """Return `name`; raise `JobNameError` if it is not allowed."""
     if len(name) > MAX_NAME:
         raise JobNameError(f"job name {name[:20]!r}… has {len(name)} characters; at most {MAX_NAME} are allowed.")
     if not _JOB.match(name):
@@ -42,9 +42,9 @@ def parse_worker(name: str) -> WorkerRef:
 
 
 def parse_nnodes(nnodes: int | str) -> tuple[int, int]:
-    """Read a number of nodes, ``4`` or ``"4"``, or a range of them, ``"2:8"``; lowest and highest.
+    """Return the lowest and highest number of nodes of ``4``, ``"4"`` or a range such as ``"2:8"``.
 
-    ValueError: the text is neither, or below 1, or its range is upside down.
+    ValueError: the text has neither form, is below 1, or its lower end is above the higher one.
     """
     parts = str(nnodes).split(":")
     if not 1 <= len(parts) <= 2 or not all(part.strip().isdecimal() for part in parts):

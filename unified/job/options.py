@@ -19,8 +19,7 @@ from unified.job.names import check_job_name
 
 
 class SubmitOptions(TypedDict, total=False):
-    """The keywords of `DLJob.submit`, for type checkers: the fields of `JobConfig`, where each is explained, under all
-    their names."""
+    """Keywords of `DLJob.submit`, for type checkers: all names of the fields of `JobConfig`, which explains them."""
 
     job_name: str
     master: str | None
@@ -55,17 +54,17 @@ class SubmitOptions(TypedDict, total=False):
 
 
 _OLD, _NEW = "DLROVER_UNIFIED_", "UNIFIED_"
-_SURE = 0.9  # so alike that it is a slip of the pen, and not some other setting of this installation
+_SURE = 0.9  # from this similarity on a name counts as a typing error, not as a setting of this installation
 
 
 def submit_options(job: DLConfig, keywords: Mapping[str, Any], env: Mapping[str, str]) -> JobConfig:
     """Put the options of a submission together.
 
     In rising order: defaults, ``DLROVER_UNIFIED_*``, ``UNIFIED_*`` (the rest of the name is the option's, in capitals;
-    empty is as unset), keywords. A job without a name is called ``unified-`` and four hexadecimal digits.
+    empty counts as unset), keywords. A job without a name is called ``unified-`` and four hexadecimal digits.
 
     Raises:
-        OptionError: an option that does not exist, or a value of the wrong kind; names where it came from.
+        OptionError: an option that does not exist, or a value of the wrong kind; the message names its source.
         JobNameError: the name is not allowed.
     """
     names = {name: field for name, field in field_of(JobConfig).items() if field != "dl_config"}
@@ -94,7 +93,7 @@ def _from_env(prefix: str, env: Mapping[str, str], names: Mapping[str, str]) -> 
             _once(names[name], variable, found)
             found[names[name]] = (variable, _json(variable, text) if names[name].endswith("_config") else text)
         elif prefix == _OLD or difflib.get_close_matches(name, names, n=1, cutoff=_SURE):
-            # UNIFIED_ also begins the settings of this installation (UNIFIED_HOME), so there only a near miss counts
+            # UNIFIED_ also begins names of settings of this installation (UNIFIED_HOME), so only a near miss counts
             known = [f"{prefix}{name.upper()}" for name in names]
             raise OptionError(f"environment variable {variable} is no option of a job.{nearest(variable, known)}")
     return found

@@ -1,8 +1,8 @@
-"""Values of users that travel in a job's description. The driver encodes, the job's own workers decode; nobody else.
+"""Values of users that travel in a job's description. The driver encodes them; only the job's own workers decode them.
 
-Plain data travels as MessagePack, a DictConfig as the plain data in it, and any other object as a pickle, or as a
-cloudpickle where it must: lambdas, local classes, what the driver's script defines. So the value comes back equal and
-of the same type, or `encode` says why it cannot.
+Plain data travels as MessagePack, a DictConfig as the plain data in it, and any other object as a pickle. Lambdas,
+local classes and objects of the driver's script need a cloudpickle. The value comes back equal and of the same type, or
+`encode` says why it cannot.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SCALARS = (type(None), bool, int, float, str, bytes)
 
 
 def encode(value: object, what: str = "config") -> Blob:
-    """Return the bytes of a value, which is `what` in error messages; JobError: it cannot be pickled."""
+    """Return the bytes of a value, named `what` in error messages; JobError: it cannot be pickled."""
     if value is None:
         return Blob()
     if (packed := _pack(value)) is not None:
@@ -93,7 +93,7 @@ def _is_plain(value: object) -> bool:
 
 def _is_plain_config(value: object) -> bool:
     """Return True for a DictConfig without flags, which plain data would lose."""
-    omegaconf = sys.modules.get("omegaconf")  # if nobody imported it, this is none of its objects
+    omegaconf = sys.modules.get("omegaconf")  # if it is not imported, the value is none of its objects
     if omegaconf is None or not isinstance(value, omegaconf.DictConfig):
         return False
     return not (omegaconf.OmegaConf.is_struct(value) or omegaconf.OmegaConf.is_readonly(value))

@@ -10,7 +10,7 @@ from unified.errors import UsageError, nearest
 
 REPORT_TO = "UNIFIED_REPORT_TO"
 REPORT_RUN = "UNIFIED_REPORT_RUN"
-"""Id of the run in the trackers; ``{job}`` in it is the job's id."""
+"""Variable with the id of the run in the trackers, in which ``{job}`` is the job's id."""
 FORMS = {name: f"{name}[:{argument}]" for name, argument in (("mlflow", "URI"), ("wandb", "PROJECT"))}
 FORMS |= {"tensorboard": "tensorboard:DIR", "trackio": "trackio[:PROJECT]"}
 
@@ -42,9 +42,9 @@ def parse_targets(text: str) -> list[Target]:
 
 
 def with_run(envs: Mapping[str, str]) -> dict[str, str]:
-    """Return a role's environment, with the id of a run if it names trackers. UsageError: as of `parse_targets`.
+    """Return a role's environment, with the id of a run if it names trackers. UsageError: as in `parse_targets`.
 
-    Each cluster counts its jobs from 1, so a job's id alone would go on with the run of another job.
+    Each cluster counts its jobs from 1, so a job's id alone would continue the run of another job.
     """
     is_asked = bool(parse_targets(envs.get(REPORT_TO, "")))
     return {**({REPORT_RUN: f"{{job}}-{secrets.token_hex(3)}"} if is_asked else {}), **envs}

@@ -11,19 +11,18 @@ from pathlib import Path
 from unified.errors import UsageError
 
 MAX_BYTES = 1 << 20
-"""Bytes of the requirements that a job may bring."""
+"""Most bytes of a job's requirements."""
 
 
 def read(given: str | Sequence[str], folder: str | None = None) -> list[str]:
     """Return the lines that pip is given.
 
     Args:
-        given: requirements, or the path of a ``requirements.txt`` or a ``uv.lock``; of the latter uv, which has to be
-            there, makes requirements.
-        folder: that relative paths begin in.
+        given: requirements, or the path of a ``requirements.txt`` or a ``uv.lock``, which uv on this host reads.
+        folder: folder that relative paths begin in; None: the current one.
 
     Raises:
-        UsageError: there is no such file, it needs another one, or uv is missing or does not take it.
+        UsageError: the file is missing, is too large or needs another file, or uv is missing or does not take it.
     """
     if not isinstance(given, str):
         lines = list(given)
@@ -36,7 +35,9 @@ def read(given: str | Sequence[str], folder: str | None = None) -> list[str]:
         lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     for line in lines:
         if re.match(r"\s*(-r|--requirement|-c|--constraint|-e|--editable)\b|\s*\.{0,2}/", line):
-            raise UsageError(f"requirements: {line.strip()!r} is about a file that nodes do not have: write it out.")
+            raise UsageError(
+                f"requirements: {line.strip()!r} refers to a file that nodes do not have: list its packages instead."
+            )
     if sum(map(len, lines)) > MAX_BYTES:
         raise UsageError(f"requirements: {given!r} has more than {MAX_BYTES >> 20} MiB.")
     return lines

@@ -1,8 +1,7 @@
-"""Descriptions of jobs in memory that all processes of a node share: the agent's copy is that of every worker.
+"""Descriptions of jobs in memory that the agent shares with all workers of its node.
 
-A description lies in a file in memory, encoded once. Whoever maps it reads it into records of its own, but the bytes
-of users in it (`Blob`), which may be megabytes, are views of the file. The memory is free again when the last process
-that has it mapped has ended.
+A description is encoded once, in a file in memory. A process that maps it decodes records of its own, but the bytes of
+users (`Blob`), which may be megabytes, are views of the file. The memory is free when the last such process has ended.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class SharedSpec:
     """A description in a file in memory that nobody can change any more.
 
     Raises:
-        OSError: there is no memory, or no descriptor left.
+        OSError: no memory or no descriptor is left.
     """
 
     def __init__(self, spec: JobSpec) -> None:
@@ -40,12 +39,12 @@ class SharedSpec:
             raise
 
     def close(self) -> None:
-        """Close the descriptor; what is mapped stays."""
+        """Close the descriptor; mappings stay."""
         os.close(self.descriptor)
 
 
 def map_spec(descriptor: int, num_bytes: int) -> JobSpec:
-    """Return the description in such a file, which the caller may close then.
+    """Return the description in the file of a `SharedSpec`; the caller may close the descriptor then.
 
     Raises:
         OSError: it cannot be mapped.

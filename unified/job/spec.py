@@ -4,7 +4,7 @@ Users write pydantic models (`unified.job.config`, `unified.job.workloads`); `su
 these records, which travel to the master, are kept in its store and are sent to agents. Values that only
 the job's own workers may decode are a `Blob`: the daemons carry it and never look inside.
 
-An elastic role may name a range of nodes. Its `total` and its workers' names are those of the largest number.
+An elastic role may name a range of nodes: its `total` and its workers' names are for the largest number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from unified.values import Value
 if TYPE_CHECKING:
     Bytes = bytes | memoryview
 else:
-    Bytes = memoryview  # the decoder copies nothing then, and makes views of what it is given
+    Bytes = memoryview  # so that the decoder makes views of its input, and no copies
 
 
 class Blob(Value, frozen=True, kw_only=True):
@@ -50,7 +50,7 @@ class EntryPoint(Value, frozen=True, kw_only=True):
 
     kind: Literal["attribute", "script", "module", "value", "program"]
     """`attribute`: a function or class that can be imported. `value`: one that cannot, with its code. `script`: a file,
-    or a folder or zip file with a `__main__.py`, as `__main__`. `module`: as `python -m`. `program`: any other."""
+    or a folder or zip file with a `__main__.py`, as `__main__`. `module`: as `python -m`. `program`: any program."""
     target: str
     """Module path for `attribute`, `value` and `module`, file path for `script`, path or name for `program`."""
     attribute: str = ""
@@ -96,7 +96,7 @@ class OutputFiles(Value, frozen=True, kw_only=True):
         return bool(self.log_dir or self.redirects or self.tee)
 
     def file(self, stream: Literal["out", "err"], *, rank: int, local_rank: int, attempt: int) -> str:
-        """Path of the file of one stream of one incarnation; empty if it has none. A folder alone means all of them."""
+        """Return the path of one stream's file; empty if it has none. `log_dir` alone means files for all streams."""
         is_chosen = stream_bits(stream) & (self.redirects.get(local_rank, 0) | self.tee.get(local_rank, 0))
         if not self.log_dir or not (is_chosen or not (self.redirects or self.tee)):
             return ""
@@ -126,21 +126,21 @@ class RoleSpec(Value, frozen=True, kw_only=True):
     total: int = 1
     per_group: int = 1
     collocation: str | None = None
-    """Roles with the same word here share groups: group i holds the i-th run of each."""
+    """Roles with the same word here share groups: group i holds the i-th `per_group` workers of each."""
     resources: Resources = Resources()
     envs: dict[str, str] = {}
     """Environment, already merged: the job's global one below the role's own."""
     config: Blob = Blob()
     is_driver: bool = True
     is_service: bool = False
-    """True if the user says that it is a service; of a class with `@rpc` methods alone its workers find it out."""
+    """True if the user says that it is a service. If its class has only `@rpc` methods, workers find out themselves."""
     max_restart: int = 10
     role_max_restart: int | None = None
-    """Restarts of the role as a whole, whichever worker failed. Given, it alone bounds what the role's own failures may
-    cost: no other limit counts them."""
+    """Restarts of the role as a whole, for any failed worker. If given, no other limit counts the role's own
+    failures."""
     per_node_max_failure: int = 3
     restart_alone: bool = False
-    """True to start a worker that fails again alone, unless the job's strategies forbid any restart. Not if elastic."""
+    """True to restart a failed worker alone, unless the job's strategies forbid any restart. Not for elastic roles."""
     hang_timeout_s: float | None = None
     """Time without progress after which the role (elastic) or the worker (else) has failed; None: never."""
     rank_based_gpu_selection: bool = False
@@ -152,12 +152,12 @@ class RoleSpec(Value, frozen=True, kw_only=True):
     failover_label: str | None = None
     """Label of nodes that fail together: those with the same value are a group."""
     failover_timeout_s: float = 300.0
-    """Seconds from the loss or exclusion of a node to the end of its whole group for the job, unless the role runs."""
+    """Seconds from the loss or exclusion of a node until the job gives up its group, unless the role runs then."""
     sub_stage: list[str] = []
 
     @property
     def limits(self) -> dict[str, int]:
-        """Limits of what its own failures may cost, by name."""
+        """Limits that count its own failures, by name."""
         if self.role_max_restart is not None:
             return {"role_max_restart": self.role_max_restart}
         return {"max_restart": self.max_restart, "per_node_max_failure": self.per_node_max_failure}
@@ -228,7 +228,7 @@ class JobSpec(Value, frozen=True, kw_only=True):
     master_isolation_resource: str = ""
     """A resource (of which it takes 1), a label, or ``label=value``, that the node of its store host must have."""
     worker_isolation_resource: str = ""
-    """The same for the nodes of the workers, each of which takes 1 if it is a resource."""
+    """Likewise for the nodes of the workers; each worker takes 1 of a resource."""
     failover_trigger: Literal[0, 1, 2] = 2
     """0 never, 1 when the other workers of the role are done, 2 now."""
     failover_exec: Literal[0, 1, 2] = 1
@@ -236,21 +236,21 @@ class JobSpec(Value, frozen=True, kw_only=True):
     restart_window_s: float = 0.0
     """Age, in seconds, at which a failure, a lost node or a restart counts no more; 0: each counts for ever."""
     restart_backoff_s: float = 30.0
-    """Longest wait before a worker that fails at once each time starts again."""
+    """Longest wait before a restart of a worker that always fails at once."""
     stop_grace_s: float = 10.0
     """Seconds between SIGTERM and SIGKILL."""
     save_grace_s: float = 60.0
     """Further seconds, at a planned stop, for a checkpoint that is being written."""
     call_timeout_s: float | None = None
-    """Deadline of an rpc that names none; None means no deadline but the callee's death."""
+    """Deadline of an rpc that names none; None: only the callee's death ends it."""
     python: str | None = None
     """Interpreter of the workers; None means the agent's own."""
     start_method: Literal["fork", "spawn"] = "fork"
     working_dir: str | None = None
     code: ShippedCode | None = None
-    """Code that travels with the job; None: it is on each node, where the submitter has it."""
+    """Code that travels with the job; None: each node has it at the submitter's path."""
     requirements: list[str] = []
-    """Packages that are installed on each node for the job, above those of its agent's interpreter; lines for pip."""
+    """Packages that are installed on each node for the job, besides those of the agent's interpreter; lines for pip."""
     sys_path: list[str] = []
     """Paths in front of the workers' `sys.path`, where they exist on the node."""
     submitted_by: str = ""
@@ -258,7 +258,7 @@ class JobSpec(Value, frozen=True, kw_only=True):
     submission: str = ""
     """Text that no other submission has, in this cluster or another; the master fills it in."""
     is_output_followed: bool = False
-    """True if the driver writes all output of workers to a file or a pipe: no log is rotated before it has read it."""
+    """True if the driver writes all output of workers to a file or a pipe: logs are rotated after it has read them."""
     labels: dict[str, str] = {}
     """Labels by which clients select jobs; nothing else reads them."""
     annotations: dict[str, str] = {}
@@ -272,7 +272,7 @@ class JobSpec(Value, frozen=True, kw_only=True):
         return self.device_per_node * (self.node_num if self.may_share_nodes else 1)
 
     def folder(self, job_id: str) -> str:
-        """Return a name for what outlives the cluster, in which ids of jobs begin at 1."""
+        """Return a folder name for data that outlives the cluster: each cluster counts its jobs from 1."""
         return f"{job_id}-{self.submission}" if self.submission else job_id
 
     def role(self, name: str) -> RoleSpec:
@@ -286,18 +286,17 @@ class JobSpec(Value, frozen=True, kw_only=True):
 
 
 SLURM_GROUPS = "UNIFIED_SLURM_GROUPS"
-"""Variable that says, as JSON, in which component of a heterogeneous job of SLURM each role is, but for those in 0."""
+"""Variable with the component of a heterogeneous SLURM job by role, as JSON, without the roles in component 0."""
 HET_RESOURCE = "slurm_het_group_"
-"""Beginning of the resource that nodes of one component of a heterogeneous job of SLURM have; its number follows."""
+"""Prefix of a resource of the nodes in one component of a heterogeneous SLURM job; the number follows."""
 ENDS_AT = "UNIFIED_ALLOCATION_ENDS_AT"
 """Variable with the time at which the allocation of a worker's node ends, in seconds since 1970; empty: never."""
 LOOPBACK = "127.0.0.1"
 """Address of the stores of a job whose ranks are all on one host."""
 FEW_ROLES = 16
-"""Number of roles up to which to look at each is as quick as an index of them."""
+"""Up to this many roles a linear search is as fast as an index."""
 _indexes: dict[int, tuple[list[RoleSpec], dict[str, RoleSpec]]] = {}
-"""Roles by name, of the jobs of many roles that were asked for last, by the identity of the list, which nobody
-changes."""
+"""Roles by name, of recent jobs with many roles, by the id of the list of roles, which nobody changes."""
 _MAX_INDEXES = 64
 
 
@@ -326,7 +325,7 @@ def has_range(role: RoleSpec) -> bool:
 
 
 def with_nodes(spec: JobSpec, num_nodes: int) -> JobSpec:
-    """Return the job as it is on so many nodes: each range of nodes becomes the nearest number within it."""
+    """Return the job on this number of nodes: each range of nodes becomes the nearest number within it."""
     roles = []
     for role in spec.roles:
         number = max(role.min_nodes or 1, min(num_nodes, role.max_nodes or 1))
@@ -340,7 +339,7 @@ def with_nodes(spec: JobSpec, num_nodes: int) -> JobSpec:
 
 
 def in_groups(spec: JobSpec, groups: Mapping[str, int]) -> JobSpec:
-    """Return the job with each role on the nodes of its component of a heterogeneous job of SLURM, 0 if none is named.
+    """Return the job with each role on nodes of its component of a heterogeneous SLURM job; default: component 0.
 
     UsageError: the job has no role of that name.
     """

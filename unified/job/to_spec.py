@@ -18,10 +18,10 @@ _CONVERTED = frozenset({"entry_point", "envs", "config", "output_files"})
 def to_spec(config: JobConfig, driver: Driver | None = None) -> JobSpec:
     """Return the job as it is sent to the master.
 
-    The workers' directory is, in this order: `DLROVER_WORKING_DIR` in the role's own environment (left there for the
-    worker), `working_dir=`, the variable in the job's environment, in the driver's, the driver's directory.
-    JobError: a config or an entry point cannot be sent to workers. UsageError: what it requires cannot be read, or
-    what it reports to is no tracker.
+    The workers' directory is the first of: `DLROVER_WORKING_DIR` in the role's own environment (left there for the
+    worker), `working_dir=`, the variable in the job's environment or in the driver's, the driver's directory.
+    JobError: a config or an entry point cannot be sent to workers. UsageError: the requirements cannot be read or come
+    with `python`, or a tracker is not known.
     """
     driver = driver or Driver.here()
     job = config.dl_config
@@ -89,7 +89,7 @@ def _role(name: str, config: JobConfig, driver: Driver) -> RoleSpec:
 
 
 def same_fields(kind: type[BaseWorkloadDesc]) -> list[str]:
-    """Return the fields that a description and its `RoleSpec` have by one name, with one value."""
+    """Return the fields that have the same name and value in a description and its `RoleSpec`."""
     return [field for field in RoleSpec.__struct_fields__ if field in kind.model_fields and field not in _CONVERTED]
 
 

@@ -22,7 +22,7 @@ from unified.job.enums import WorkloadEntrypointType
 from unified.job.names import parse_nnodes
 
 RAY_KEEPS_DEVICES = "RAY_EXPERIMENTAL_NOSET_"
-"""Beginnings of variables of upstream's jobs whose workers see every device of their node."""
+"""Prefix of variables in upstream's jobs whose workers see every device of their node."""
 
 
 class ResourceDesc(Description):
@@ -42,7 +42,7 @@ class ResourceDesc(Description):
     user_defined: dict[str, Annotated[float, Field(ge=0)]] = Field(
         default_factory=dict, validation_alias=AliasChoices("user_defined", "ud_resource")
     )
-    """Amounts of what nodes offer under a name of your own (``unified-agent --resources``)."""
+    """Amounts of resources that nodes offer under your own names (``unified-agent --resources``)."""
 
     @classmethod
     def get_or_default(cls, resource: Mapping[str, Any]) -> ResourceDesc:
@@ -54,7 +54,7 @@ class ResourceDesc(Description):
         return not (self.cpu or self.accelerator or any(self.user_defined.values()))
 
     def or_one_accelerator(self) -> ResourceDesc:
-        """Return the same, or if it is empty one accelerator with the memory and disk asked for."""
+        """Return the same, or, if it is empty, one accelerator with the requested memory and disk."""
         if not self.is_empty():
             return self
         given = ResourceDesc(accelerator=1, memory=self.memory, disk=self.disk)
@@ -101,14 +101,14 @@ class NodeGroupFailoverDesc(Description):
 
 
 class OutputFilesDesc(Description):
-    """Files of their own for what ranks print, as torchrun has them. Streams are 1 stdout, 2 stderr, 3 both."""
+    """Files for the output of ranks, as torchrun has them. Streams are 1 stdout, 2 stderr, 3 both."""
 
     thing: ClassVar[str] = "output files"
 
     log_dir: str = ""
-    """Folder on the workers' nodes; by default a new one below that for temporary files, if anything is written."""
+    """Folder on the workers' nodes; by default a new one in the folder for temporary files, if anything is written."""
     run_id: str = "none"
-    """Name of the folder in it, with a number behind if there is one already."""
+    """Name of the folder in it; a number is appended if the folder exists."""
     redirects: dict[int, Annotated[int, Field(ge=0, le=3)]] = Field(default_factory=dict)
     """Streams that go to files and are not shown, by local rank."""
     tee: dict[int, Annotated[int, Field(ge=0, le=3)]] = Field(default_factory=dict)
@@ -125,26 +125,25 @@ class BaseWorkloadDesc(Description):
     thing: ClassVar[str] = "workload"
 
     total: int = Field(default=1, ge=0, validation_alias=AliasChoices("total", "num", "number"))
-    """Workers of the role. 0 is allowed: the role is there, and empty."""
+    """Workers of the role. 0 is allowed: the role exists, without workers."""
     resource: ResourceDesc = Field(
         default_factory=ResourceDesc, validate_default=True, validation_alias=AliasChoices("resource", "res")
     )
-    """Resources of each worker; asking for nothing, or for memory and disk alone, means one accelerator, but none in a
-    job of CPUs."""
+    """Resources of each worker. Nothing, or only memory and disk, means one accelerator; in a job of CPUs, none."""
     envs: Envs = Field(default_factory=dict, validation_alias=AliasChoices("envs", "env", "environment"))
-    """Environment of the role's workers, above the job's own."""
+    """Environment of the role's workers, which overrides the job's own."""
     per_node_max_failure: int = Field(default=3, ge=0)
-    """Failures of the role's workers on one node, past which the node is excluded from the job."""
+    """Failures of the role's workers on one node, above which the job excludes the node."""
     max_restart: int = Field(default=10, ge=0)
-    """Restarts of one worker, past which the job fails."""
+    """Restarts of one worker, above which the job fails."""
     group: str | None = None
     """Roles with the same word share groups, so their workers land on one node together. Set by collocations."""
     per_group: int = Field(default=1, ge=1)
     """Workers of the role in one group, that is on one node."""
     entry_point: Any = Field(validation_alias=AliasChoices("entry_point", "entrypoint"))
     """Text: `module.attr`, `module::attr`, `file.py arguments`, `./path arguments`, `-m module arguments`; or a pair,
-    `(module, attr)`. Or a function or class: it becomes its name where workers can import it, and else goes to them by
-    its code."""
+    `(module, attr)`. Or a function or class: it is sent by its name if workers can import it, and else with its
+    code."""
     config: PlainConfig = Field(default_factory=dict)
     """Settings of the role alone: its workers read them as `current_worker().actor_info.spec.config`."""
     rank_based_gpu_selection: bool = False
@@ -152,9 +151,9 @@ class BaseWorkloadDesc(Description):
     is_driver: bool = True
     """True to let the job wait for this role. False suits roles that run until the drivers are done."""
     is_service: bool = False
-    """True for a service: it answers calls until the job's other roles are done, or until the job is stopped if there
-    are no others, and restarts without them. A class with `@rpc` methods and without `run()` is one in any case, unless
-    its role is elastic."""
+    """True for a service: it answers calls until the job's other roles are done; if there are none, until the job is
+    stopped. It restarts without the other roles. A class with `@rpc` methods and without `run()` is always a service,
+    unless its role is elastic."""
     node_group_failover: NodeGroupFailoverDesc = Field(default_factory=NodeGroupFailoverDesc)
     """Groups of nodes that are lost together; not enabled by default."""
     hang_timeout: Seconds | None = Field(default=None, ge=0)
@@ -208,7 +207,7 @@ class BaseWorkloadDesc(Description):
         return self
 
     def without_default_device(self) -> Self:
-        """Return the same without the accelerator that stands for a resource that was not named."""
+        """Return the same without the default accelerator, which nobody asked for."""
         if self.resource.model_fields_set & {"accelerator"} or not self.resource.accelerator:
             return self
         return self.model_copy(update={"resource": self.resource.model_copy(update={"accelerator": 0.0})})
@@ -225,16 +224,16 @@ class ElasticWorkloadDesc(BaseWorkloadDesc):
     """Workers that train together under torch.distributed, and start a new round together after a loss.
 
     `nnodes` and `nproc_per_node` may be given instead of `total` and `per_group`: ``total = nnodes * nproc_per_node``.
-    `nnodes` may be a range, ``"2:8"``: `total` is then that of the *largest* number of nodes; each round has as many
-    groups as there are nodes for.
+    `nnodes` may be a range, ``"2:8"``: `total` is then for the *largest* number of nodes; each round has as many groups
+    as fit on the available nodes.
     """
 
     input_names: ClassVar[frozenset[str]] = frozenset({"nnodes", "nproc_per_node"})
 
     backend: Literal["elastic"] = "elastic"
     comm_pre_check: bool = True
-    """True to check the nodes' devices and links before the first round, and again after a failure that may be a
-    node's. Roles on one node are not checked: see Node check."""
+    """True to check the nodes' devices and links before the first round, and again after a failure that a node may
+    have caused. Roles on one node are not checked: see Node check."""
     comm_auto_setup_process_group: bool = True
     """True to call `init_process_group` before the entry point and `destroy_process_group` after it."""
     comm_backend: str = "auto"
@@ -246,8 +245,8 @@ class ElasticWorkloadDesc(BaseWorkloadDesc):
     comm_run_id: str = ""
     """`TORCHELASTIC_RUN_ID` of every rank; empty: the job's id."""
     role_max_restart: int | None = Field(default=None, ge=0)
-    """Restarts of the role as a whole, whichever worker failed and wherever, past which the job fails. Given, it alone
-    bounds the role's own failures: `per_node_max_failure` and the job's `job_max_restart` do not count them."""
+    """Restarts of the role as a whole, for any failed worker on any node, above which the job fails. If given, it
+    alone limits the role's own failures: `per_node_max_failure` and the job's `job_max_restart` do not count them."""
     output_files: OutputFilesDesc | None = None
     """Files that torchrun's `--log-dir`, `--redirects` and `--tee` ask for."""
     min_nodes: int | None = Field(default=None, ge=1)
@@ -276,8 +275,8 @@ class IndependentWorkloadDesc(BaseWorkloadDesc):
     """Base of simple and custom workloads: their workers need not begin together."""
 
     restart_alone: bool = False
-    """True if the workers do without each other: one that fails is started again alone, where
-    `failover_exec_strategy` would restart its role (2) or the job (1)."""
+    """True if the workers do not need each other: a failed worker restarts alone, although `failover_exec_strategy`
+    would restart its role (2) or the job (1)."""
 
 
 class SimpleWorkloadDesc(IndependentWorkloadDesc):
@@ -288,7 +287,7 @@ class SimpleWorkloadDesc(IndependentWorkloadDesc):
     @field_validator("backend", mode="before")
     @classmethod
     def _none_is_simple(cls, value: Any) -> Any:
-        return "simple" if value is None else value  # so upstream's documents may have it
+        return "simple" if value is None else value  # upstream's documents may have None
 
 
 class CustomWorkloadDesc(IndependentWorkloadDesc):
@@ -332,4 +331,4 @@ WorkloadDesc: TypeAlias = Annotated[
     | Annotated[CustomWorkloadDesc, Tag("custom")],
     Discriminator(_kind),
 ]
-"""Any workload; `backend` says which, and simple is what it is without."""
+"""Any workload; `backend` says which, by default custom if there is a `class_name`, else simple."""

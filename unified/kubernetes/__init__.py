@@ -1,1 +1,1 @@
-"""Unified on Kubernetes, without an operator: options to manifests, and what runs in the pods of a single run."""
+"""Unified on Kubernetes, without an operator: manifests from options, and the program in the pods of a single run."""

@@ -13,7 +13,7 @@ from unified.values import Value
 
 _LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
-"""A label with room for what Kubernetes adds: ``-agent-``, a number, a hash."""
+"""A label that is short enough for what Kubernetes adds: ``-agent-``, a number, a hash."""
 _OBJECT = re.compile(r"(?=.{1,253}\Z)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _KEY = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 _VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
@@ -29,7 +29,7 @@ _MOUNTED_HERE = re.compile(r"/tmp|/dev/shm|/etc/unified(/.*)?|/var/lib/unified(/
 
 
 class PodOptions(Value, frozen=True):
-    """Options of both shapes, `ClusterOptions` and `RunOptions`.
+    """Options that `ClusterOptions` and `RunOptions` share.
 
     Raises:
         UsageError: an option that Kubernetes or the daemons would refuse, in one sentence.
@@ -68,7 +68,7 @@ class PodOptions(Value, frozen=True):
     def _faults(self) -> Iterator[str]:
         letters = "lower-case letters, digits and '-'"
         if not _NAME.fullmatch(self.name):
-            yield f"--name {self.name!r} is no name here: {letters}, a letter first, at most 40 characters."
+            yield f"--name {self.name!r} is not allowed: {letters}, a letter first, at most 40 characters."
         if self.namespace and not _LABEL.fullmatch(self.namespace):
             yield f"--namespace {self.namespace!r} is no DNS label: {letters}."
         if not _IMAGE.fullmatch(self.image):
@@ -86,7 +86,7 @@ class PodOptions(Value, frozen=True):
         if amount("--memory", self.memory) < _LEAST_BYTES:
             yield f"--memory {self.memory} is too little for an agent and its workers: 256Mi is the least."
         if not 0 < amount("--shm", self.shm_size) <= amount("--memory", self.memory):
-            yield f"--shm {self.shm} has to be above 0 and within --memory {self.memory}, which it counts to."
+            yield f"--shm {self.shm} must be above 0 and at most --memory {self.memory}, which includes it."
         for key, value in self.node_selector.items():
             if not _KEY.fullmatch(key) or not _VALUE.fullmatch(value):
                 yield f"--node-selector {key}={value} is no label of a node."
@@ -103,14 +103,14 @@ class PodOptions(Value, frozen=True):
             if not _OBJECT.fullmatch(claim):
                 yield f"--claim {claim!r} is no name of an object: {letters}."
             if not re.fullmatch(r"(/[^/:]+)+", path) or _MOUNTED_HERE.fullmatch(path) or paths.count(path) > 1:
-                yield f"--claim {claim}={path} is no place for it: write CLAIM=/FOLDER, with a folder of its own."
+                yield f"--claim {claim}={path} cannot be mounted there: write CLAIM=/FOLDER, with a folder of its own."
 
     def _references(self) -> dict[str, str]:
-        """Return names of objects that are there already, by flag."""
+        """Return the names of objects that must exist already, by flag."""
         return {"--service-account": self.service_account, "--scheduler": self.scheduler}
 
     def _numbers(self) -> list[tuple[str, int, int]]:
-        """Return numbers by flag, and the least of each."""
+        """Return flag, number and least allowed number of each numeric option."""
         return [
             ("--agents", self.num_agents, 0),
             ("--gpus", self.gpus, 0),
@@ -120,12 +120,12 @@ class PodOptions(Value, frozen=True):
 
     @property
     def num_agents(self) -> int:
-        """Number of agents, the default included."""
+        """Number of agents; default 2."""
         return 2 if self.agents is None else self.agents
 
     @property
     def shm_size(self) -> str:
-        """Size of /dev/shm as Kubernetes writes it, the default included."""
+        """Size of /dev/shm as Kubernetes writes it; default half of the memory."""
         return self.shm or f"{amount('--memory', self.memory) // 2 // 1024**2}Mi"
 
 
@@ -179,7 +179,7 @@ class RunOptions(PodOptions, frozen=True):
 
 
 def amount(flag: str, text: str) -> int:
-    """Return the bytes of a quantity such as ``64Gi``; UsageError if it is none."""
+    """Return the bytes of a quantity such as ``64Gi``; UsageError: the text is no quantity."""
     found = _AMOUNT.fullmatch(text)
     if found is None:
         raise UsageError(f"{flag} {text!r} is no amount of memory: write it as Kubernetes does, such as 64Gi or 512Mi.")

@@ -1,7 +1,7 @@
 """Processes of one pod of a run: an agent and, in the first pod, the master and the driver. The pod's PID 1.
 
-A daemon that is killed is started again, as Kubernetes would do for a container; one that ends by itself has a reason
-that a restart does not mend. The driver's end is the end of the run.
+A daemon that is killed is started again, as Kubernetes would do for a container. A daemon that ends by itself is not: a
+restart would not remove its reason. The driver's end is the end of the run.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from unified.process import describe_end
 from unified.values import Value
 
 READY_WITHIN_S = 120.0
-"""Time for the master to take requests, and for its name to be known."""
+"""Seconds until the master must take requests and its name must be known."""
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
 _STOP_MARGIN_S = 20.0
-"""Time that daemons have beyond the grace of the workers, less than a pod has."""
+"""Seconds that daemons have beyond the grace period of the workers: less than the pod has."""
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 _POLL_S = 0.1
 
 
 class PodPlace(Value, frozen=True):
-    """The pod's place in the run, by the downward API."""
+    """The pod's place in the run, from the downward API."""
 
     node_id: str
     address: str
@@ -44,7 +44,7 @@ class RunPod:
     """Supervisor of one pod.
 
     Args:
-        command: the driver's, for the first pod.
+        command: command of the driver, for the first pod.
     """
 
     def __init__(self, place: PodPlace, command: Sequence[str], address_file: Path) -> None:
@@ -59,7 +59,7 @@ class RunPod:
     def run(self) -> int:
         """Run until the driver has ended, or a signal comes; return the exit code, 143 for SIGTERM.
 
-        A pod whose agent is stopped has not done its part: with 0 its index would count as done.
+        A stopped pod does not return 0, because its index would then count as done.
         """
         self._address_file.unlink(missing_ok=True)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -116,7 +116,7 @@ class RunPod:
         self._pids[pid] = name
 
     def _reap(self) -> Iterator[tuple[str, int]]:
-        """Yield our own processes that have ended. Orphans of others come to PID 1, too."""
+        """Yield this object's processes that have ended. Other orphans of the pod, which come to PID 1, are reaped."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -128,7 +128,7 @@ class RunPod:
                 yield self._pids.pop(pid), os.waitstatus_to_exitcode(status)
 
     def _stop(self) -> None:
-        """End the driver, then the agent, then the master, each once what it needs is no longer needed."""
+        """End the driver, then the agent, then the master: each is needed until the one before it has ended."""
         deadline = time.monotonic() + self._place.grace_s + _STOP_MARGIN_S
         for name in reversed(self.commands):
             for pid in [pid for pid, each in self._pids.items() if each == name]:
@@ -144,7 +144,7 @@ class RunPod:
 
 def commands(place: PodPlace, driver: Sequence[str], address_file: Path) -> dict[str, list[str]]:
     """Return the command lines of a pod's processes, by name, in the order of their start."""
-    python = [sys.executable, "-P", "-m"]  # -P: a user's own module in the working directory is not for us
+    python = [sys.executable, "-P", "-m"]  # -P: do not import a user's own modules from the working directory
     agent = [
         *python,
         "unified_agent",

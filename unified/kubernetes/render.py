@@ -1,7 +1,7 @@
 """Manifests from options: plain objects, which `to_yaml` writes as kubectl reads them.
 
-Pods are hosts, not ranks: an agent starts and restarts the workers inside, and Kubernetes brings back pods alone.
-Nothing here needs a right in Kubernetes, so that no pod has a token.
+Pods are hosts, not ranks: an agent starts and restarts the workers inside, and Kubernetes restarts only pods.
+Nothing here needs a right in Kubernetes, so no pod has a token.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Object = dict[str, Any]
 CONTROL_PORT, RELAY_PORT, HTTP_PORT, HEALTH_PORT = 7077, 7078, 8000, 8081
 HOME, KEY_FOLDER = "/var/lib/unified", "/etc/unified"
 MARGIN_S = 30
-"""Seconds that a pod has beyond the grace of its workers."""
+"""Seconds that a pod has beyond the grace period of its workers."""
 KILLED = [134, 137, 139, 143]
-"""Exit codes of a container that was killed: the pod is made again. Any other one is what the run has come to."""
+"""Exit codes of a container that was killed: the pod is made again. Any other exit code is the result of the run."""
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _HEALTH_BIND = f"--health-bind=0.0.0.0:{HEALTH_PORT}"
 _ENV = {
@@ -33,7 +33,7 @@ _EMPTY: Object = {"emptyDir": {}}
 
 
 def cluster(options: ClusterOptions) -> list[Object]:
-    """Return a master, its agents and, if asked for, a gateway, which stay."""
+    """Return the objects of a cluster that stays: a master, its agents and, if asked for, a gateway."""
     clients = {"podSelector": {"matchLabels": {f"{options.name}-client": "true"}}}
     rules: list[Object] = [{"from": [clients], "ports": [{"port": "control"}, {"port": "relay"}]}]
     objects = [
@@ -42,17 +42,17 @@ def cluster(options: ClusterOptions) -> list[Object]:
         _service(options, "agent", is_headless=True, health=HEALTH_PORT),
         _agents(options),
     ]
-    if options.agents_as == "statefulset":  # a DaemonSet has no scale, without which a budget would stop every drain
+    if options.agents_as == "statefulset":  # a DaemonSet has no scale, so a budget would block every drain
         budget = {"maxUnavailable": 1, "selector": {"matchLabels": _labels(options, "agent")}}
         objects.append(_object(options, "policy/v1", "PodDisruptionBudget", "agent", budget))
     if options.gateway:
-        rules.append({"ports": [{"port": "http"}]})  # for everybody: it asks for a token
+        rules.append({"ports": [{"port": "http"}]})  # open to everybody, because the gateway asks for a token
         objects += [_service(options, "gateway", http=HTTP_PORT), _gateway(options)]
     return [*objects, _network_policy(options, rules)]
 
 
 def run(options: RunOptions) -> list[Object]:
-    """Return one job on agents of its own, which end with it: the first has the master and the driver, too."""
+    """Return the objects of one run: agents that end with its job. The first pod has the master and the driver, too."""
     policy = _network_policy(options, [])
     if options.jobset:
         return [_jobset(options), policy]
@@ -65,7 +65,7 @@ def run(options: RunOptions) -> list[Object]:
 
 
 def to_yaml(objects: Iterable[Object], options: PodOptions) -> str:
-    """Return the objects as documents of YAML, below comments on the Secrets that have to be there first."""
+    """Return the objects as YAML documents, below comments on the Secrets that have to exist first."""
     kubectl = "kubectl" + (f" --namespace {options.namespace}" if options.namespace else "")
     secrets = [f"{options.key_secret} --from-file=cluster.key"]
     if isinstance(options, ClusterOptions) and options.gateway:
@@ -100,7 +100,7 @@ def _agents(options: ClusterOptions) -> Object:
     container = {
         "command": ["unified-agent"],
         "args": [master, "--node-id=$(NODE_ID)", "--address=$(POD_IP)", _HEALTH_BIND],
-        # A pod that moved keeps its id. Those of a DaemonSet have names by chance, and one node each.
+        # Pods of a StatefulSet keep their name when they move. Those of a DaemonSet have random names, one on a node.
         "env": [_from_field("NODE_ID", "metadata.name" if is_set else "spec.nodeName")],
         "ports": _ports({"health": HEALTH_PORT}),
     }
@@ -131,8 +131,8 @@ def _gateway(options: ClusterOptions) -> Object:
 def _jobset(options: RunOptions) -> Object:
     """Return a JobSet. Its controller makes the headless Service, and names pods NAME-REPLICATEDJOB-0-INDEX.
 
-    When the first pod is killed, its Job fails, and all pods begin anew once the former ones are gone. The JobSet fails
-    with a driver or an agent that ended by itself, and with an agent that was killed too often.
+    When the first pod is killed, its Job fails, and all pods are made again once the old ones are gone. The JobSet
+    fails if the driver or an agent ends by itself, or if an agent is killed too often.
     """
     first = f"{options.name}-first-0"
     jobs = {"first": _job(options, first, first, 1, 0)}
@@ -150,7 +150,7 @@ def _jobset(options: RunOptions) -> Object:
 
 
 def _queued(options: RunOptions, version: str, kind: str, spec: Object) -> Object:
-    """Return the object, which is suspended until Kueue has room for all of its pods if there is a queue."""
+    """Return the object. With a queue, it is suspended until Kueue has resources for all its pods."""
     queued = _object(options, version, kind, "run", {"suspend": True, **spec} if options.queue else spec)
     queued["metadata"]["labels"] |= {"kueue.x-k8s.io/queue-name": options.queue} if options.queue else {}
     return queued
@@ -192,7 +192,7 @@ def _job(options: RunOptions, name: str, first: str, num_pods: int, retries: int
 
 
 def _network_policy(options: PodOptions, rules: Iterable[Object]) -> Object:
-    """Let the pods of the cluster reach each other, and others as the rules say."""
+    """Let the pods of the cluster reach each other, and other clients as the rules say."""
     own = {"from": [{"podSelector": {"matchLabels": _labels(options)}}]}
     spec = {"podSelector": {"matchLabels": _labels(options)}, "policyTypes": ["Ingress"], "ingress": [own, *rules]}
     return _object(options, "networking.k8s.io/v1", "NetworkPolicy", "", spec)
@@ -217,17 +217,17 @@ def _name(options: PodOptions, component: str) -> str:
 
 
 def _labels(options: PodOptions, component: str = "") -> dict[str, str]:
-    """Return the labels of a component; without one, those that all objects have."""
+    """Return the labels of a component; without one, the labels that all objects have."""
     labels = {"app.kubernetes.io/name": "unified", "app.kubernetes.io/instance": options.name}
     return {**labels, "app.kubernetes.io/component": component} if component else labels
 
 
 def _agent_pod(options: PodOptions, component: str, container: Object) -> Object:
-    """Return the template of a pod with an agent: its devices and claims, on which nodes, in whose network."""
+    """Return the template of a pod with an agent: its devices, claims, nodes and network."""
     amounts = {"cpu": options.cpus, "memory": options.memory}
     amounts |= {options.gpu_resource: str(options.gpus)} if options.gpus else {}
     amounts |= {name: str(number) for name, number in options.resource.items()}
-    # The same as limits: the agent offers what its control group allows, and no pod is the first to be evicted.
+    # Requests equal limits: the agent offers what its control group allows, and the pod is not the first to be evicted.
     container["resources"] = {"requests": amounts, "limits": dict(amounts)}
     container["env"] += [_from_field("POD_IP", "status.podIP"), *_variables(options.env)]
     volumes: dict[str, tuple[str, Object | None]] = {
@@ -238,7 +238,7 @@ def _agent_pod(options: PodOptions, component: str, container: Object) -> Object
         volumes[f"claim-{number}"] = path, {"persistentVolumeClaim": {"claimName": claim}}
     template = _pod(options, component, container, volumes)
     spec = template["spec"]
-    if any(name.startswith("rdma/") for name in options.resource):  # memory is registered with the adapter
+    if any(name.startswith("rdma/") for name in options.resource):  # RDMA registers memory with the adapter
         spec["containers"][0]["securityContext"]["capabilities"]["add"] = ["IPC_LOCK"]
     if options.host_network:
         spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
@@ -258,7 +258,7 @@ def _pod(options: PodOptions, component: str, own: Object, volumes: Mapping[str,
 
     Args:
         own: fields of its container.
-        volumes: place and source of each, besides the key and /tmp; no source: that of a claim's template.
+        volumes: path and source of each, besides the key and /tmp; None: the source is a claim's template.
     """
     key = {
         "secretName": options.key_secret,
@@ -271,7 +271,7 @@ def _pod(options: PodOptions, component: str, own: Object, volumes: Mapping[str,
     container: Object = {
         "name": component,
         "image": options.image,
-        **dict.fromkeys(("command", "args", "env")),  # in the order in which people write and read them
+        **dict.fromkeys(("command", "args", "env")),  # sets the order of the fields to the usual one
         **_probes("health", "/readyz"),
         **own,
         "env": [*_variables(_ENV), *own.get("env", [])],
@@ -300,7 +300,7 @@ def _pod(options: PodOptions, component: str, own: Object, volumes: Mapping[str,
 
 
 def _probes(port: str, ready: str) -> Object:
-    """Return probes of a container, which has 120 s to start."""
+    """Return the probes of a container that has 120 s to start."""
 
     def probe(path: str, period_s: int, failures: int) -> Object:
         get = {"path": path, "port": port}

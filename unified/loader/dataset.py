@@ -1,9 +1,9 @@
 """`Dataset`: a source and the operators on its items, carried out when it is iterated over.
 
-The operators are a few lines of `itertools` each. What there is to borrow was looked at: torchdata's maintainers invest
-in it no more; Hugging Face `datasets` keeps its operators and formats well, but brings a dozen packages, and hands its
-shards to workers in an order of its own. So a `datasets.Dataset`, like anything with a length and an index, is a
-source here; files are read as those of `unified.data` are.
+The operators are a few lines of `itertools` each. Existing packages do not fit: torchdata is no longer developed, and
+Hugging Face `datasets`, though well maintained, brings a dozen packages and gives its shards to workers in its own
+order. A `datasets.Dataset`, like anything with a length and an index, is a source here; files are read as in
+`unified.data`.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _NAMES = {"json": "jsonl", "feather": "arrow", "ipc": "arrow"}
 
 
 class Dataset(Generic[T]):
-    """A source of items and the operators on them. Nothing happens before it is iterated over, and each iteration is
-    the same again. Every method returns a new `Dataset`; this one stays as it is.
+    """A source of items and the operators on them. Only an iteration does any work, and each iteration gives the same
+    items. Every method returns a new `Dataset`; this one stays unchanged.
 
         lines = Dataset(range(1000)).shuffle(seed=1).map(load).filter(is_good).batch(32).spread(4)
         for batch in lines: ...
 
     Args:
         source: a sequence, or anything else with a length and an index (a map-style torch dataset, a
-            `datasets.Dataset`); or something to iterate over: an iterable that can be iterated over again, or a
-            function without arguments that returns an iterator. The first is read by the workers, the second here.
+            `datasets.Dataset`); or an iterable that can be iterated over again; or a function without arguments that
+            returns an iterator. Workers read the first kind, this process reads the others.
     """
 
     def __init__(self, source: Sequence[T] | Iterable[T] | Callable[[], Iterator[T]]) -> None:
@@ -53,8 +53,8 @@ class Dataset(Generic[T]):
         self._spread: Spread | None = None
         if isinstance(source, Iterator):
             raise UsageError(
-                f"a Dataset is iterated over many times, and {type(source).__name__} is an iterator, good for once: "
-                "give it a sequence, an iterable, or a function that returns an iterator."
+                f"a Dataset is iterated over many times, and {type(source).__name__} is an iterator, which can be used "
+                "only once: give it a sequence, an iterable, or a function that returns an iterator."
             )
         if not (callable(source) or hasattr(source, "__iter__") or has_index(source)):
             raise UsageError(f"a Dataset cannot read items from a {type(source).__name__}.")
@@ -68,14 +68,14 @@ class Dataset(Generic[T]):
         Files, formats, compression and order are those of `unified.data.DatasetRegistry.register`.
 
         Args:
-            paths: a file, a folder or a glob, here or as ``s3://bucket/…``, or several of them. What a folder or a glob
-                holds comes in natural order (``part-2`` before ``part-10``), several paths in the order given.
-            kind: ``parquet``, ``csv``, ``jsonl`` (or json), ``arrow`` (or feather), ``orc`` or ``tfrecord``; None: the
-                names of the files tell.
+            paths: a file, a folder or a glob, here or as ``s3://bucket/…``, or several of them. The files of a folder
+                or a glob come in natural order (``part-2`` before ``part-10``), several paths in the order given.
+            kind: ``parquet``, ``csv``, ``jsonl`` (or json), ``arrow`` (or feather), ``orc`` or ``tfrecord``; None: by
+                the names of the files.
             columns: their names, in this order; None: all. Not for ``tfrecord``.
 
         Raises:
-            DataFileNotFoundError: nothing is there.
+            DataFileNotFoundError: there is no such file.
             DatasetError: a file is empty, unreadable or of another format; or its name tells no format.
             UsageError: there is no such format or column.
             ImportError: pyarrow is not installed; names the extra.
@@ -91,25 +91,25 @@ class Dataset(Generic[T]):
         return self._with(Filter(predicate))
 
     def flat_map(self, function: Callable[[T], Iterable[U]]) -> Dataset[U]:
-        """Replace each item by the items of what `function` makes of it."""
+        """Replace each item by the items that `function` returns for it."""
         return self._with(FlatMap(function))
 
     def batch(
         self, size: int, *, drop_last: bool = False, collate: Callable[[list[T]], U] | None = None
     ) -> Dataset[Any]:
-        """Make lists of `size` items, or what `collate` makes of such a list (torch's ``default_collate``, say).
+        """Make lists of `size` items, or the results of `collate` on these lists (such as torch's ``default_collate``).
 
         Args:
-            drop_last: leave a shorter last one out.
+            drop_last: leave out the last list if it is shorter.
         """
         return self._with(Batch(_positive("the size of a batch", size), drop_last, collate))
 
     def shuffle(self, seed: int = 0, buffer: int = 10_000) -> Dataset[T]:
-        """Change the order, to the same for the same seed; each pass of a later `repeat` has one of its own.
+        """Change the order, in the same way for the same seed; each pass of a later `repeat` has another order.
 
         Args:
-            buffer: items held back to choose among. As the first operator on a source with a length and an index it is
-                not needed: any order is possible then.
+            buffer: items held back to choose among. A shuffle that is the first operator on a source with a length and
+                an index needs none: any order is possible then.
         """
         return self._with(Shuffle(seed, _positive("the buffer of a shuffle", buffer)))
 
@@ -130,15 +130,15 @@ class Dataset(Generic[T]):
         role: str | None = None,
         local: bool = False,
     ) -> Dataset[T]:
-        """Carry `map`, `filter` and `flat_map` out in other processes: the workers of the job's loader role, or helper
+        """Run `map`, `filter` and `flat_map` in other processes: the workers of the job's loader role, or helper
         processes on this node, as `DataLoaderIter` chooses. The items come in the same order.
 
-        A `batch` goes with them, its `collate` too, where each of its items comes from one of the source.
+        A `batch` and its `collate` run there, too, if each item of the batch comes from one item of the source.
 
         Args:
             num_workers: None: as many as the role has, or 1.
-            chunk: items that are sent at once; None: the size of such a batch, 1 where there is a `flat_map`, else 16.
-            depth: chunks for each worker that may be on their way or waiting here.
+            chunk: items that are sent at once; None: the size of such a batch, 1 with a `flat_map`, else 16.
+            depth: chunks of each worker that may be under way or wait here.
             role, local: as `DataLoaderIter` takes them.
         """
         made: Dataset[T] = self._with()
@@ -169,7 +169,7 @@ def _positive(what: str, number: int) -> int:
 
 
 class FilePart(NamedTuple):
-    """A part of a file that can be read by itself: a row group where the format has them, else the file."""
+    """A part of a file that can be read by itself: a row group if the format has them, else the file."""
 
     path: str
     format: str
@@ -180,7 +180,7 @@ class FilePart(NamedTuple):
     columns: list[str] | None
 
     def rows(self) -> Iterator[Any]:
-        """Yield its rows, some of them in memory at a time."""
+        """Yield its rows, with only some of them in memory at a time."""
         with DataFiles() as files:
             yield from open_format(self.format, self.columns).rows(files.file(self.path), self.start, self.end)
 

@@ -36,18 +36,18 @@ class Epoch:
 
     workers: LoaderWorkers
     key: str
-    """The loader's name at those workers."""
+    """The loader's name at the workers."""
     tasks: Iterator[Any]
-    """One for each batch."""
+    """One task for each batch."""
     settings: EpochSettings
     _: KW_ONLY
     base_seed: int
     number: int
-    """The epoch's own, from 0."""
+    """The number of the epoch, from 0."""
     unwrap: Callable[[Any], Any]
-    """Makes of what came the batch that the consumer gets."""
+    """Turns a received value into the batch that the consumer gets."""
     thread: ThreadPoolExecutor | None = None
-    """Runs `unwrap` as soon as a batch is here; None: the consumer's does, when it takes the batch."""
+    """Runs `unwrap` as soon as a batch is here; None: the consumer's thread does, when it takes the batch."""
 
     def __post_init__(self) -> None:
         self._schedule = Schedule(
@@ -68,7 +68,7 @@ class Epoch:
 
     @property
     def is_broken(self) -> bool:
-        """True if nothing more will come of it."""
+        """True if no more batches will come."""
         return self._broken is not None
 
     def take(self) -> Any:
@@ -76,9 +76,9 @@ class Epoch:
 
         Raises:
             StopIteration: the epoch is over.
-            RemoteError: the dataset, `collate_fn` or `worker_init_fn` raised; an instance of the class of that too. The
+            RemoteError: the dataset, `collate_fn` or `worker_init_fn` raised; also an instance of the raised class. The
                 batches after it can still be taken.
-            LoaderTimeoutError: it did not come in time; it can be waited for again.
+            LoaderTimeoutError: it did not come in time; another call waits for it again.
             LoaderError: it was lost too often.
         """
         if self._broken is not None:
@@ -86,12 +86,12 @@ class Epoch:
         deadline = None if self.settings.timeout_s is None else time.monotonic() + self.settings.timeout_s
         while (ready := self._schedule.ready) is None:
             if self._schedule.is_done:
-                if (failure := self._schedule.failure) is not None:  # the sampler's own
+                if (failure := self._schedule.failure) is not None:  # an error of the sampler
                     self._schedule.failure = None
                     raise failure
                 raise StopIteration
             self._take_in(self._next_answer(deadline))
-        while not self._answers.empty():  # so that whoever is free is asked again
+        while not self._answers.empty():  # so that idle streams get new requests
             self._take_in(self._answers.get())
         self._perform(self._schedule.step(Taken(ready)))
         if (error := self._failures.pop(ready, None)) is not None:
@@ -100,7 +100,7 @@ class Epoch:
         return value.result() if isinstance(value, Future) else self.unwrap(value)
 
     def close(self) -> None:
-        """Cancel what was asked for."""
+        """Cancel all requests."""
         for future in list(self._asked):
             future.cancel()
         self._values.clear()
@@ -125,7 +125,7 @@ class Epoch:
             if reason := self.workers.lost(fetch.worker, error):
                 self._perform(self._schedule.step(Lost(fetch.batch, fetch.attempt, reason)))
                 return
-            error.add_note(f"This is what became of batch {fetch.batch} of a data loader.")
+            error.add_note(f"This error ended batch {fetch.batch} of a data loader.")
             self._failures[fetch.batch] = error
         else:
             if isinstance(reply, StreamEnd):
@@ -142,7 +142,7 @@ class Epoch:
         try:
             for action in actions:
                 self._perform_one(action)
-        except BaseException as error:  # what was not asked for will not come
+        except BaseException as error:  # a batch that was not requested will not come
             self._broken = error
             raise
 
@@ -157,6 +157,6 @@ class Epoch:
                 future.add_done_callback(lambda done: self._answers.put(_Answer(action, done)))
             case GiveUp(batch=batch, losses=losses, reason=reason):
                 raise LoaderError(
-                    f"batch {batch} was lost {losses} times, each time with the process that was making it; the last "
-                    f"time because {reason}"
+                    f"batch {batch} was lost {losses} times, each time because the process that made it was lost; "
+                    f"last reason: {reason}"
                 )

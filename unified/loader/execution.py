@@ -1,8 +1,8 @@
 """The execution of a `Dataset`: which operators are carried out here, and which in other processes.
 
-Operators that look at one item at a time (map, filter, flat_map) go to workers, chunk by chunk, as *stages*; the others
-need all items in order, and only move them about, here. Where a batch is made of exactly one chunk it is made by the
-worker too. A source with an index is looked up by the worker: what comes before that moves numbers only.
+Operators on one item at a time (map, filter, flat_map) run in workers, chunk by chunk, as *stages*. The others need all
+items in order, and run here. If a batch is made of exactly one chunk, the worker makes it, too. Workers look up a
+source with an index: operators before that handle only numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from unified.loader.messages import LoaderWorkers
 from unified.loader.stream_host import LoaderParts
 
 CHUNK = 16
-"""Items that go to a worker at once, where no batch says otherwise."""
+"""Items that go to a worker at once, unless a batch sets their number."""
 
 
 class Map(NamedTuple):
@@ -61,12 +61,11 @@ ItemOperator = Map | Filter | FlatMap
 """Operators on one item at a time, which any process can carry out."""
 Operator = ItemOperator | Batch | Shuffle | Repeat | Take
 Repetition = tuple[int, ...]
-"""The number of the pass of each `Repeat` around, the innermost first; part of a shuffle's seed, so that no two are
-alike."""
+"""The pass number of each enclosing `Repeat`, outermost first: part of a shuffle's seed, so that passes differ."""
 
 
 def apply(operators: Sequence[ItemOperator], item: Any) -> list[Any]:
-    """Return what becomes of one item: nothing, one item, or several."""
+    """Return the results of the operators for one item: none, one or several."""
     items = [item]
     for operator in operators:
         match operator:
@@ -88,7 +87,7 @@ def in_batches(items: Iterator[Any], batch: Batch) -> Iterator[Any]:
 
 
 def shuffled(items: Iterator[Any], shuffle: Shuffle, repetition: Repetition) -> Iterator[Any]:
-    """Yield items drawn at random from a buffer that is kept full; with room for all of them, a true permutation."""
+    """Yield items drawn at random from a buffer that is kept full; a true permutation if all items fit."""
     generator = random.Random(f"{shuffle.seed} {repetition}")
     buffer = list(itertools.islice(items, shuffle.buffer))
     for item in items:
@@ -100,7 +99,7 @@ def shuffled(items: Iterator[Any], shuffle: Shuffle, repetition: Repetition) -> 
 
 
 def permuted(number: int, shuffle: Shuffle, repetition: Repetition) -> Iterator[int]:
-    """Yield the numbers from 0 in random order: shuffles a source with a length without touching what is in it."""
+    """Yield the numbers from 0 in random order, to shuffle a source with a length without reading it."""
     numbers = list(range(number))
     random.Random(f"{shuffle.seed} {repetition}").shuffle(numbers)
     return iter(numbers)
@@ -135,8 +134,8 @@ class PipelineRun:
             stage.close()
 
     def _built(self, source: Any, rest: list[Operator], spread: Spread | None) -> Node:
-        """Chain sequential operators here, and runs of others as stages. A source with an index is looked up by the
-        first stage, and what comes before that moves numbers only."""
+        """Chain sequential operators here, and runs of others as stages. The first stage looks up a source with an
+        index; operators before it handle only numbers."""
         is_indexed = has_index(source)
         shuffle = rest.pop(0) if is_indexed and rest and isinstance(rest[0], Shuffle) else None
         node: Node = _keys_of(source, shuffle) if is_indexed else _items_of(source)
@@ -184,7 +183,7 @@ class _Reader:
 
 @dataclass(frozen=True, eq=False)
 class _Finisher:
-    """A worker's work on a chunk: a batch of it, if there is one to be made, and what follows that."""
+    """A worker's work on a chunk: a batch of it, if `batch` is set, and the operators after that."""
 
     batch: Batch | None
     operators: list[ItemOperator]
@@ -235,8 +234,8 @@ class _OperatorStage:
 
 
 def _cut_stage(rest: list[Operator]) -> tuple[list[ItemOperator], Batch | None, list[ItemOperator]]:
-    """Take the operators of one stage off the front: item operators, and a batch with what follows it, where each item
-    in the batch comes from one of the source, so that a chunk of the batch's size makes exactly one."""
+    """Take the operators of one stage off the front: item operators, and perhaps a batch and item operators after it.
+    A batch is taken only after `Map` operators alone, so that a chunk of its size makes exactly one batch."""
     first = _take_while_items(rest)
     if not all(isinstance(operator, Map) for operator in first) or not rest or not isinstance(rest[0], Batch):
         return first, None, []
@@ -245,7 +244,7 @@ def _cut_stage(rest: list[Operator]) -> tuple[list[ItemOperator], Batch | None, 
 
 
 def _is_batch_of_source(rest: list[Operator]) -> bool:
-    """Return whether a batch is made of the source itself, and then worked on."""
+    """Return whether a batch of the source itself comes first, and an item operator after it."""
     return isinstance(rest[0], Batch) and len(rest) > 1 and isinstance(rest[1], ItemOperator)
 
 
@@ -280,12 +279,12 @@ def _repeated(node: Node, times: int | None, repetition: Repetition) -> Iterator
         for item in node((*repetition, number)):
             is_empty = False
             yield item
-        if is_empty:  # for ever nothing
+        if is_empty:  # else an endless repeat would never yield
             return
 
 
 def has_index(source: Any) -> bool:
-    """Return whether a source is read by number."""
+    """Return whether a source is read by index."""
     return isinstance(source, Sized) and hasattr(source, "__getitem__") and not isinstance(source, dict | set | str)
 
 

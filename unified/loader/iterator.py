@@ -28,29 +28,29 @@ DEFAULT_DEPTH = 2
 
 
 class DataLoaderIter(Iterator[Any], ClosedOnExit):
-    """Iterates over a `DataLoader`; reading samples and collating them happens in other processes.
+    """Iterates over a `DataLoader`; other processes read the samples and collate them.
 
-    Where: on the workers of the role that runs `unified.loader.service.serve`, if the job has one (they may be on any
-    node); else in helper processes of this worker on its own node, one a stream. Either way batches come in the
-    sampler's order, with the samples and random numbers that torch's own workers of that number would give, and a
-    process that dies is replaced: what it had not delivered is made again elsewhere.
+    If the job has a role that runs `unified.loader.service.serve`, these are its workers, on any node. Else they are
+    helper processes of this worker on its own node, one for each stream. Batches come in the sampler's order, with the
+    samples and random numbers of the same number of torch's own workers. A process that dies is replaced: its missing
+    batches are made again elsewhere.
 
-    It can be iterated over many times; each time after the end is an epoch, for which the sampler is asked anew and a
-    new base seed is drawn. The processes, and their copies of the dataset, stay until `close`, or until this is
-    collected. Used by one thread at a time.
+    It can be iterated over many times. Each pass is an epoch, with new keys of the sampler and a new base seed. The
+    processes, and their copies of the dataset, stay until `close`, or until this object is collected. One thread at a
+    time may use it.
 
     Args:
-        loader: its `num_workers` is the number of streams unless `num_workers` is given; all else it says is kept:
-            `batch_sampler`, `collate_fn`, `worker_init_fn`, `generator`, `prefetch_factor`, `pin_memory` (where CUDA
-            is), `timeout`, `drop_last`, `in_order`, and `multiprocessing_context` for helper processes.
-        num_workers: number of streams, from 1. Where neither is given: as many as the role has workers, or 1.
-        role: the role to use; its workers must run the loader service. None: the job's first that does.
-        local: use helper processes, whatever roles the job has.
+        loader: its `num_workers` is the number of streams unless `num_workers` is given. Its other options are kept:
+            `batch_sampler`, `collate_fn`, `worker_init_fn`, `generator`, `prefetch_factor`, `pin_memory` (with CUDA),
+            `timeout`, `drop_last`, `in_order`, and `multiprocessing_context` for helper processes.
+        num_workers: number of streams, from 1. If neither is given: as many as the role has workers, or 1.
+        role: the role to use; its workers must run the loader service. None: the job's first role that does.
+        local: use helper processes, even if the job has a loader role.
         max_retries: how often one batch may be lost with the process that makes it.
-        close_at_end: let the processes go at the end of the first epoch, as a loader without `persistent_workers`.
+        close_at_end: end the processes at the end of the first epoch, as a loader without `persistent_workers`.
 
     Raises:
-        UsageError: there is no such role, or no number of workers that can be.
+        UsageError: there is no such role, or the number of workers is invalid.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class DataLoaderIter(Iterator[Any], ClosedOnExit):
         max_retries: int = 3,
         close_at_end: bool = False,
     ) -> None:
-        self._is_closed = True  # until all is there that `close` needs
+        self._is_closed = True  # until all attributes that `close` needs are set
         if num_workers is not None and (type(num_workers) is not int or num_workers < 1):
             raise UsageError(f"a data loader needs a number of workers from 1 up, not {num_workers!r}.")
         self._loader = loader
@@ -120,13 +120,13 @@ class DataLoaderIter(Iterator[Any], ClosedOnExit):
         return len(self._loader)
 
     def restart(self) -> None:
-        """Begin a new epoch now, wherever the present one is."""
+        """Begin a new epoch now, even if the present one is not over."""
         if self._epoch is not None:
             self._epoch.close()
         self._begin()
 
     def close(self) -> None:
-        """End the processes, or what they hold for this loader. Safe to call twice; iteration is over then."""
+        """End the iteration and the processes, or drop their data for this loader. Safe to call twice."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -150,7 +150,7 @@ class DataLoaderIter(Iterator[Any], ClosedOnExit):
     def _begin(self) -> None:
         if self._is_closed:
             raise UsageError("this data loader's iterator was closed.")
-        tasks = tasks_of(self._loader)  # before the seed is drawn: torch's order, and so torch's numbers
+        tasks = tasks_of(self._loader)  # before the seed is drawn, as in torch, for the same numbers
         seed = torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator).item()
         number, self._num_epochs = self._num_epochs, self._num_epochs + 1
         self._epoch = Epoch(
@@ -169,9 +169,9 @@ class RayDataLoaderIter(DataLoaderIter):
     """`DataLoaderIter` under the name that scripts for Ray use.
 
     Args:
-        dataloader: the `loader` there.
-        num_actors: the `num_workers` there.
-        options: the others there.
+        dataloader: the `loader` of `DataLoaderIter`.
+        num_actors: its `num_workers`.
+        options: its other arguments.
     """
 
     def __init__(self, dataloader: DataLoader[Any], num_actors: int | None = None, **options: Any) -> None:
@@ -187,8 +187,7 @@ def choose_workers(
     local: bool,
     context: BaseContext | None = None,
 ) -> tuple[LoaderWorkers, int]:
-    """Choose the workers that fetch, and the number of streams, by the rules of `DataLoaderIter`. `num_workers` may be
-    0."""
+    """Choose the workers that fetch, and the number of streams, as `DataLoaderIter` does. `num_workers` may be 0."""
     try:
         worker: Worker | None = current_worker()
     except NotInWorkerError:
@@ -216,9 +215,9 @@ def _role(worker: Worker | None, role: str | None) -> str | None:
 
 
 def unwrap(value: Any) -> Any:
-    """Return the batch in what a worker sent."""
+    """Return the batch in a worker's answer."""
     if isinstance(value, SerializedValue):
-        return decode(value.body, value.buffers)  # once, and nobody else has it: tensors need no copy
+        return decode(value.body, value.buffers)  # it is decoded once and not shared: tensors need no copy
     return value
 
 
@@ -234,7 +233,7 @@ class DataLoaderPatch:
         self._leave_single_process = False
 
     def apply(self, *, leave_single_process: bool = False) -> None:
-        """Patch; a second time changes only what it leaves alone."""
+        """Apply the patch; a second call only changes `leave_single_process`."""
         self._leave_single_process = leave_single_process
         if self._original is not None:
             return
@@ -243,13 +242,13 @@ class DataLoaderPatch:
         @wraps(original)
         def get_iterator(loader: DataLoader[Any]) -> Any:
             if loader.num_workers == 0 and (self._leave_single_process or get_worker_info() is not None):
-                return original(loader)  # a process that loads data starts none for a loader within its dataset
+                return original(loader)  # a process that loads data starts no more for a loader in its dataset
             return DataLoaderIter(loader, close_at_end=not loader.persistent_workers)
 
         DataLoader._get_iterator = get_iterator  # type: ignore
 
     def undo(self) -> None:
-        """Give torch its own iterators back; those that were made meanwhile go on."""
+        """Restore torch's own iterators; iterators that were made meanwhile go on."""
         if self._original is not None:
             DataLoader._get_iterator = self._original  # type: ignore[method-assign]
             self._original = None
@@ -265,12 +264,12 @@ _PATCH = DataLoaderPatch()
 
 
 def patch_dataloader_ray(*, leave_single_process: bool = False) -> DataLoaderPatch:
-    """Have ``iter(loader)`` of every `DataLoader` give a `DataLoaderIter` from now on.
+    """Make ``iter(loader)`` of every `DataLoader` return a `DataLoaderIter` from now on.
 
-    Called early in ``run()``, it moves the loading of data out of this worker without a change elsewhere. With
-    `persistent_workers` the iterator is kept from one epoch to the next, as torch does; without it, a loader's own
-    processes are started for each epoch. A loader with ``num_workers=0`` is served by as many workers as the loading
-    role has, or by one process; the random numbers that its dataset draws are then those of a worker.
+    A call early in ``run()`` moves the loading of data out of this worker without a change elsewhere. With
+    `persistent_workers` the iterator is kept from one epoch to the next, as in torch; without it, a loader's own
+    processes are started for each epoch. A loader with ``num_workers=0`` uses all workers of the loader role, or one
+    process; its dataset then draws the random numbers of a worker.
 
     Args:
         leave_single_process: let loaders with ``num_workers=0`` load in this process, as torch does.

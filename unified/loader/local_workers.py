@@ -1,8 +1,7 @@
-"""Helper processes of this worker on its own node: for a job that has no role to load its data, or for no job at all.
+"""Helper processes of this worker on its own node, for a job without a loader role, or without a job.
 
-Each stream has a process of its own, as in torch: a `ProcessPoolExecutor` of one, started by the `multiprocessing`
-context of the `DataLoader` or, if it names none, by Python's default one, as torch does it. Tensors come back through
-torch's shared memory.
+Each stream has a process of its own, as in torch: a `ProcessPoolExecutor` of one process. The `multiprocessing` context
+of the `DataLoader` starts it, or Python's default one, as in torch. Tensors come back through torch's shared memory.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class LocalWorkers:
         return f"helper {worker} of {self._owner} (pid {pid}) ended unexpectedly: was it killed, or out of memory?"
 
     def close(self) -> None:
-        if os.getpid() != self._pid:  # a fork of the process that they belong to
+        if os.getpid() != self._pid:  # after a fork: they belong to the other process
             return
         helpers, self._helpers = self._helpers, []
         for helper in helpers:
@@ -88,7 +87,7 @@ class LocalWorkers:
 
 
 class _Process:
-    """One process, and the futures of what it was asked."""
+    """One process, and the futures of its requests."""
 
     def __init__(self, context: Any, parts: Any, name: str) -> None:
         self._executor = ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(parts, name))
@@ -99,7 +98,7 @@ class _Process:
         future: Future[Any]
         try:
             future = self._executor.submit(work)
-        except BrokenProcessPool as error:  # it ended while nobody looked: the same as while it worked
+        except BrokenProcessPool as error:  # it ended between requests: handled as an end at work
             future = Future()
             future.set_exception(error)
             return future
@@ -111,8 +110,8 @@ class _Process:
         """End the process, and wait for that; return its pid if it ever had one.
 
         Args:
-            is_lost: it has ended by itself. Then its executor fails what was asked, and a future that is cancelled
-                under its hands would end the executor's thread before that has closed its pipes.
+            is_lost: the process ended by itself, and its executor fails the requests. Cancelling them meanwhile would
+                end the executor's thread before it has closed its pipes.
         """
         asked = list(self._asked)
         for future in [] if is_lost else asked:
@@ -127,7 +126,7 @@ class _Process:
 
 
 class _PackedParts:
-    """Loader parts on their way to a process that inherits nothing: by value where they must."""
+    """Loader parts on their way to a process that inherits nothing: by value if necessary."""
 
     def __init__(self, parts: LoaderParts) -> None:
         self._packed = parts.pack()
@@ -143,7 +142,7 @@ _host: StreamHost | None = None
 
 def _begin(parts: LoaderParts, name: str) -> None:
     global _host
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that it helps
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     start_thread("loader-parent", _end_with_parent)
     torch.set_num_threads(1)
@@ -151,7 +150,7 @@ def _begin(parts: LoaderParts, name: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """End with the parent: an executor's process waits on a pipe that does not end with the process that has it."""
+    """End with the parent: an executor's process waits on a pipe that stays open when the parent ends."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait_for([parent.sentinel])

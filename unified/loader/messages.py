@@ -22,7 +22,7 @@ class OpenStream(NamedTuple):
     Attributes:
         base_seed: the epoch's; the stream's own seed is this plus its id.
         epoch: from 0, as the consumer counts.
-        skip: batches of this epoch that were answered elsewhere: an iterable dataset is read past them.
+        skip: batches of this epoch that were answered elsewhere: an iterable dataset skips them.
     """
 
     key: str
@@ -73,7 +73,7 @@ class FetchFailure(NamedTuple):
     raised: bytes
 
     def error(self) -> RpcError:
-        """Return the error to raise at the consumer: of the class of what was raised, the far traceback in a note."""
+        """Return the error to raise at the consumer: of the raised class, with the remote traceback in a note."""
         return remote_errors.rebuild(self.raised, self.what)
 
 
@@ -81,14 +81,14 @@ FetchReply = FetchedBatch | StreamEnd | FetchFailure
 
 
 class StreamLostError(LookupError):
-    """A process was asked to fetch from a stream that it does not have: it is younger than the consumer believes."""
+    """A process was asked to fetch from a stream that it does not have: it was restarted since the stream opened."""
 
 
 class LoaderWorkers(Protocol):
-    """Processes that serve streams. Messages to one of them are carried out in the order in which they were given.
+    """Processes that serve streams. Each of them handles its messages in the order of sending.
 
     Attributes:
-        is_restarted: a worker that was lost is there again at once, under its number.
+        is_restarted: a lost worker is replaced at once, under its number.
     """
 
     is_restarted: bool
@@ -99,14 +99,14 @@ class LoaderWorkers(Protocol):
         """Return the worker at which each stream begins."""
 
     def open(self, worker: int, message: OpenStream) -> None:
-        """Make a stream; what goes wrong with it is the answer to its first fetch."""
+        """Make a stream; an error of it is the answer to its first fetch."""
 
     def fetch(self, worker: int, message: FetchBatch) -> Future[FetchReply]:
         """Ask for a batch."""
 
     def lost(self, worker: int, error: BaseException) -> str:
-        """Return why the worker is gone, in words, if `error`, which a fetch ended in, means that, and make it ready
-        for new streams; else an empty string."""
+        """Return the reason, in words, if `error` of a fetch means that the worker is gone, and make the worker ready
+        for new streams; else return an empty string."""
 
     def close(self) -> None:
-        """Let go of the processes, or of what they hold for this loader."""
+        """Release the processes, or their data for this loader."""

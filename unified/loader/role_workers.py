@@ -1,4 +1,4 @@
-"""Workers of a role of the job that load data for the others, on whatever nodes they are."""
+"""Workers of a role of the job that load data for the others, on any nodes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from unified.worker.context import ActorInfo, Worker
 METHOD = "unified.loader"
 SERVICE = EntryPoint(kind="attribute", target="unified.loader.service", attribute="serve")
 NO_DEADLINE_S = 7 * 24 * 3600.0
-"""Seconds, above the job's default for calls: the loader's `timeout` says how long a batch may take, and a death ends
-the wait."""
+"""Seconds, above the job's default for calls: the loader's `timeout` limits a batch, and a death ends the wait."""
 
 
 def role_that_loads(worker: Worker) -> str | None:
@@ -49,14 +48,14 @@ class RoleWorkers:
         self._key = key
         self._packed = packed
         self._brought: dict[int, Future[Any]] = {}
-        """The futures of parts that were sent to a worker."""
+        """The futures of parts that were sent, by worker."""
         self._pid = os.getpid()
 
     def __len__(self) -> int:
         return len(self._names)
 
     def initial_workers(self, num_streams: int) -> list[int]:
-        """Spread streams over workers in turn, and from another one on for each rank of the consumer's role."""
+        """Spread streams over workers in turn; each rank of the consumer's role starts at another worker."""
         first = self._rank * num_streams
         return [(first + stream) % len(self._names) for stream in range(num_streams)]
 
@@ -89,9 +88,9 @@ class RoleWorkers:
         return f"loader worker {self._names[worker]} was lost: {failure or error}"
 
     def close(self) -> None:
-        if os.getpid() != self._pid:  # a fork of the worker, which cannot call
+        if os.getpid() != self._pid:  # a fork of the worker cannot call
             return
-        with contextlib.suppress(UnifiedError):  # the bus may have ended before; then they drop it by themselves
+        with contextlib.suppress(UnifiedError):  # if the bus has ended, the workers drop it by themselves
             for worker in self._brought:
                 self._call(worker, DropLoader(self._key))
         self._brought.clear()

@@ -1,11 +1,11 @@
 """The schedule of an epoch: which batch is fetched where, and which the consumer gets next; decisions only, no I/O.
 
-Words: a *batch* is numbered from 0 in the order in which the consumer gets it. A *stream* is what torch calls a worker:
-it has an id, a copy of the dataset and random numbers of its own, and answers in the order in which it was asked. A
-*worker* here is a process in which streams live; it may be lost, with all that its streams had not answered yet.
+Terms: a *batch* is numbered from 0 in the order in which the consumer gets it. A *stream* is what torch calls a worker:
+it has an id, its own copy of the dataset and its own random numbers, and answers requests in order. A *worker* here is
+a process that runs streams; if it is lost, the unanswered requests of its streams are lost, too.
 
-Batches go to streams in turn (0, 1, …, n-1, 0, …), and the end of a stream takes effect when its turn comes, so that
-what the consumer sees depends on neither timing nor losses.
+Batches go to streams in turn (0, 1, …, n-1, 0, …), and the end of a stream takes effect when its turn comes. So the
+consumer's batches depend on neither timing nor losses.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class GiveUp(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """A batch is here (or the error that its making ended in, which is its consumer's to see)."""
+    """A batch is here, or an error in its making, which the consumer gets."""
 
     batch: int
     attempt: int
 
 
 class StreamFinished(NamedTuple):
-    """A stream has no more: its answer in place of a batch."""
+    """A stream has no more batches: its answer in place of one."""
 
     batch: int
     attempt: int
@@ -80,13 +80,13 @@ class _StreamState:
     is_open: bool = False
     is_over: bool = False
     is_tested: bool = False
-    """True while it is asked for one batch alone, since its worker was lost: of two lost together it would not show
-    which is to blame."""
+    """True while the stream is asked for a single batch, after its worker was lost: if that batch is lost, too, it is
+    to blame."""
     num_answered: int = 0
     asked: deque[int] = field(default_factory=deque)
     """Batches that it has not answered yet."""
     num_untaken: int = 0
-    """Batches that were asked of it, answered or not, and that the consumer does not have yet."""
+    """Batches of this stream, answered or not, that the consumer does not have yet."""
 
 
 @dataclass
@@ -104,8 +104,8 @@ class Schedule:
     """The bookkeeping of one epoch."""
 
     tasks: Iterator[Any]
-    """One for each batch; drawn from only as far as there is room. What it raises ends it, and is kept in `failure` for
-    when the batches before it were taken."""
+    """One for each batch; drawn only while there is room. An error of the iterator ends it; `failure` keeps the error
+    until the batches before it were taken."""
     _: KW_ONLY
     initial_workers: Sequence[int]
     """The worker at which each stream begins."""
@@ -117,7 +117,7 @@ class Schedule:
     max_retries: int = 3
     """Number of times that one batch may be lost; above that the epoch ends in `GiveUp`."""
     is_restarted: bool = False
-    """A worker that was lost is there again at once; else its streams move to others, if there are any."""
+    """A lost worker is replaced at once; else its streams move to other workers, if there are any."""
     failure: BaseException | None = None
 
     def __post_init__(self) -> None:
@@ -153,7 +153,7 @@ class Schedule:
         return self._fill()
 
     def step(self, event: Event) -> list[Action]:
-        """Take in what happened. News of an attempt that was given up changes nothing."""
+        """Handle an event. An event of an outdated attempt changes nothing."""
         if self._has_given_up:
             return []
         if isinstance(event, Taken):
@@ -259,7 +259,7 @@ class Schedule:
                 continue
             if stream.num_untaken < self.depth:
                 return turn
-            if self.in_order:  # nobody overtakes
+            if self.in_order:  # no stream overtakes another
                 return None
         return None
 
@@ -273,14 +273,14 @@ class Schedule:
         return [*actions, Fetch(stream.worker, batch.stream, number, batch.attempt, batch.task)]
 
     def _pass_ends(self) -> None:
-        """End the streams whose end has its turn."""
+        """End each stream whose end is next in turn."""
         while self.in_order and (first := next(iter(self._batches), None)) is not None:
             if not self._batches[first].is_end:
                 return
             self._end_stream(self._batches[first].stream)
 
     def _end_stream(self, index: int) -> None:
-        """End a stream: what it was asked for besides will not be waited for."""
+        """End a stream: its other requests are not waited for."""
         stream = self._streams[index]
         stream.is_over = True
         for number in [number for number, batch in self._batches.items() if batch.stream == index]:

@@ -34,17 +34,15 @@ logger = logging.getLogger(__name__)
 
 
 class _QueuedMessage(NamedTuple):
-    """A message that waits."""
-
     message: LoaderMessage
     owner: Caller | None
     answer: Future[Any]
 
 
 _line: queue.SimpleQueue[_QueuedMessage | list[Change] | None] = queue.SimpleQueue()
-"""Messages and changes of the directory, in turn; None: stop."""
+"""Messages and changes of the directory, in order; None: stop."""
 _dropped: set[str] = set()
-"""Loaders whose consumers are done with them: what still waits for them need not be made."""
+"""Loaders whose consumers are done with them: waiting requests for them are dropped."""
 
 
 @rpc(name=METHOD, inline=True)
@@ -60,7 +58,7 @@ def take_order(message: LoaderMessage) -> Future[Any]:
 def serve() -> None:
     """Entry point of the role: make batches for other workers until this one is stopped.
 
-    A module of your own whose entry point ends in a call of this imports `take_order` too, so that it is exported.
+    If your own entry point calls this function, its module must import `take_order` too, so that it is exported.
 
     Raises:
         NotInWorkerError: this process is not a worker.
@@ -80,7 +78,7 @@ def serve() -> None:
             given.answer.set_exception(error)
         else:
             given.answer.set_result(answer)
-        del given  # what it holds may be large, and the next message may be long in coming
+        del given  # frees memory, perhaps much, before the wait for the next message
 
 
 class HostedLoaders:
@@ -95,7 +93,7 @@ class HostedLoaders:
         """Carry out a message of the consumer `owner`.
 
         Raises:
-            StreamLostError: this process has never heard of that loader or stream.
+            StreamLostError: this process does not know that loader or stream.
         """
         if isinstance(message, DropLoader):
             _dropped.discard(message.key)
@@ -118,7 +116,7 @@ class HostedLoaders:
         return FetchedBatch(encode(reply.value)) if isinstance(reply, FetchedBatch) else reply
 
     def learn(self, changes: list[Change]) -> None:
-        """Drop the loaders of consumers whose incarnations are over."""
+        """Drop the loaders of consumers whose incarnations are dead."""
         for death in (change for change in changes if isinstance(change, IncarnationDied)):
             for key, (_, owner) in list(self._hosts.items()):
                 if owner is None or owner.worker != death.worker:

@@ -26,7 +26,7 @@ from unified.loader.messages import (
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxother = 6, 200, 200
-"""The length of what a message says of keys, which may be whole items."""
+"""Limits on the text of keys in a message: keys may be whole items."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,9 +35,9 @@ class LoaderParts:
 
     Attributes:
         dataset: map-style (`dataset[key]`) or iterable.
-        collate_fn: makes a batch of a list of samples, or converts one sample where there are no batches.
+        collate_fn: makes a batch of a list of samples, or converts one sample if there are no batches.
         worker_init_fn: called with the stream's id in each process that fetches, or None.
-        is_iterable: the dataset is iterated over; tasks say nothing.
+        is_iterable: the dataset is iterated over; tasks are ignored.
         has_batches: a task is a list of keys; else one key.
         batch_size, drop_last: the loader's, for an iterable dataset.
         name: the dataset's, for messages.
@@ -67,14 +67,12 @@ class LoaderParts:
         )
 
     def pack(self) -> bytes:
-        """Return bytes that any process of the job can read: classes and functions of a script, and lambdas, go by
-        value.
-        """
+        """Return bytes that any process of the job can read; a script's classes, functions and lambdas go by value."""
         return dumps(self)
 
 
 def tasks_of(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Yield what to ask for in one epoch: the sampler's keys, batch by batch; no end for an iterable dataset."""
+    """Yield the tasks of one epoch: the sampler's keys, batch by batch; no end for an iterable dataset."""
     if isinstance(loader.dataset, IterableDataset):
         return itertools.repeat(None)
     keys: Iterable[Any] = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
@@ -108,10 +106,10 @@ def seed_as_torch_does(base_seed: int, stream: int) -> int:
 
 @dataclass(eq=False)
 class StreamHost:
-    """The streams of one loader that live in this process."""
+    """The streams of one loader in this process."""
 
     load: Callable[[], LoaderParts]
-    """Gives a copy of the loader's parts: one is asked for by each stream."""
+    """Returns a copy of the loader's parts; each stream asks for one."""
     where: str
     """Name of this process, for messages."""
     node: str = ""
@@ -119,10 +117,10 @@ class StreamHost:
     """Batches leave this process through the bus, and not through torch's shared memory."""
     _streams: dict[int, _HostedStream | FetchFailure] = field(default_factory=dict)
     _on_stage: ClassVar[_HostedStream | None] = None
-    """The stream of any host whose random numbers and worker info are this process's now."""
+    """The stream, of any host, whose random numbers and worker info this process uses now."""
 
     def open(self, message: OpenStream) -> None:
-        """Begin an epoch. What goes wrong in the user's code is the answer to the first fetch."""
+        """Begin an epoch. An error of the user's code is the answer to the first fetch."""
         StreamHost._leave_stage()
         try:
             stream = self._streams.get(message.stream)
@@ -158,7 +156,7 @@ class StreamHost:
             return self._failure(error, f"batch {message.batch}, {stream.doing}, of {stream.parts.name}")
 
     def close(self) -> None:
-        """Let go of the datasets."""
+        """Release the datasets."""
         if StreamHost._on_stage in self._streams.values():
             StreamHost._leave_stage()
         self._streams.clear()
@@ -200,7 +198,7 @@ class _HostedStream:
         _utils.worker._worker_info = self._info
         if self._is_fresh and self.parts.worker_init_fn is not None:
             self.parts.worker_init_fn(message.stream)
-            if message.epoch > 0:  # as it would have been had this stream lived since epoch 0
+            if message.epoch > 0:  # as if the stream had existed since epoch 0
                 seed_as_torch_does(message.base_seed, message.stream)
         self._is_fresh = False
         if self.parts.is_iterable:
@@ -211,7 +209,7 @@ class _HostedStream:
         samples = self._read() if self.parts.is_iterable else self._look_up(task)
         self.doing = "in its collate_fn"
         if self._is_sent_on and self.parts.collate_fn is _utils.collate.default_collate:
-            # Told of a worker it would make the batch in torch's shared memory, only to be copied into the bus's.
+            # With worker info it makes the batch in torch's shared memory, which the bus would copy into its own.
             _utils.worker._worker_info = None
         try:
             return self.parts.collate_fn(samples)
@@ -267,11 +265,11 @@ class _HostedStream:
         return item
 
     def _skip(self, count: int) -> None:
-        """Make and drop batches, so that all that the dataset and `collate_fn` remember is as it was elsewhere."""
+        """Make and drop batches, so that the dataset and `collate_fn` reach the state that they had elsewhere."""
         for _ in range(count):
             try:
                 self.fetch(None)
-            except Exception:  # it was told to the consumer when it happened first
+            except Exception:  # the consumer got it when it happened first
                 continue
 
 

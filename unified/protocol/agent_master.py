@@ -1,7 +1,7 @@
 """Messages between an agent and the master, both directions.
 
 The agent opens with `RegisterAgent`. Then the master sends the *desired* set of workers, and the agent reports the
-*observed* set, each whole and each with a number, so that a message lost, doubled or late changes nothing.
+*observed* set. A message has the whole set and a number, so a lost, repeated or late message changes nothing.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from unified.values import Value
 
 
 class AgentMessage(Value, tag_field="type", frozen=True, kw_only=True):
-    """Base of messages from an agent, which `node` and `incarnation` name."""
+    """Base of messages from the agent that `node` and `incarnation` name."""
 
     node: str
     incarnation: str
 
 
 class RegisterAgent(AgentMessage, tag="register-agent", frozen=True, kw_only=True):
-    """First word of an agent, and again when the master does not know it."""
+    """First message of an agent, sent again when the master does not know the agent."""
 
     hostname: str
     host_id: str
@@ -47,10 +47,10 @@ class RegisterAgent(AgentMessage, tag="register-agent", frozen=True, kw_only=Tru
     labels: dict[str, str] = {}
     log_dir: str = ""
     log_archive: str = ""
-    """Address to which whole logs go as well: a folder or ``s3://``, with a folder for each job; empty: nowhere."""
+    """Folder or ``s3://`` address that also gets the whole logs, in a folder for each job; empty: none."""
     release: str = ""
     cut_off: str = ""
-    """Reason why this agent ended all its workers, where it did since it was last registered: its lease ran out."""
+    """Reason why this agent, whose lease ran out, ended all workers since its last registration; empty: it did not."""
     snapshots: SnapshotHost | None = None
     metrics: str = ""
     """``host:port`` of its metrics for Prometheus; empty: it has none."""
@@ -64,15 +64,15 @@ class AgentHeartbeat(AgentMessage, tag="heartbeat", frozen=True, kw_only=True):
     stops: str = ""
     """Reason why this agent is about to stop; empty: it is not."""
     stops_in_s: float = 0.0
-    """Time after which it stops the workers that are left here."""
+    """Time after which it stops its remaining workers."""
 
 
 class AgentPulse(AgentMessage, tag="agent-pulse", frozen=True, kw_only=True):
-    """Heartbeat in the stead of an agent that is busy, by the process beside it that keeps its lease."""
+    """Heartbeat for a busy agent, sent by its lease keeper, a process beside it."""
 
 
 class AgentDied(AgentMessage, tag="agent-died", frozen=True, kw_only=True):
-    """Word of the lease keeper: the agent's process has ended without a word, and its workers are gone."""
+    """Message of the lease keeper: the agent's process ended without notice, and its workers are gone."""
 
     reason: str
 
@@ -87,29 +87,29 @@ class ObservedWorker(Value, frozen=True, kw_only=True):
     state: WorkerState
     pid: int = 0
     round: int = 0
-    """Round that it was last told to run; 0 before any."""
+    """Last round that it began to run; 0: none yet."""
     inbox: Inbox | None = None
     store_port: int | None = None
     """Port of the TCPStore, of a store host that is READY."""
     progress: Progress | None = None
     failure: Failure | None = None
-    """Failure of an incarnation that ended badly; one that EXITED without it ended well."""
+    """Failure of an incarnation that ended badly; an EXITED incarnation without a failure ended well."""
     log_file: str = ""
     """Path of its stderr on the node."""
     node_check: NodeCheckReport | None = None
     """Outcome of its last node check."""
     claims: NameClaims = NameClaims()
-    """Newest claims that it said."""
+    """Newest claims of the incarnation."""
     can_rejoin: bool = False
     """True if its process can take part in a further round without a restart."""
     left_round: int = 0
     """Highest round whose process group it has left while its process goes on; 0: none."""
     output_lost: str = ""
-    """Losses of its output, as its node's disk refused it; empty: nothing."""
+    """Output that its node's disk refused; empty: none was lost."""
 
 
 class ObservedWorkers(AgentMessage, tag="observed-workers", frozen=True, kw_only=True):
-    """All incarnations that the agent knows. One that EXITED stays until a desired set leaves it out."""
+    """All incarnations that the agent knows. An EXITED one stays until a desired set leaves it out."""
 
     generation: int
     workers: list[ObservedWorker]
@@ -120,7 +120,7 @@ class LogRead(AgentMessage, tag="log-read", frozen=True, kw_only=True):
 
     data: bytes
     offset: int
-    """Offset of the first byte of `data`; larger than asked where older bytes were rotated away."""
+    """Offset of the first byte of `data`; larger than requested if older bytes were rotated away."""
     next_offset: int
     size: int
     """Bytes ever written."""
@@ -156,7 +156,7 @@ class StacksRead(AgentMessage, tag="stacks-read", frozen=True, kw_only=True):
 
 
 class AgentLeaving(AgentMessage, tag="agent-leaving", frozen=True, kw_only=True):
-    """Last word of an agent that stops in order: its workers are gone."""
+    """Last message of an agent that stops in order: its workers are gone."""
 
     reason: str
 
@@ -175,7 +175,7 @@ class AgentRegistered(MasterOrder, tag="agent-registered", frozen=True, kw_only=
 
 
 class AgentRefused(MasterOrder, tag="agent-refused", frozen=True, kw_only=True):
-    """Refusal of an agent. With `retry_after_s` None it ends with exit code 78 and this reason."""
+    """Refusal of an agent. If `retry_after_s` is None, it ends with exit code 78 and this reason."""
 
     reason: str
     retry_after_s: float | None = None
@@ -186,18 +186,18 @@ class HeartbeatSeen(MasterOrder, tag="heartbeat-seen", frozen=True, kw_only=True
 
 
 class MasterStopping(MasterOrder, tag="master-stopping", frozen=True, kw_only=True):
-    """Last word of a master that stops in order. Its next incarnation gives nobody up before this time is over."""
+    """Last message of a master that stops in order. Its next incarnation gives up no agent within `away_s`."""
 
     away_s: float
-    """Time for which the agent may keep its workers, reach a master or not."""
+    """Time for which the agent may keep its workers, even without a master."""
 
 
 class RegisterAgain(MasterOrder, tag="register-again", frozen=True, kw_only=True):
-    """Demand for a `RegisterAgent`: the master does not know this agent (it restarted, or took it for lost)."""
+    """Demand for a `RegisterAgent`: the master restarted, or counted this agent as lost."""
 
 
 class RunOrder(Value, frozen=True, kw_only=True):
-    """Leave for a READY worker to run its entry point."""
+    """Order to a READY worker to run its entry point."""
 
     round: int
     rank: int
@@ -214,20 +214,20 @@ class RunOrder(Value, frozen=True, kw_only=True):
 
 
 class RoundNotice(Value, frozen=True, kw_only=True):
-    """Notice to a running worker that its round ends. A further round follows, or the worker's end."""
+    """Notice to a running worker that its round ends. Then another round begins, or the worker ends."""
 
     round: int
     """The round that ends."""
     kind: Literal["broken", "planned"]
-    """`broken`: a peer is gone, so leave now, also out of a collective that will never end. `planned`: the members
-    change, so leave at the next point from which the others can go on."""
+    """`broken`: a peer is gone, so leave now, even a collective, which will never end. `planned`: the members change,
+    so leave at the next point from which the others can go on."""
     reason: str
     within_s: float = 0.0
-    """Time that a planned change waits for workers to leave, from the moment at which they are told."""
+    """Time that a planned change waits for workers to leave, from this notice on."""
 
 
 class DesiredWorker(Value, frozen=True, kw_only=True):
-    """One incarnation that shall run. The agent stops those that are not desired."""
+    """One incarnation that has to run. The agent stops all that are not desired."""
 
     job_id: str
     name: str
@@ -243,10 +243,10 @@ class DesiredWorker(Value, frozen=True, kw_only=True):
     devices: list[int] = []
     """Indices among the node's devices."""
     group_devices: list[int] = []
-    """Indices for all its role's workers in its group, in the order it sees them; empty if it sees its own alone."""
+    """Devices of its role's workers in its group, in the order in which it sees them; empty: it sees only its own."""
     run: RunOrder | None = None
     notice: RoundNotice | None = None
-    """Notice that stands; None as soon as the next round is ordered."""
+    """Notice in force; None as soon as the next round is ordered."""
 
 
 class DesiredJob(Value, frozen=True, kw_only=True):
@@ -254,27 +254,27 @@ class DesiredJob(Value, frozen=True, kw_only=True):
 
     job_id: str
     spec: JobSpec | None = None
-    """Description of the job; None where the agent has been sent it. One that lacks it takes nothing of the message."""
+    """Description of the job; None if it was sent to the agent before. An agent that lacks it ignores the message."""
     directory: list[DirectoryEntry] = []
-    """The whole directory, as of now; empty where the agent has been sent all of it already."""
+    """The whole directory as of now; empty if the agent has it already."""
     stop_grace_s: float | None = None
-    """Seconds from SIGTERM to SIGKILL for workers that are no longer desired; None: the spec's. 0 kills at once, also
-    those whose stop has begun, so a job that is stopped by force stays listed without workers. An agent that itself
-    stops gives its workers the spec's, unless this is 0."""
+    """Seconds from SIGTERM to SIGKILL for workers that are no longer desired; None: the spec's value. 0 kills at once,
+    even workers that are stopping already: so a job that is stopped by force stays listed without workers. An agent
+    that itself stops uses the spec's value, unless this is 0."""
     is_interrupted: bool = False
     """True if somebody pressed Ctrl-C: its workers are stopped by SIGINT and not by SIGTERM."""
     copy_node: ServerAddress | None = None
-    """Snapshot server of a node that holds copies for the job, while all ranks of a role are on one node."""
+    """Snapshot server of the job's copy node, which holds copies while all ranks of a role are on one node."""
 
 
 class DesiredWorkers(MasterOrder, tag="desired-workers", frozen=True, kw_only=True):
-    """Desired set: all workers that shall run on this node. A lower generation than one already taken is ignored."""
+    """Desired set: all workers that have to run on this node. The agent ignores a generation below its last one."""
 
     generation: int
     workers: list[DesiredWorker]
     jobs: list[DesiredJob]
     num_elsewhere: int = 0
-    """Workers that other agents of this host have, with which these share its CPUs."""
+    """Number of workers of other agents on this host, which share its CPUs."""
 
 
 class DirectoryChanged(MasterOrder, tag="directory-changed", frozen=True, kw_only=True):
@@ -310,7 +310,7 @@ class ReadStacks(MasterOrder, tag="read-stacks", frozen=True, kw_only=True):
     workers: list[str]
     """Full names."""
     within_s: float
-    """Time within which to answer with what is known by then."""
+    """Time limit, at which the agent answers with the stacks that it has."""
 
 
 class PassSignal(MasterOrder, tag="pass-signal", frozen=True, kw_only=True):

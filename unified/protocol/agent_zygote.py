@@ -28,7 +28,7 @@ class ZygoteUp(ZygoteWord, tag="zygote-up", frozen=True, kw_only=True):
     pid: int
     has_torch: bool
     protocol_version: int = 0
-    """Protocol version of the `unified` in its interpreter; another than the agent's is of no use."""
+    """Protocol version of `unified` in its interpreter. The agent cannot use a zygote with another version."""
 
 
 class Forked(ZygoteWord, tag="forked", frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ class ChildExited(ZygoteWord, tag="child-exited", frozen=True, kw_only=True):
     pid: int
     code: int
     peak_kb: int = 0
-    """Most resident memory that it had, in KiB."""
+    """Peak of its resident memory, in KiB."""
 
 
 ZygoteToAgent = ZygoteUp | Forked | ForkFailed | ChildExited

@@ -29,30 +29,30 @@ class ClientRequest(Value, tag_field="type", frozen=True, kw_only=True):
 class SubmitJob(ClientRequest, tag="submit-job", frozen=True, kw_only=True):
     spec: JobSpec
     wait: bool = True
-    """True to let a job wait that does not fit now; else it is refused."""
+    """True: a job that does not fit now waits; False: it is refused."""
     joins: bool = False
-    """True to join a living job of this name with the same workers: torchrun's way, a command a host."""
+    """True to join an unfinished job of this name with the same workers, as with torchrun: one command per host."""
     follows: str | None = None
-    """Id of the newest job of this name that the submitter knows of, and that has ended; empty: it knows of none. The
-    job is refused as name-taken if there is another, so it is safe to send twice. None: any that has ended will do."""
+    """Id of the newest job of this name that the submitter knows, which has ended; empty: it knows none. If another job
+    is the newest, the request is refused as name-taken, so it is safe to send it twice. None: any ended job will do."""
     kept_env: list[str] = []
-    """Variables that each role has from the role of its name in the job that it follows, since the submitter does not
-    know their values."""
+    """Variables that each role takes from the role of its name in the job `follows`: the submitter does not know their
+    values."""
     unique_labels: list[str] = []
-    """Labels of which no other living job may have the same value; else the job is refused as name-taken."""
+    """Labels whose values no other unfinished job may have; otherwise the job is refused as name-taken."""
 
 
 class ListJobs(ClientRequest, tag="list-jobs", frozen=True, kw_only=True):
     labels: dict[str, str] = {}
-    """Labels that a job has to have, with these values, to be listed."""
+    """Labels, with values, of the listed jobs."""
     stages: list[Stage] = []
-    """Stages of which a job has to have one; empty: any."""
+    """Stages of the listed jobs; empty: any."""
     text: str = ""
-    """Text that its id or its submitter has to contain."""
+    """Text in the id or the submitter of the listed jobs."""
     before: str = ""
-    """Id of the job that the page before began with: only older ones; empty: all."""
+    """Id of the first job on the previous page: only older jobs are listed; empty: all."""
     limit: int = 0
-    """Most jobs, the newest; 0: all."""
+    """Number of jobs to list, the newest; 0: all."""
 
 
 class GetJob(ClientRequest, tag="get-job", frozen=True, kw_only=True):
@@ -73,12 +73,12 @@ class WatchCluster(ClientRequest, tag="watch-cluster", frozen=True, kw_only=True
     job: str = ""
     """Job that is watched, with its workers; empty: all jobs, nodes and events."""
     has_workers: bool = True
-    """False to be told of jobs and not of their workers."""
+    """False to get jobs without their workers."""
     after_version: int = -1
-    """Version that the client has; of one that the master does not know the answer is whole."""
+    """Version that the client has. If the master does not know it, the answer has everything."""
     wait_s: float = 0.0
     settle_s: float = 0.0
-    """Time for which the master gathers changes before it tells them. A decision about `job` is told at once."""
+    """Time for which the master gathers changes before it sends them. A decision about `job` is sent at once."""
 
 
 class ReadLog(ClientRequest, tag="read-log", frozen=True, kw_only=True):
@@ -93,19 +93,19 @@ class ReadLog(ClientRequest, tag="read-log", frozen=True, kw_only=True):
     """Offset of the first byte; negative: that many bytes before the end."""
     max_bytes: int = 65536
     keep: bool = False
-    """True to read on from `offset` later and miss no byte. Until the next request, for at most 30 s, nothing from
-    there on is rotated away; a worker that prints faster waits once its log is full."""
+    """True to read on later and miss no byte. Until the next request, for at most 30 s, no byte from `offset` on is
+    rotated away; a worker that prints faster waits when its log is full."""
     grep: str = ""
-    """Regular expression of Python: only lines that have a match travel. They are searched for on their host, a part of
-    the stream at a time: `LogChunk.next_offset` says how far. Empty: every line."""
+    """Regular expression of Python: only matching lines are sent. The log's host searches one part of the stream at a
+    time; `LogChunk.next_offset` is the end of that part. Empty: every line."""
     since: float = 0.0
-    """Leave out what was printed before this time (seconds since 1970, by the clock of its host); 0: nothing."""
+    """Leave out output from before this time (seconds since 1970, by its host's clock); 0: nothing."""
     until: float = 0.0
-    """Leave out what was printed after this time; 0: nothing."""
+    """Leave out output from after this time; 0: nothing."""
     take: ProfileKind | None = None
-    """Kind of the profile to take first, of a worker that runs, where the stream is `profile`."""
+    """Kind of profile to take first, if the stream is `profile` and the worker runs."""
     wait_s: float = 0.0
-    """Time for which it is sampled, or within which the step to record has to end; 10 minutes at most."""
+    """Time to sample the worker, or time limit for the step to record; 10 minutes at most."""
 
 
 class StopJob(ClientRequest, tag="stop-job", frozen=True, kw_only=True):
@@ -118,7 +118,7 @@ class StopJob(ClientRequest, tag="stop-job", frozen=True, kw_only=True):
 
 
 class SignalWorkers(ClientRequest, tag="signal-workers", frozen=True, kw_only=True):
-    """Send a signal to the workers of a job that handle it. If the master restarts meanwhile, it may come twice."""
+    """Send a signal to a job's workers that handle it. If the master restarts meanwhile, the signal may come twice."""
 
     job: str
     signal: int
@@ -163,11 +163,11 @@ class Explain(ClientRequest, tag="explain", frozen=True, kw_only=True):
     worker: str = ""
     limit: int = 500
     before: int | None = None
-    """Sequence that the events have to be below, which the page before began with; None: the newest."""
+    """Sequence of the first event on the previous page: only older events are listed; None: the newest."""
 
 
 class GetStacks(ClientRequest, tag="get-stacks", frozen=True, kw_only=True):
-    """Request for `JobStacks`: where the workers of a job stand, as far as they or their agents say within `wait_s`."""
+    """Request for `JobStacks`: the stacks that the workers of a job, or their agents, report within `wait_s`."""
 
     job: str
     role: str = ""
@@ -178,7 +178,7 @@ class GetStacks(ClientRequest, tag="get-stacks", frozen=True, kw_only=True):
 
 
 class GetDirectory(ClientRequest, tag="get-directory", frozen=True, kw_only=True):
-    """Request for a `JobDirectory`, at once, from a client that is no worker of the job and calls its workers."""
+    """Request for a `JobDirectory`, at once, by a client outside the job that calls its workers."""
 
     job: str
     after_revision: int = -1
@@ -196,7 +196,7 @@ class FindCode(CodeRequest, tag="find-code", frozen=True, kw_only=True):
 
 
 class PutCode(CodeRequest, tag="put-code", frozen=True, kw_only=True):
-    """Bytes of an archive that follow those that the master has; answered by the new `CodeState`."""
+    """Next bytes of an archive, after those that the master has; answered by the new `CodeState`."""
 
     size: int
     """Bytes of the whole archive."""
@@ -225,20 +225,20 @@ class Done(MasterAnswer, tag="done", frozen=True, kw_only=True):
 
     note: str = ""
     incarnations: dict[str, int] = {}
-    """Incarnation that begins, or will, of each worker that a restart concerns, by full name."""
+    """New incarnation of each restarted worker, by full name; it may begin later."""
 
 
 class Refused(MasterAnswer, tag="refused", frozen=True, kw_only=True):
     """Refusal. `code`: bad-request, version, not-found, name-taken, does-not-fit, ended,
     unknown-worker (not registered, or lost), replaced (by a newer incarnation of that worker),
-    unavailable (who would know cannot be reached), defect (ours)."""
+    unavailable (the process that knows cannot be reached), defect (of Unified)."""
 
     code: str
     reason: str
 
 
 class WorkerStatus(Value, frozen=True, kw_only=True):
-    """One worker: its newest incarnation, and what is counted over all of them."""
+    """One worker: its newest incarnation, and counts over all its incarnations."""
 
     name: str
     """Full name: ``trainer_4-1_2-1``."""
@@ -263,9 +263,9 @@ class WorkerStatus(Value, frozen=True, kw_only=True):
     reason: str = ""
     """Reason of the last decision about it."""
     num_unread_errors: int = 0
-    """Calls of its code, in all incarnations, that failed without anybody reading the error."""
+    """Failed calls of its code, in all incarnations, whose errors nobody read."""
     output_lost: str = ""
-    """Losses of the output of its newest incarnation, as its node's disk refused it; empty: nothing."""
+    """Output of its newest incarnation that its node's disk refused; empty: none was lost."""
 
 
 class RoleStatus(Value, frozen=True, kw_only=True):
@@ -331,22 +331,22 @@ class JobStatus(MasterAnswer, tag="job-status", frozen=True, kw_only=True):
     workers: list[WorkerStatus] = []
     end: EndReport | None = None
     outcome: int | None = None
-    """Exit code to be, known from STOPPING on."""
+    """Exit code that the job will have, known from STOPPING on."""
     suspended: str | None = None
     """Reason for which it is suspended; None: it is not."""
     num_leaving: int = 0
-    """Incarnations that shall run no more, and have not ended yet."""
+    """Incarnations that have to end, and have not ended yet."""
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
     """Annotations, if they were asked for."""
     budgets: list[BudgetUse] = []
-    """Limits of which anything is used up, in the order in which they are compared."""
+    """Limits that are used up at least in part, in the order in which they are compared."""
     times: TimeSpent | None = None
-    """Seconds by phase; None: a master that keeps no account, or a job from before it did."""
+    """Seconds by phase; None: the master keeps no account, or kept none when the job began."""
 
 
 class JobLine(Value, frozen=True, kw_only=True):
-    """One job of a list; the fields mean what they mean in `JobStatus`."""
+    """One job of a list; fields mean the same as in `JobStatus`."""
 
     job_id: str
     name: str
@@ -358,7 +358,7 @@ class JobLine(Value, frozen=True, kw_only=True):
     num_workers: int
     started_at: float | None = None
     num_restarts: int = 0
-    """Restarts of the whole job, or of that of its roles that restarted most."""
+    """Restarts of the whole job, or of its role with the most restarts, if these are more."""
     failure: str = ""
     """Summary of the failure that ended it."""
     suspended: str | None = None
@@ -382,17 +382,17 @@ class NodeStatus(Value, frozen=True, kw_only=True):
     resources: NodeResources
     """Resources that it offers."""
     free: NodeResources
-    """Resources that no job holds; of `devices`, those that are wholly free."""
+    """Resources that no job holds; `devices` are those that are entirely free."""
     labels: dict[str, str] = {}
     num_workers: int = 0
     seen_s_ago: float = 0.0
-    """Seconds since its agent was heard."""
+    """Seconds since the last message of its agent."""
     reason: str = ""
     """Reason of its state."""
     drained: str | None = None
     """Reason for which the node is out of service; None: it is not."""
     num_leaving: int = 0
-    """Incarnations that shall run there no more, and have not ended yet."""
+    """Incarnations that have to end there, and have not ended yet."""
     check: str = ""
     """Outcome of the last node check of any job there; empty if there was none."""
     metrics: str = ""
@@ -402,19 +402,19 @@ class NodeStatus(Value, frozen=True, kw_only=True):
 class NodeList(MasterAnswer, tag="node-list", frozen=True, kw_only=True):
     nodes: list[NodeStatus]
     at: float = 0.0
-    """Time of the master's clock when it answered, in seconds since 1970; 0: a release that does not say."""
+    """Time of the master's clock when it answered, in seconds since 1970; 0: its release does not send it."""
     relay: str = ""
     """``tcp://host:port`` of the bus relay."""
 
 
 class Changes(MasterAnswer, tag="changes", frozen=True, kw_only=True):
-    """State of what has changed: `unified.client.mirror.ClusterMirror` puts it together."""
+    """State of all parts that changed; `unified.client.mirror.ClusterMirror` puts them together."""
 
     version: int
     at: float
     """Time of the master's clock (seconds since 1970)."""
     is_whole: bool = False
-    """True if all that the client knew before is to be forgotten."""
+    """True if the client has to forget all earlier state."""
     is_last: bool = True
     """False if more has changed than one answer holds: ask again for the rest."""
     jobs: list[JobStatus] = []
@@ -439,14 +439,14 @@ class LogChunk(MasterAnswer, tag="log-chunk", frozen=True, kw_only=True):
     """True if the incarnation has ended and nothing follows `next_offset`."""
     path: str = ""
     note: str = ""
-    """Reason for which this is what the master has kept, whatever was asked for; empty: it is from the log's node."""
+    """Reason why the master sent the output that it keeps, for any request; empty: the log's node answered."""
     is_busy: bool = False
-    """True if nothing was searched, as the node has other searches to do. Else where `next_offset` is that of the
-    request, only a line that has not ended yet is left."""
+    """True if nothing was searched, because the node has other searches to do. If False, and `next_offset` is the
+    requested offset, only an unfinished line is left."""
 
 
 class JobDirectory(MasterAnswer, tag="job-directory", frozen=True, kw_only=True):
-    """The workers of a job, and the inboxes and nodes of those that live."""
+    """The workers of a job, and the inboxes and nodes of those that are alive."""
 
     job_id: str
     revision: int
@@ -467,7 +467,7 @@ class CodeState(MasterAnswer, tag="code-state", frozen=True, kw_only=True):
 
 
 class CodePart(MasterAnswer, tag="code-part", frozen=True, kw_only=True):
-    """Bytes of an archive; none behind its end."""
+    """Bytes of an archive; none after its end."""
 
     data: bytes
     size: int

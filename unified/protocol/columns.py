@@ -1,4 +1,4 @@
-"""Tables by columns: a list a field of its rows. Names of fields are sent once, and columns of defaults not at all."""
+"""Tables by columns: one list for each field. Field names are sent once, and columns of defaults not at all."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 def columns_of(rows: Sequence[msgspec.Struct]) -> Columns:
-    """Return the columns of rows of one class, without those in which all have the default.
+    """Return the columns of rows of one class, without the columns that have only defaults.
 
-    A thousand workers that run as they should are told by a third of their fields.
+    A thousand healthy workers take a third of their fields.
     """
     if not rows:
         return {}
@@ -30,7 +30,7 @@ def columns_of(rows: Sequence[msgspec.Struct]) -> Columns:
 
 @cache
 def _defaults(row_type: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the defaults of fields that have one. msgspec finds them by reading all annotations anew."""
+    """Return the defaults of fields that have one. Cached, because msgspec reads all annotations each time."""
     found = {}
     for field in msgspec.structs.fields(row_type):
         default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory
@@ -40,10 +40,10 @@ def _defaults(row_type: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def rows_of(columns: Columns, row_type: type[R]) -> list[R]:
-    """Return the rows of columns. A column that is not there stands for the default of its field.
+    """Return the rows of columns. A missing column stands for the default of its field.
 
     Raises:
-        ValueError: these are no columns of such rows.
+        ValueError: the columns do not fit `row_type`.
     """
     try:
         rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

@@ -1,9 +1,9 @@
 """Messages between workers and the master as coordinator of data, barriers and checkpoints. A request has one answer.
 
-Names and fields are those of the reference document's ``coordinator.proto``; what that lacks is marked as new.
+Names and fields are those of the reference document's ``coordinator.proto``; additions are marked as new.
 The messages travel on the control socket of the master, as other requests of clients do. `space` is new everywhere:
-one space sees nothing of another. Workers of a job use the job's id, scripts outside a job ``UNIFIED_SPACE``,
-or the empty one.
+one space sees nothing of another. Workers of a job use the job's id; scripts outside a job use ``UNIFIED_SPACE``,
+or the empty space.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from unified.values import Value
 
 ReleasedBy = Literal["arrived", "lost", "timeout", "closed"]
 WorkerEvent = Literal["checkpoint-failed", "checkpoint-damaged"]
-"""Events that a worker can log: none of the words in which the master tells its own decisions."""
+"""Events that a worker can log; the master has other names for its own decisions."""
 
 
 class CoordinatorRequest(ClientRequest, frozen=True, kw_only=True):
@@ -44,9 +44,9 @@ class RegisterWorker(CoordinatorRequest, tag="register-worker", frozen=True, kw_
     world_size: int = 0
     """World size of the worker; 0: it takes part in no barrier."""
     timeout_s: float | None = None
-    """Silence after which the worker is lost; None: the coordinator's."""
+    """Silence after which the worker is lost; None: the coordinator's default."""
     member: str = ""
-    """New: the name of its rank, by which datasets have it, whatever its id: in a job the worker's name there. Empty:
+    """New: name of its rank, by which datasets know it (not by its id): in a job, the worker's name there. Empty:
     its `worker_id`."""
 
 
@@ -84,7 +84,7 @@ class FileRun(Value, frozen=True, kw_only=True):
 
 
 class RegisterDataset(CoordinatorRequest, tag="register-dataset", frozen=True, kw_only=True):
-    """Registration of a dataset. Again with the same values, nothing happens; with others, it is refused."""
+    """Registration of a dataset. A second one with the same values does nothing; with other values it is refused."""
 
     dataset_id: str
     path: str
@@ -113,12 +113,12 @@ class ShardAssignment(Value, frozen=True, kw_only=True):
     start_sample: int
     end_sample: int
     first_row: int = 0
-    """New: row of the first of these files at which the shard begins (see `file_layout.py` of the core); it goes on
-    through the rest of that file and the files after it, until it has as many rows as samples."""
+    """New: row at which the shard begins in the first of these files (see `file_layout.py` of the core). It goes on
+    through that file and the next ones, until it has as many rows as samples."""
 
 
 class DataRequest(CoordinatorRequest, frozen=True, kw_only=True):
-    """Base of requests about the shards of a worker, from itself or somebody else."""
+    """Base of requests about the shards of a worker, from that worker or somebody else."""
 
     dataset_id: str
     worker_id: str
@@ -126,19 +126,19 @@ class DataRequest(CoordinatorRequest, frozen=True, kw_only=True):
     is_id: bool = False
     """New: see `worker_id`."""
     session: str = ""
-    """New: session of the incarnation that asks, which is refused when another one took its place. Empty: somebody else
+    """New: session of the incarnation that asks; it is refused if another one took its place. Empty: somebody else
     asks, or the worker registered nowhere."""
     incarnation: int = -1
-    """New: in a job, number of the incarnation that asks, from 0: the master knows the newest whether it registered or
-    not. -1: somebody else asks."""
+    """New: in a job, number of the incarnation that asks, from 0: the master knows the newest, even if it never
+    registered. -1: somebody else asks."""
 
 
 class GetDataShard(DataRequest, tag="get-data-shard", frozen=True, kw_only=True):
-    """Request for the unfinished shards of an epoch that are a worker's now."""
+    """Request for the unfinished shards of an epoch that a worker has now."""
 
     epoch: int
     limit: int = 0
-    """New: most shards to answer, those to read first; 0: all."""
+    """New: most shards in the answer, the first ones to read; 0: all."""
 
 
 class DataShards(CoordinatorAnswer, tag="data-shards", frozen=True, kw_only=True):
@@ -147,7 +147,7 @@ class DataShards(CoordinatorAnswer, tag="data-shards", frozen=True, kw_only=True
     revision: int
     """Revision of the space: ask again when a heartbeat, or `ShardsDone`, tells of another one."""
     num_left: int = 0
-    """New: unfinished shards of the epoch, whoever has them. An answer without a limit may be a little behind."""
+    """New: unfinished shards of the epoch, of all workers. In an answer without a limit it may be slightly old."""
 
 
 class GetRankFiles(DataRequest, tag="get-rank-files", frozen=True, kw_only=True):
@@ -157,7 +157,7 @@ class GetRankFiles(DataRequest, tag="get-rank-files", frozen=True, kw_only=True)
     rank: int = -1
     """Rank; -1: that of the worker's registration."""
     world_size: int = 0
-    """Number of ranks that the files are spread over; 0: as workers have registered."""
+    """Number of ranks that the files are spread over; 0: the world size that workers registered."""
 
 
 class RankFiles(CoordinatorAnswer, tag="rank-files", frozen=True, kw_only=True):
@@ -168,14 +168,14 @@ class RankFiles(CoordinatorAnswer, tag="rank-files", frozen=True, kw_only=True):
     num_files: int
     """Number of files in the dataset."""
     idle: list[int] = []
-    """Ranks that are given no file."""
+    """Ranks without a file."""
 
 
 class MarkDone(DataRequest, tag="mark-done", frozen=True, kw_only=True):
-    """New: shards that were read to their end, and are served to nobody again in this epoch. Answered by `ShardsDone`.
+    """New: shards that were read to their end; nobody gets them again in this epoch. Answered by `ShardsDone`.
 
-    A worker reports each shard before it begins the next: the first unfinished one of its list is its own as long as
-    the worker is there, those after it may go to others. Nobody else reports for a worker that is registered."""
+    A worker reports each shard before it begins the next. The first unfinished shard of its list stays its own while
+    the worker is present; the later ones may go to others. Nobody else reports for a registered worker."""
 
     epoch: int
     shard_ids: list[int]
@@ -191,35 +191,35 @@ class ShardsDone(CoordinatorAnswer, tag="shards-done", frozen=True, kw_only=True
 
 
 class RestorePosition(DataRequest, tag="restore-position", frozen=True, kw_only=True):
-    """New: position from which the data go on exactly: its read shards are done, and all else comes again.
+    """New: position from which the data go on exactly: its read shards are done, and all other samples come again.
 
-    All who train together load the same position. The first of them sets the dataset back; for the others, as long as
-    one that has loaded is there, nothing happens. Another position is refused then."""
+    All workers that train together load the same position. The first request sets the dataset back. While a worker
+    that has loaded it is present, further requests change nothing, and another position is refused."""
 
     epoch: int
     done: list[int]
     begun: list[tuple[int, int]] = []
-    """Shards that are partly read, each with the number of its read samples: readers pass over those by themselves."""
+    """Partly read shards, each with its number of read samples, which readers skip by themselves."""
     world: list[str] = []
-    """All who read from now on, as far as it is known: others, unless they are known to run, are taken out."""
+    """All workers that read from now on, if known. Others are removed, unless they are known to run."""
     process: str
     """Id of the reader's process, chosen at random."""
     number: int
-    """Number of the position among those that this process loads, from 1, so that a request that comes again is known.
-    0: only if it has loaded none yet."""
+    """Number of the position among those that this process loads, from 1, to recognize a repeated request.
+    0: load it only if the process has loaded none yet."""
 
 
 class SetDataWorker(DataRequest, tag="set-data-worker", frozen=True, kw_only=True):
-    """New: request that a worker join those that a dataset's shards are spread over, or leave them."""
+    """New: request that a worker join, or leave, the workers that share a dataset's shards."""
 
     is_member: bool = True
     is_awaited: bool = False
-    """True if somebody else names a worker that will read: if nothing is heard from it for the coordinator's time-out,
-    its shards go to others. False if the worker itself asks."""
+    """True if somebody else names a worker that will read. If it is silent for the coordinator's time-out, its
+    shards go to others. False if the worker itself asks."""
 
 
 class AdvanceEpoch(CoordinatorRequest, tag="advance-epoch", frozen=True, kw_only=True):
-    """New: request to make `epoch` the current one; an epoch that is past stays past."""
+    """New: request to make `epoch` the current one; a past epoch changes nothing."""
 
     dataset_id: str
     epoch: int
@@ -242,7 +242,7 @@ class DatasetStatus(Value, frozen=True, kw_only=True):
     num_done: int
     """Shards of the current epoch that were read."""
     workers: list[str]
-    """Workers that its shards are spread over, in order; each by its id, as far as it has registered."""
+    """Workers that share its shards, in order; each by its id, if it has registered."""
     metadata: dict[str, str] = {}
 
 
@@ -253,7 +253,7 @@ class Datasets(CoordinatorAnswer, tag="datasets", frozen=True, kw_only=True):
 
 
 class DescribeSpaces(CoordinatorRequest, tag="describe-spaces", frozen=True, kw_only=True):
-    """New: request for a `SpaceList`, for people who look."""
+    """New: request for a `SpaceList`, to show to people."""
 
     is_every_space: bool = False
     """True for all spaces, up to a bound; False for `space` alone."""
@@ -288,7 +288,7 @@ class PresentWorker(Value, frozen=True, kw_only=True):
     worker_id: str
     hostname: str
     rank: int
-    """Rank; -1: it said none."""
+    """Rank; -1: not given."""
 
 
 class SpaceStatus(Value, frozen=True, kw_only=True):
@@ -306,7 +306,7 @@ class SpaceList(CoordinatorAnswer, tag="space-list", frozen=True, kw_only=True):
 
 
 class WaitBarrier(CoordinatorRequest, tag="wait-barrier", frozen=True, kw_only=True):
-    """Arrival at a barrier, answered by `BarrierResponse` at its release. An equal `arrival` is the same arrival."""
+    """Arrival at a barrier, answered by `BarrierResponse` at its release. A repeated request has the same `arrival`."""
 
     barrier_id: str
     worker_id: str
@@ -319,8 +319,8 @@ class WaitBarrier(CoordinatorRequest, tag="wait-barrier", frozen=True, kw_only=T
 
 
 class LeaveBarrier(CoordinatorRequest, tag="leave-barrier", frozen=True, kw_only=True):
-    """New: end of a wait, so that no arrival behind which there is nobody releases a barrier. The waiting request is
-    answered as ``closed``; the others wait on. If the worker does not wait there, nothing happens."""
+    """New: end of a wait, so that the arrival of an absent worker releases no barrier. The waiting request is answered
+    as ``closed``; the others wait on. If the worker does not wait there, nothing happens."""
 
     barrier_id: str
     worker_id: str
@@ -335,7 +335,7 @@ class BarrierResponse(CoordinatorAnswer, tag="barrier-response", frozen=True, kw
     """Number of the barrier's earlier releases."""
     arrived: list[str] = []
     missing: list[str] = []
-    """Workers that had not arrived, as far as it is known who should."""
+    """Expected workers that had not arrived, as far as they are known."""
     lost: list[str] = []
     reason: str = ""
 
@@ -354,7 +354,7 @@ class NotifyCheckpoint(CoordinatorRequest, tag="notify-checkpoint", frozen=True,
     world_size: int = 1
     metadata: dict[str, str] = {}
     goes_back: bool = False
-    """True if training went back to this one: later steps of the series, of earlier notices, count no more."""
+    """True if training went back to this one: earlier notices of later steps in the series count no more."""
 
 
 class CheckpointResponse(CoordinatorAnswer, tag="checkpoint-response", frozen=True, kw_only=True):
@@ -387,7 +387,7 @@ class TellEvent(CoordinatorRequest, tag="tell-event", frozen=True, kw_only=True)
     worker_id: str
     event: WorkerEvent
     reason: str
-    """Sentence; one that is too long is cut off."""
+    """Sentence, cut off if it is too long."""
 
 
 WorkerToCoordinator = (

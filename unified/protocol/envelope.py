@@ -1,7 +1,7 @@
-"""The outside of a bus message: all that a relay reads, and the first frame of every message.
+"""Envelope of a bus message: its first frame, and all that a relay reads.
 
-A message is ``[envelope][body][buffer…]``. What body and buffers hold is `unified.bus.codec.codec`'s business, except
-for HELLO (an `Inbox`), UNDELIVERABLE (an `Undelivered`), PIECE (a `PiecePlace`), which are of this file, WAITS, BULK.
+A message is ``[envelope][body][buffer…]``. `unified.bus.codec.codec` handles body and buffers, except for WAITS, BULK
+and the bodies of this file: HELLO (an `Inbox`), UNDELIVERABLE (an `Undelivered`) and PIECE (a `PiecePlace`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from unified.values import Value
 Bytes = bytes | bytearray | memoryview
 BUS_VERSION = 5
 OUTSIDE = "outside:"
-"""First character of the names of callers that are no workers, such as the driver of a job; no worker's begins so."""
+"""Prefix of the names of callers that are no workers, such as the driver of a job; no worker's name begins with it."""
 MAX_ENVELOPE_BYTES = 8192
-"""Longest first frame that is looked at: names are short, and a longer one is no envelope."""
+"""Longest first frame that is decoded: names are short, so a longer frame is no envelope."""
 
 
 class Kind(IntEnum):
@@ -36,18 +36,18 @@ class Kind(IntEnum):
     CANCEL = 4
     """Cancellation: the caller no longer wants the answer to `call_id`."""
     UNDELIVERABLE = 5
-    """Notice of a relay: it could not forward a message of the receiver's. Body: `Undelivered`."""
+    """Notice from a relay to a sender whose message it could not forward. Body: `Undelivered`."""
     HELLO = 6
-    """First message on a new direct connection. Body: the sender's `Inbox`, so that answers find their way back even
-    before the directory tells of it."""
+    """First message on a new direct connection. Body: the sender's `Inbox`, so that answers can come back even
+    before the directory lists it."""
     STREAM = 7
-    """Begin of a stream: the handler is a generator, and ITEMs follow until a RESULT or an ERROR."""
+    """Start of a stream: the handler is a generator, and ITEMs follow until a RESULT or an ERROR."""
     ITEM = 8
     """Item of a stream. Body: one value."""
     MORE = 9
     """Credit from the caller, which can take `count` more ITEMs."""
     WAITS = 10
-    """Notice from the callee that a call does not go on, and what it waits for (`unified.bus.calls.deadlock.graph`)."""
+    """Notice from the callee that a call is blocked, and what it waits for (`unified.bus.calls.deadlock.graph`)."""
     PIECE = 11
     """Piece of a large buffer of a message that follows. Body: a `PiecePlace`; its one buffer has the bytes."""
     BULK = 12
@@ -55,16 +55,16 @@ class Kind(IntEnum):
 
 
 class PieceSeries(msgspec.Struct, frozen=True, array_like=True):
-    """Series of pieces: the large buffers of one message, which go ahead of it and leave empty frames in it."""
+    """Series of pieces: one message's large buffers, sent ahead of it. The message has empty frames in their place."""
 
     number: int
-    """Number of the series, larger than those that its sender made before."""
+    """Number of the series, which grows with each series of the sender."""
     nbytes: int
-    """Size of all of them."""
+    """Size of all pieces."""
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """First frame of a message. Sender and target are inbox ids, so it is for one incarnation of one worker alone."""
+    """First frame of a message. Sender and target are inbox ids, so it is for one incarnation only."""
 
     version: int
     kind: Kind
@@ -80,16 +80,16 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     trace_id: str = ""
     """Trace id: the same for a call and for the calls that its handler makes."""
     chain: list[int] = []
-    """Ids of the calls whose handlers led to this one, oldest first; each means something to its callee alone."""
+    """Ids of the calls whose handlers led to this one, oldest first; each has a meaning only for its callee."""
     job: str = ""
     """Id of the job; messages of another job are refused."""
     shared: list[Any] | None = None
     """Places of the buffers in shared memory (see `unified.bus.shm.reader`); None: all follow as frames."""
     count: int = 0
-    """Number of a CALL among those of its sender, to all targets (the same when it is sent again); of the items that a
-    MORE allows; of an ITEM in its stream; of the items that came before a stream's RESULT."""
+    """CALL: number among its sender's calls to all targets, unchanged when it is sent again. MORE: number of items that
+    it allows. ITEM: number in its stream. RESULT of a stream: number of items before it."""
     series: PieceSeries | None = None
-    """Series of pieces to which a PIECE belongs, or which went ahead of any other message."""
+    """PIECE: series that it belongs to. Other messages: series that went ahead of them."""
 
 
 class Undelivered(Value, frozen=True, kw_only=True):
@@ -102,7 +102,7 @@ class Undelivered(Value, frozen=True, kw_only=True):
 
 
 class PiecePlace(Value, frozen=True, kw_only=True):
-    """Place of a piece. The pieces of one series come in order, and none has bytes of two buffers."""
+    """Place of a piece. The pieces of a series come in order, and each has bytes of one buffer."""
 
     index: int
     """Number of the buffer in its message."""
@@ -126,7 +126,7 @@ def encode_envelope(envelope: Envelope) -> bytes:
 
 
 def decode_envelope(frame: Bytes) -> Envelope:
-    """Read a first frame; ProtocolError if it is none, VersionMismatchError if the peer speaks another version."""
+    """Read a first frame; ProtocolError if it is no envelope, VersionMismatchError if the peer has another version."""
     size = len(frame)
     if size > MAX_ENVELOPE_BYTES:
         raise ProtocolError(f"an envelope of {size} bytes is refused; at most {MAX_ENVELOPE_BYTES}.")

@@ -1,9 +1,9 @@
 """Framing of control messages, for ZeroMQ sockets and for byte streams.
 
-Over ZeroMQ a message is two frames: ``[header, body]``; of a body of 4 MiB or more the pieces are frames. The header is
-a short MessagePack array ``[protocol version, request id]``; an answer carries the request's id, a message that nobody
-asked for carries 0.
-Over a stream (a socket pair between parent and child) it is a 4-byte little-endian length and the body.
+Over ZeroMQ a message is two frames, ``[header, body]``; a body of 4 MiB or more is cut into several frames. The header
+is a short MessagePack array ``[protocol version, request id]``. An answer has the id of its request; messages without a
+request have 0.
+Over a stream (a socket pair between parent and child) a message is a 4-byte little-endian length and the body.
 
 Nothing here touches a socket, and nothing is ever unpickled.
 """
@@ -21,7 +21,7 @@ from unified.security.frames import Buffer, cut, join
 
 PROTOCOL_VERSION = 5
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Errors of msgspec for bytes that cannot be read: text that is not UTF-8, and nesting without end, have their own."""
+"""Errors of msgspec for unreadable bytes. Text that is not UTF-8, and too deep nesting, have errors of their own."""
 UNWRITABLE = (UnicodeEncodeError, OverflowError, TypeError, RecursionError)
 """Errors of msgspec for values that MessagePack cannot hold."""
 MAX_MESSAGE = 64 * 1024 * 1024
@@ -52,11 +52,11 @@ class Codec(Generic[M]):
         return [_encoder.encode((version, request_id)), *cut(_encoder.encode(message))]
 
     def encode_header(self, request_id: int = 0) -> bytes:
-        """Return the first frame alone, for a message whose body is at hand."""
+        """Return the first frame alone, for a message whose body is encoded already."""
         return _encoder.encode((PROTOCOL_VERSION, request_id))
 
     def encode_body(self, message: object) -> bytes:
-        """Return the body alone, which may go to many."""
+        """Return the body alone, for any number of receivers."""
         return _encoder.encode(message)
 
     def decode(self, frames: Sequence[Buffer]) -> Control[M]:
@@ -96,7 +96,7 @@ def check_sendable(message: object) -> None:
 
 
 def unsendable(message: object, error: Exception) -> UsageError:
-    """Return the error for a message that cannot be sent, which names the value that is the reason."""
+    """Return the error for a message that cannot be sent; it names the bad value."""
     name = type(message).__name__
     return UsageError(f"{name} cannot be sent: {next(_unsendable(message, name), str(error))}.")
 

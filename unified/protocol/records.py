@@ -18,7 +18,7 @@ S = TypeVar("S", bound=StrEnum)
 class TransitionTable(Generic[S]):
     """Legal moves of one kind of thing: ``{state: (states it may become, …)}``.
 
-    The documentation's pictures are drawn from these tables, so a table is the whole truth.
+    The state diagrams of the documentation are drawn from these tables.
     """
 
     def __init__(self, what: str, moves: Mapping[S, tuple[S, ...]]) -> None:
@@ -26,7 +26,7 @@ class TransitionTable(Generic[S]):
         self.moves = moves
 
     def check(self, who: str, old: S, new: S) -> S:
-        """Return `new`, or raise `InvariantError` naming who tried to move where."""
+        """Return `new`; raise `InvariantError`, which names `who` and the move, if the table has no such move."""
         if new not in self.moves[old]:
             legal = ", ".join(self.moves[old]) or "nothing: it is final"
             raise InvariantError(f"{self.what} {who} cannot go from {old} to {new}; from {old} it may become {legal}.")
@@ -57,9 +57,9 @@ class WorkerState(StrEnum):
     """State of one incarnation of a worker, as its agent sees it."""
 
     PENDING = "PENDING"
-    """Not begun: the worker waits for a place, or for the end of a back-off. Only the master says so."""
+    """Not begun: the worker waits for a place, or for the end of a back-off. Only the master has this state."""
     STARTING = "STARTING"
-    """Starting: the process is being made, or has not said hello yet."""
+    """Starting: the process is being started, or has not said hello yet."""
     READY = "READY"
     """Ready: the worker said hello, has an inbox and waits for its order to run."""
     RUNNING = "RUNNING"
@@ -134,17 +134,17 @@ class Evidence(Value, frozen=True, kw_only=True, omit_defaults=True):
     """Facts about the end of a process, as its agent found them."""
 
     killed_for: str = ""
-    """Reason of a kill by its agent, or with its zygote; empty: neither of them sent the signal."""
+    """Reason why its agent killed it, or why it was killed with its zygote; empty: neither."""
     out_of_memory: str = ""
-    """The kernel's record of its out-of-memory kill, or else the count of its control group, which rose."""
+    """The kernel's record of its out-of-memory kill, or else the risen count of its control group."""
     out_of_memory_here: str = ""
-    """Count of the host's out-of-memory kills, which rose meanwhile: maybe by this one. Empty if the record is read."""
+    """Risen count of the host's out-of-memory kills, maybe by this one. Empty if the kernel's record can be read."""
     is_memory_counted: bool = False
     """True if the kernel's count of out-of-memory kills can be read on this node."""
     memory: list[MemorySample] = []
     """Resident memory over the last minute, oldest first."""
     peak_mb: float = 0.0
-    """Most resident memory that it ever had; 0: not known."""
+    """Peak of its resident memory; 0: not known."""
 
 
 class Failure(Value, frozen=True, kw_only=True):
@@ -153,11 +153,11 @@ class Failure(Value, frozen=True, kw_only=True):
     summary: str
     """One line: ``ValueError: no such file``, ``killed by SIGKILL``, ``exited with code 3``, ``node n2 was lost``."""
     category: str = "user"
-    """`user`: the entry point raised or exited. `crash`: a signal or an exit without a word. `oom`: killed by the
-    kernel for want of memory. `node`: the node was lost.
+    """`user`: the entry point raised or exited. `crash`: a signal, or an exit without a message. `oom`: killed
+    by the kernel for lack of memory. `node`: the node was lost.
     `node-check`: its node failed the check before a round.
     `hang`: no progress for longer than the role's `hang_timeout`; the traceback has the stacks of its ranks.
-    `setup`: the entry point cannot be imported or called; the same would happen again, so it is never retried."""
+    `setup`: the entry point cannot be imported or called; a retry would fail, too, so there is none."""
     exception_type: str = ""
     traceback: str = ""
     exit_code: int | None = None
@@ -165,7 +165,7 @@ class Failure(Value, frozen=True, kw_only=True):
     is_collateral: bool = False
     """True if the worker believes that it failed because a peer did (a broken collective): it is not the root cause."""
     is_cut: bool = False
-    """True if the program was ending (threads, `atexit`), and a stop cut that short."""
+    """True if a stop interrupted the end of the program (threads, `atexit`)."""
     evidence: Evidence | None = None
     """Evidence from its agent; None: the process did not end by itself, or there was none."""
 
@@ -175,7 +175,7 @@ MAX_METRICS = 256
 MAX_METRIC_TEXT = 200
 """Most characters of a metric's name, and of a value that is a text."""
 SAVE_STEP, SAVE_WAIT_S = "save_step", "save_wait_s"
-"""Metrics of a training run: the step whose save waits for its store, and the seconds since that took a part, or 0."""
+"""Metrics of training: the step whose save waits for the store, and seconds since the store took a part; 0: no wait."""
 
 MetricText = Annotated[str, msgspec.Meta(max_length=MAX_METRIC_TEXT)]
 Metrics = Annotated[dict[MetricText, float | int | MetricText], msgspec.Meta(max_length=MAX_METRICS)]
@@ -188,20 +188,20 @@ class Progress(Value, frozen=True, kw_only=True):
     total: int | None = None
     metrics: Metrics = {}
     num_unread_errors: int = 0
-    """Calls of its code, in this incarnation, that failed and whose errors nobody read."""
+    """Failed calls of its code, in this incarnation, whose errors nobody read."""
     num_activities: int = 0
-    """Times at which collectives or calls were seen to go on; counted in roles with a `hang_timeout` alone."""
+    """Number of times that collectives or calls were seen to progress; counted only in roles with a `hang_timeout`."""
     waits_for: MetricText = ""
-    """Debugger that its program waits for, or what its job needs on the node before it begins; empty: nothing. While
-    there is one, nothing of the job is taken for a hang."""
+    """Debugger, or preparation of the node, that the worker waits for; empty: nothing. While a worker of the job waits,
+    the job is not checked for hangs."""
     cleans_up: MetricText = ""
     """Exception that its main thread has handled for some seconds, within one collective; empty: none."""
     num_collectives: int | None = None
-    """Collectives of the default process group that it had entered when its program ended; None: it has not."""
+    """Collectives of the default process group that it had entered when its program ended; None: it runs."""
 
 
 class NodeCheckReport(Value, frozen=True, kw_only=True):
-    """Outcome of the node check of one round, as one rank has it."""
+    """Outcome of the node check of one round, as one rank sees it."""
 
     round: int
     matmul_s: float = 0.0
@@ -210,11 +210,11 @@ class NodeCheckReport(Value, frozen=True, kw_only=True):
     collective_s: float = 0.0
     """Time of its node's better collective; 0 if none succeeded, or none was due."""
     slow: dict[str, float] = {}
-    """Slow measurements of its node: how many times the median of all nodes they took, by their names."""
+    """Slow measurements of its node, by name, as multiples of the median of all nodes."""
     faulty: dict[int, str] = {}
     """Ranks whose nodes are at fault, and why."""
     undecided: dict[int, str] = {}
-    """Ranks on nodes that could not work together; at fault are some of these nodes."""
+    """Ranks on nodes that could not work together, and their errors; some of these nodes are at fault."""
 
     @property
     def is_good(self) -> bool:
@@ -223,19 +223,19 @@ class NodeCheckReport(Value, frozen=True, kw_only=True):
 
 
 MAX_POINTS = 2**15
-"""Most points of a series in one message of a worker; ours send that many values at most."""
+"""Most points of a series in one message of a worker; our own workers count even values against this limit."""
 
 
 class WorkerReport(Value, frozen=True, kw_only=True):
-    """One point of a worker's series: what was reported with one step. Its agent keeps it as a line of
-    ``N.metrics.jsonl``, in JSON, and as one more line what was reported with that step later."""
+    """One point of a worker's series: the values reported with one step. Its agent keeps it as a JSON line of
+    ``N.metrics.jsonl``; values that are reported with that step later become a further line."""
 
     at: Annotated[float, msgspec.Meta(ge=0, le=2**33)]
     """Time (seconds since 1970) on the worker's node."""
     step: int | None
     total: int | None
     metrics: Annotated[dict[MetricText, float | int | MetricText | None], msgspec.Meta(max_length=MAX_METRICS)]
-    """Names and values that were given with this step. JSON has no NaN: that is None."""
+    """Names and values that were given with this step. JSON has no NaN, so it becomes None."""
     incarnation: int = 0
     number: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Number in its incarnation, from 0. Lines of one number are one point; missing numbers were thinned out."""
@@ -246,26 +246,26 @@ class CallSpan(Value, frozen=True, omit_defaults=True):
 
     kind: Literal["caller", "callee"]
     at: float
-    """Time (seconds since 1970) on the worker's node at which the call was made, or came."""
+    """Time (seconds since 1970) on the worker's node at which the call was made, or arrived."""
     seconds: float
-    """Time until it had ended; of a stream for its caller, until it had begun."""
+    """Time until the call ended; for the caller of a stream, until the stream began."""
     method: str
     peer: str
     """Full name of the other worker."""
     call: str
     """Id of the call, the same for both sides."""
     trace: str
-    """Id of the first call of those that led to this one; its own if it is the first."""
+    """Id of the first call in the chain that led to this one; its own if it is the first."""
     token: str = ""
-    """Token of the call that was handled: of a callee this one; of a caller the one whose handler made this one."""
+    """Token of the handled call. Callee: this call. Caller: the call whose handler made this call."""
     queued_s: float = 0.0
     """Part of `seconds` before the handler began."""
     error: str = ""
 
 
 LogStream = Literal["out", "err", "both", "metrics", "trace", "profile"]
-"""Files of an incarnation. `metrics`: what it reported, a JSON object a line; empty where it has reported nothing.
-`trace`: the same of its calls, where it has ``UNIFIED_TRACE``. `profile`: the last one taken."""
+"""Files of an incarnation. `metrics`: its reports, one JSON object per line; empty if it reported nothing.
+`trace`: likewise its calls, if ``UNIFIED_TRACE`` is set. `profile`: its last profile."""
 ProfileKind = Literal["flamegraph", "speedscope", "memory", "torch"]
 """Kinds of a profile. `flamegraph` (SVG) and `speedscope` (JSON): where its time goes, by py-spy. `memory`: what it
 allocates (HTML), by memray. `torch`: one step (Chrome's trace, gzip), by its own ``torch.profiler``."""
@@ -282,12 +282,12 @@ class Inbox(Value, frozen=True, kw_only=True):
     `host_id` only); ``tcp://10.0.0.2:4123``, which speaks ZeroMQ."""
     host_id: str = ""
     shm: str = ""
-    """Identity of its shared-memory mount; empty if it has none, or no use of it. Two inboxes of one `host_id` and one
+    """Identity of its shared-memory mount; empty if it has or uses none. Two inboxes with the same `host_id` and
     `shm` can read each other's segments."""
     gpus: list[str] = []
-    """UUIDs of the CUDA devices that its process sees: on one host tensors of those are handed over by handle."""
+    """UUIDs of the CUDA devices that its process sees: on one host, tensors on them are passed by handle."""
     listener_key: str = ""
-    """Public half of the key pair of its tcp listener, which is its own; empty in a cluster without a key."""
+    """Public half of its tcp listener's own key pair; empty in a cluster without a key."""
 
 
 MAX_NAMES = 1000
@@ -299,14 +299,14 @@ ClaimedName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_LENG
 
 
 class NameClaims(Value, frozen=True, kw_only=True):
-    """All names that one incarnation claims: the whole set, so that saying it again or late changes nothing."""
+    """The whole set of names that one incarnation claims, so that a repeated or late message changes nothing."""
 
     number: int = 0
-    """Number of the last claim or withdrawal, from 1 in each incarnation: of two sets the higher is newer."""
+    """Number of the last claim or withdrawal, from 1 in each incarnation: the set with the higher number is newer."""
     names: Annotated[dict[ClaimedName, int], msgspec.Meta(max_length=MAX_NAMES)] = {}
-    """Names, each with the number of its claim. A name that is claimed anew has a new number, and gets a new answer."""
+    """Names, each with the number of its claim. A name that is claimed again gets a new number and a new answer."""
     journals: dict[ClaimedName, str] = {}
-    """Paths on this node of files that belong to held names, and that the next holder has to find again."""
+    """Paths on this node of files that belong to held names, which the next holder needs."""
 
 
 class JournalPlace(Value, frozen=True, kw_only=True):
@@ -348,11 +348,11 @@ class DirectoryEntry(Value, frozen=True, kw_only=True, omit_defaults=True):
     inbox: Inbox | None = None
     node: str = ""
     reason: str = ""
-    """Reason of its end. While it is ALIVE: of the end of the incarnation before it, for who was not told of that."""
+    """Reason of its end. While it is ALIVE: reason of the previous incarnation's end, for readers who missed it."""
     names: dict[str, int] = {}
-    """Names that it holds, each with the number of the claim that was granted; empty once it is over."""
+    """Names that it holds, each with the number of the granted claim; empty after its end."""
     refused: dict[str, NameRefusal] = {}
-    """Claims of it that were refused, for the claimant."""
+    """Refused claims of this incarnation, for the claimant."""
     journals: dict[str, JournalPlace] = {}
     """Places of the files of names that it holds, as their last holder said."""
     revision: int = 0
@@ -364,7 +364,7 @@ class Device(Value, frozen=True, kw_only=True):
 
     index: int
     kind: str
-    """``cuda``, ``rocm``, ``npu`` (Ascend), or ``virtual`` for one that stands in on a CPU host."""
+    """``cuda``, ``rocm``, ``npu`` (Ascend), or ``virtual`` for a stand-in on a CPU host."""
     name: str = ""
     uuid: str = ""
     memory_mb: float = 0.0
@@ -383,23 +383,23 @@ class NodeResources(Value, frozen=True, kw_only=True):
 
 
 class Phase(StrEnum):
-    """Phase of a job's time. The workers that count are those of roles that train together or, in a job without such
-    roles, those of roles that the job waits for; the steps are those of the first of these roles that reports any."""
+    """Phase of a job's time. The workers of elastic roles count; in a job without elastic roles, those of roles that
+    the job waits for. Steps are those of the first of these roles that reports any."""
 
     WAITING = "waiting"
     """Waiting: the job has no place, because it is in the queue or suspended."""
     STARTING = "starting"
-    """Starting: it has got a place, and not all workers run yet, or, where steps are reported, the first has not
+    """Starting: the job has a place, but not all workers run, or the first step of a job that reports steps has not
     begun."""
     PRODUCTIVE = "productive"
-    """Productive: all workers run, and what they do was not done before."""
+    """Productive: all workers run, and do new work."""
     REDONE = "redone"
     """Redone: all workers run, and repeat steps that the job had reached before."""
     RECOVERING = "recovering"
-    """Recovering: a worker failed, was lost or moved, and not all run again, or their first step has not begun."""
+    """Recovering: a worker failed, was lost or moved, and not all run again, or the first step has not begun."""
     STALLED = "stalled"
-    """Stalled: all workers run, and no step has come for 30 s and 5 times the usual time between two reports, or a
-    role is suspected to hang, which counts from its last progress."""
+    """Stalled: all workers run, but no step came for 30 s and 5 times the usual time between two reports; or a role is
+    suspected to hang, counted from its last progress."""
     STOPPING = "stopping"
     """Stopping: the outcome is known, and not all workers have ended."""
 
@@ -410,10 +410,10 @@ class TimeSpent(Value, frozen=True, kw_only=True):
     seconds: dict[str, float] = {}
     """Seconds by phase."""
     phase: str = ""
-    """Phase that it is in since `since`; empty: it has ended."""
+    """Phase of the job since `since`; empty: it has ended."""
     since: float = 0.0
     stalls_at: float | None = None
-    """Time from which on it is stalled, unless something is reported before."""
+    """Time at which the job becomes stalled, unless it reports something before."""
 
     def at(self, now: float) -> dict[str, float]:
         """Return the seconds by phase until `now` (seconds since 1970), in the order of `Phase`."""

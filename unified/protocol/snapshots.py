@@ -1,7 +1,7 @@
-"""Messages about snapshots: of a worker and its node's snapshot server, of two servers, and of the ranks of a round.
+"""Messages about snapshots: between a worker and its node's snapshot server, two servers, or the ranks of a round.
 
-A worker's go over a Unix socket of packets, in turns, a descriptor of a buffer beside some; those of two servers over
-ZeroMQ. Every request carries a token that the agent of the server made for the job, so that no job reads another's.
+A worker and its server take turns on a Unix packet socket; some messages carry the descriptor of a buffer. Two servers
+use ZeroMQ. Every request has a token that the server's agent made for the job, so no job reads another job's snapshots.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unified.values import Value
 PACKET_BYTES = 1 << 18
 """Most bytes of a packet."""
 PIECE_BYTES = 4 << 20
-"""Most bytes of a snapshot that one server reads of another at a time."""
+"""Most bytes of a snapshot that one server reads from another at a time."""
 LISTENER_NAME = "snapshots"
 """Name of the server's socket in the run folder."""
 
@@ -34,7 +34,7 @@ class SnapshotSeries(NamedTuple):
 
 
 class SnapshotStamp(NamedTuple):
-    """Stamp by which the snapshots of all ranks that belong together are known; the larger is the newer."""
+    """Stamp that matching snapshots of all ranks share; the larger stamp is newer."""
 
     round: int
     """Round in which it was taken: after a rollback, the same step is taken again in a later one."""
@@ -64,7 +64,7 @@ class StoredSnapshot(Value, frozen=True):
     """One snapshot of a rank on storage."""
 
     job_id: str
-    """Job that took it, an earlier one perhaps."""
+    """Job that took it, maybe an earlier one."""
     stamp: SnapshotStamp
 
 
@@ -77,11 +77,11 @@ class ServerAddress(Value, frozen=True):
     token: str
     """Token of the job there."""
     listener_key: str = ""
-    """Public half of the key pair of its listener, which is its own; empty in a cluster without a key."""
+    """Public half of its listener's own key pair; empty in a cluster without a key."""
 
 
 class SnapshotHost(Value, frozen=True):
-    """Fact about a node, for the master: where its snapshot server is, and the secret that the tokens are made of."""
+    """Address of a node's snapshot server, and the secret from which its tokens are made; for the master."""
 
     url: str
     secret: bytes
@@ -113,30 +113,30 @@ class ServeSnapshots(Value, tag_field="type", tag="serve", frozen=True):
     host: SnapshotHost
     quota_bytes: int
     linger_s: float
-    """Time for which the snapshots of a job are kept that has no worker here."""
+    """Time for which the server keeps snapshots of a job without workers here."""
     key: ClusterKey | None = None
     pair: ClusterKey | None = None
-    """Pair of its listener, whose public half `host` has."""
+    """Key pair of its listener; `host` has the public half."""
 
 
 class ReplaceKey(Value, tag_field="type", tag="key", frozen=True):
-    """Order to take the successor that the cluster's key has got."""
+    """Order to take the new successor of the cluster's key."""
 
     key: ClusterKey
 
 
 class PersistSnapshots(Value, tag_field="type", tag="persist", frozen=True):
-    """Order to write to storage what is not there yet: the agent's workers have ended. Answered by `SnapshotsKept`."""
+    """Order to write to storage the snapshots that it lacks: the workers have ended. Answered by `SnapshotsKept`."""
 
 
 class NameCopyNodes(Value, tag_field="type", tag="copy-nodes", frozen=True):
-    """Servers of nodes that hold copies for jobs that have no worker there, by job; those left out have none."""
+    """Servers of copy nodes, which hold copies for jobs without workers there, by job. Other jobs have none."""
 
     copy_nodes: dict[str, ServerAddress]
 
 
 class SnapshotsKept(Value, tag_field="type", tag="kept", frozen=True):
-    """Message to the agent: whether the server has what will be written to storage when the agent stops."""
+    """Message to the agent: whether the server has snapshots to write to storage when the agent stops."""
 
     is_to_persist: bool
     num_written: int = 0
@@ -150,7 +150,7 @@ class SnapshotRequest(Value, tag_field="type", frozen=True):
 
 
 class AttachSeries(SnapshotRequest, tag="attach", frozen=True):
-    """First request, and again in each round: who asks. Answered by `Attached`."""
+    """First request, repeated in each round, which says who asks. Answered by `Attached`."""
 
     token: str
     series: SnapshotSeries
@@ -162,9 +162,9 @@ class BeginSnapshot(SnapshotRequest, tag="begin", frozen=True):
 
     nbytes: int
     floor: SnapshotStamp = NO_STAMP
-    """Newest snapshot that all ranks' partners have: those that partners have or get, from this one on, are kept."""
+    """Newest snapshot that all ranks' partners have. Snapshots from this one on that partners have or get are kept."""
     is_sent: bool = False
-    """True if this snapshot will be sent on, to a partner or to storage: it waits for the one on its way."""
+    """True if this snapshot will be sent to a partner or to storage. The request waits until the last one is sent."""
 
 
 class AddBuffer(SnapshotRequest, tag="add-buffer", frozen=True):
@@ -182,14 +182,14 @@ class CommitSnapshot(SnapshotRequest, tag="commit", frozen=True):
     length: int
     floor: SnapshotStamp = NO_STAMP
     partner: ServerAddress | None = None
-    """Server that shall have a copy."""
+    """Server that gets a copy."""
     to_copy_node: bool = False
-    """True if the job's copy node shall have a copy, unless the last one is still on its way there."""
+    """True if the job's copy node gets a copy, unless the last copy is still on its way there."""
     to_storage: bool = False
 
 
 class AgreeOn(SnapshotRequest, tag="agree-on", frozen=True):
-    """Go back to a snapshot: later ones of the role are of no use to anybody. Answered by `Attached`."""
+    """Go back to a snapshot: later snapshots of the role are useless. Answered by `Attached`."""
 
     stamp: SnapshotStamp
     has_partner: bool = False
@@ -205,7 +205,7 @@ class OpenSnapshot(SnapshotRequest, tag="open", frozen=True):
 
 
 class ListCopyNode(SnapshotRequest, tag="list-copy-node", frozen=True):
-    """Ask for what the job's copy node holds of the role. Answered by `CopyNodeHeld`."""
+    """Ask for the role's snapshots on the job's copy node. Answered by `CopyNodeHeld`."""
 
 
 class EndSeries(SnapshotRequest, tag="end", frozen=True):
@@ -221,7 +221,7 @@ class Attached(SnapshotAnswer, tag="attached", frozen=True):
     held: list[HeldSnapshot]
     """Snapshots of the role that this node holds."""
     copy_node: ServerAddress | None = None
-    """Server of the node that holds copies for the job while all of it is on one node."""
+    """Server of the job's copy node, which holds copies while all ranks of a role are on one node."""
 
 
 class CopyNodeHeld(SnapshotAnswer, tag="copy-node-held", frozen=True):
@@ -235,16 +235,16 @@ class BufferWanted(SnapshotAnswer, tag="buffer-wanted", frozen=True):
 
 
 class Writable(SnapshotAnswer, tag="writable", frozen=True):
-    """Buffer to write, or that was added, whose descriptor comes along."""
+    """Buffer to write, or added buffer. Its descriptor comes with the message."""
 
     buffer: int
     nbytes: int
     buffers: list[int]
     """Buffers of the series; the worker gives back the memory of all others."""
     confirmed: SnapshotStamp = NO_STAMP
-    """Newest of this rank that its partner has."""
+    """Newest snapshot of this rank that its partner has."""
     complaint: str = ""
-    """Reason why the last one was not sent on."""
+    """Reason why the last snapshot was not sent on."""
 
 
 class Readable(SnapshotAnswer, tag="readable", frozen=True):
@@ -336,7 +336,7 @@ class RankReport(Value, frozen=True):
 
     server: ServerAddress
     held: list[HeldSnapshot] = []
-    """Snapshots that its node holds; of one rank of each node."""
+    """Snapshots that its node holds; only one rank of each node reports them."""
     copy_node: ServerAddress | None = None
     """Server of the job's copy node, which rank 0 has asked."""
     held_by_copy_node: list[HeldSnapshot] = []
@@ -354,7 +354,7 @@ class SnapshotSource(Value, frozen=True):
 
 
 class SnapshotAgreement(Value, frozen=True):
-    """Answer of rank 0 to all ranks: the newest snapshot that all of them have, and where."""
+    """Answer of rank 0 to all ranks: the newest snapshot that all of them have, and its places."""
 
     servers: list[ServerAddress]
     """Snapshot server of each rank's node."""
@@ -363,7 +363,7 @@ class SnapshotAgreement(Value, frozen=True):
     sources: list[SnapshotSource] = []
     """Sources by rank."""
     note: str = ""
-    """Half a sentence on what there is instead."""
+    """Part of a sentence on the snapshots that exist instead."""
 
 
 rank_report: Decoder[RankReport] = Decoder(RankReport)

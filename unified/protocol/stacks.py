@@ -1,6 +1,6 @@
-"""Stacks of a job's workers, and the collectives that each has entered: what is known of a worker that stands still.
+"""Stacks of a job's workers, and the collectives that each has entered, to diagnose a worker that hangs.
 
-Many workers stand in the same places, so a stack is written once and named by its number.
+Many workers have equal stacks, so each stack is written once and referred to by its index.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class ThreadStack(Value, frozen=True, kw_only=True):
     """The stack of one thread."""
 
     name: str
-    """Name of the thread; the system's number of it where its interpreter could not be asked."""
+    """Name of the thread; the system's thread id if its interpreter could not be asked."""
     stack: int
     """Index in `StackReport.stacks`."""
     is_main: bool = False
@@ -28,7 +28,7 @@ class Collective(Value, frozen=True, kw_only=True):
     number: int
     """Number in its process group, from 1; the same on all ranks of the group."""
     operation: str
-    """Name without the backend's: ``all_reduce``."""
+    """Name without the backend's name: ``all_reduce``."""
     age_s: float
     """Seconds since the rank entered it."""
     is_done: bool = False
@@ -44,7 +44,7 @@ class GroupCollectives(Value, frozen=True, kw_only=True):
     entered: int = 0
     """Number of the last collective that the rank has entered."""
     recent: list[Collective] = []
-    """The last that it entered, oldest first: all that are not done, and at least one."""
+    """Last collectives that it entered, oldest first: all unfinished ones, and at least one."""
 
 
 class WorkerStacks(Value, frozen=True, kw_only=True):
@@ -58,24 +58,24 @@ class WorkerStacks(Value, frozen=True, kw_only=True):
     node: str = ""
     pid: int = 0
     source: StackSource = "none"
-    """`interpreter`: its own control thread answered. `faulthandler`: it did not, as something held the interpreter,
-    and a signal handler wrote the stacks. `py-spy`: read from outside. `none`: no stacks; the note says why."""
+    """`interpreter`: its own control thread answered. `faulthandler`: something held the interpreter, so a signal
+    handler wrote the stacks. `py-spy`: read from outside. `none`: no stacks; the note says why."""
     note: str = ""
     """Further findings: why its interpreter did not answer, or why there are no stacks."""
     threads: list[ThreadStack] = []
     groups: list[GroupCollectives] | None = None
-    """Process groups of it; None if that is not known, as only its interpreter can say it."""
+    """Process groups of the worker; None: not known, because only its interpreter knows them."""
     handles: str = ""
     """Exception that its main thread handles now, and the place where it was raised; empty: none."""
     has_ended: bool = False
     """True if its program has ended, so that it enters no further collective."""
     is_cut: bool = False
-    """True if its flight recorder has forgotten its oldest entries: a group that is not listed may have been used."""
+    """True if its flight recorder has forgotten its oldest entries: it may have used groups that are not listed."""
 
 
 class StackReport(Value, frozen=True, kw_only=True):
     """The stacks of several workers."""
 
     stacks: list[str] = []
-    """Each stack once: a line a frame, ``file:line in function``, the innermost last."""
+    """Each stack once, one line per frame, ``file:line in function``, the innermost last."""
     workers: list[WorkerStacks] = []

@@ -15,7 +15,7 @@ from unified.security.keys import ClusterKey
 from unified.values import Value
 
 AFTER_SAVE_S = 3.0
-"""Time for a worker that is stopped to end once its checkpoint is written, if its grace period is over by then."""
+"""Time for a stopped worker to end after its checkpoint is written, if its grace period is over by then."""
 
 
 class AgentOrder(Value, tag_field="type", frozen=True, kw_only=True):
@@ -50,29 +50,29 @@ class Launch(AgentOrder, tag="launch", frozen=True, kw_only=True):
     log_file: str
     devices: list[records.Device] = []
     env: dict[str, str] = {}
-    """Variables for `os.environ`, put there before anything of the user's is imported."""
+    """Variables for `os.environ`, set before any user code is imported."""
     directory: list[records.DirectoryEntry] = []
     spec_bytes: int = 0
-    """Size of the file in memory that has the description, and whose descriptor comes with this message; 0: none."""
+    """Size of the memory file with the description; its descriptor comes with this message. 0: no file."""
     code_dir: str = ""
     """Folder of the code that travels with the job; empty: it has none."""
     snapshot_token: str = ""
     """Token by which the node's snapshot server knows the job."""
     key: ClusterKey | None = None
-    """Key of the cluster. It goes this way alone: never through an environment, a command line, or the master."""
+    """Key of the cluster. It travels only here: never in an environment or a command line, or through the master."""
 
 
 class Run(AgentOrder, tag="run", frozen=True, kw_only=True):
-    """Order to run the entry point, in this round. A round already begun is not begun again.
+    """Order to run the entry point, in this round. A round that has begun is not begun again.
 
-    A worker that runs and said that it `Rejoins` gets another one for each further round.
+    A running worker that sent `Rejoins` gets a further order for each later round.
     """
 
     order: RunOrder
 
 
 class Notice(AgentOrder, tag="notice", frozen=True, kw_only=True):
-    """Notice that the round ends; a worker that is no member of that round any more ignores it."""
+    """Notice that the round ends; a worker that has left that round ignores it."""
 
     notice: RoundNotice
 
@@ -88,7 +88,7 @@ class Stop(AgentOrder, tag="stop", frozen=True, kw_only=True):
 
     grace_s: float
     save_grace_s: float = 0.0
-    """Further seconds that the writing of a checkpoint has."""
+    """Further seconds to write a checkpoint."""
     reason: str
     interrupt: bool = False
     """True if somebody pressed Ctrl-C: the signal that comes with it is SIGINT."""
@@ -137,24 +137,24 @@ class Rejoins(WorkerWord, tag="rejoins", frozen=True, kw_only=True):
 
     is_able: bool = False
     left_round: int = 0
-    """Highest round whose process group it has left. Left unasked, the round counts as broken."""
+    """Highest round whose process group it has left. A round that it leaves without a notice counts as broken."""
 
 
 class Reported(WorkerWord, tag="reported", frozen=True, kw_only=True):
-    """Progress of a worker, and the points of its series since its last such word."""
+    """Progress of a worker, and the points of its series since its last report."""
 
     progress: records.Progress
     points: Annotated[list[records.WorkerReport], msgspec.Meta(max_length=records.MAX_POINTS)] = []
 
 
 class Claimed(WorkerWord, tag="claimed", frozen=True, kw_only=True):
-    """All names that a worker claims; the answer comes with the directory. An older set than one said is ignored."""
+    """All names that a worker claims; the answer comes with the directory. An older set is ignored."""
 
     claims: records.NameClaims
 
 
 class Finished(WorkerWord, tag="finished", frozen=True, kw_only=True):
-    """Good end: the entry point returned and, unless others may call it, the program has ended; the process stays."""
+    """Good end: the entry point returned and, unless others may call it, its program has ended. The process stays."""
 
     is_serving: bool = False
     """True for a worker of a service, whose work is to answer calls from now on."""
@@ -167,13 +167,13 @@ class Failed(WorkerWord, tag="failed", frozen=True, kw_only=True):
 
 
 class NodesChecked(WorkerWord, tag="nodes-checked", frozen=True, kw_only=True):
-    """Outcome of the node check of a round. A worker that says one that is not good waits to be stopped."""
+    """Outcome of the node check of a round. A worker that reports a bad outcome waits to be stopped."""
 
     report: records.NodeCheckReport
 
 
 class Saving(WorkerWord, tag="saving", frozen=True, kw_only=True):
-    """News that a checkpoint is being written, for which a planned stop waits; or that none is any more."""
+    """News that a checkpoint, for which a planned stop waits, is being written; with `is_over`: none is any more."""
 
     is_over: bool = False
 

@@ -1,7 +1,7 @@
 """Cleanup notifications: owners hear of threads that have ended and of `DataQueue` objects that nobody holds.
 
-Both are noticed when something is collected, which can happen anywhere, even while a lock of the bus is held; so there
-it is only written down, and a thread of its own tells the owner.
+The garbage collector notices both. It can run anywhere, even while a lock of the bus is held. So a finalizer only
+queues a notification, and a separate thread tells the owner.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ LATER_S = 1.0
 
 
 class Gone(IntEnum):
-    """Kinds of news, in the order of sending. An object and its threads may be collected together, in any order: the
-    owner gives back what a handle still has when it goes, so that goes after the consumers."""
+    """Kinds of news, in the order of sending. An object and its threads may be collected together, in any order. A
+    handle goes after its consumers: when it goes, the owner gives back the items that it still has."""
 
     CONSUMER = 0
     HANDLE = 1
@@ -56,11 +56,11 @@ class CleanupNotifications:
                     self._thread = start_thread("queue-cleanup", self._run)
 
     def notify(self, kind: Gone, tell: Callable[[], object]) -> None:
-        """Have `tell` called soon; again, later, while it raises QueueNotFoundError. Safe in a finalizer."""
+        """Have the thread call `tell` soon, and again later while it raises QueueNotFoundError. Safe in a finalizer."""
         self._news.put(_News(kind, tell))
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until owners have heard of everything that was noticed before."""
+        """Wait until owners have heard of all earlier news."""
         if self._thread is not None:
             until = time.monotonic() + timeout_s
             heard = threading.Event()
@@ -95,7 +95,7 @@ class CleanupNotifications:
             logger.debug("event=queue-cleanup-lost reason=%r", str(error))
         self._answers = [each for each in self._answers if not each.done()]
         if isinstance(answer, Future):
-            answer.add_done_callback(Future.exception)  # it has to leave, though nobody waits for its answer
+            answer.add_done_callback(Future.exception)  # sends the call, though nobody waits for its answer
             self._answers.append(answer)
 
 

@@ -28,10 +28,10 @@ MAX_NAME_LENGTH = 190
 class DataQueue(Generic[T]):
     """A bounded queue of the job: one worker owns it, any worker puts and takes.
 
-    Items can be anything that an rpc argument can be. A consumer, which is one thread with one such object, has what it
-    took *on lease*: the lease ends with its next take, or with `task_done`. When the worker dies before that, its items
-    go back to the front, so that each is done by one consumer. Objects may be shared by threads, not by processes that
-    user code forks.
+    Items can be anything that an rpc argument can be. A consumer is one thread that uses one such object. It has the
+    items that it took *on lease*: the lease ends with its next take, or with `task_done`. If the worker dies before
+    that, the items go back to the front, so that each is done by one consumer. Threads may share an object; processes
+    that user code forks may not.
 
     ::
 
@@ -43,23 +43,23 @@ class DataQueue(Generic[T]):
 
     Args:
         name: the queue's name in its job.
-        is_master: this worker owns it: the queue lives in its memory, and its incarnation is the queue's.
-        size: items that may wait in it. What consumers have on lease does not count.
-        durable: the owner keeps a journal, and its next incarnation goes on from there: nothing that was acknowledged
-            is lost, and meanwhile all others wait. Without it the queue is gone with the owner's incarnation. Where an
-            earlier incarnation's journal is not found, since its node was lost, `QueueJournalError` names node and
-            path; with ``"anew"`` the queue begins with nothing then.
-        path: the journal's file; default: a file beside the job's logs on the owner's node. Where the owner may be
-            started again on another node, a place that both see.
-        fsync: a durable queue acknowledges nothing before it is on disk, and so outlives a power failure, too.
-        max_bytes: encoded bytes of items that may wait in it; None: no limit. One item always fits.
-        owner_timeout: seconds to wait for an owner when there is none; and for the answer of one that is there, where
-            no other time is given.
+        is_master: this worker owns the queue, which is in its memory for the time of its incarnation.
+        size: items that may wait in the queue; leased items do not count.
+        durable: the owner keeps a journal, from which its next incarnation resumes: nothing that was acknowledged is
+            lost, and meanwhile all others wait. Otherwise the queue is gone with the owner's incarnation. If an
+            earlier incarnation's journal is not found, because its node was lost, `QueueJournalError` names node and
+            path; with ``"anew"`` the queue then starts empty.
+        path: the journal's file; default: a file beside the job's logs on the owner's node. If the owner may restart
+            on another node, give a path that both nodes see.
+        fsync: a durable queue acknowledges only what is on disk, so it survives a power failure, too.
+        max_bytes: encoded bytes of items that may wait in the queue; None: no limit. One item always fits.
+        owner_timeout: seconds to wait for an owner if there is none; also for an owner's answer, where no other time
+            is given.
 
-    Only `name`, `is_master` and `owner_timeout` are for workers that do not own it.
+    Workers that do not own the queue give only `name`, `is_master` and `owner_timeout`.
 
     Raises:
-        QueueTakenError: `is_master`, and it has an owner already.
+        QueueTakenError: `is_master`, but the queue has an owner already.
         QueueJournalError: the journal cannot be used.
         NotInWorkerError: this process is not a worker.
     """
@@ -91,17 +91,17 @@ class DataQueue(Generic[T]):
         worker.on_finish(end_main_thread)
 
     def put(self, *objs: T, timeout: float | None = None) -> None:
-        """Put items in, and return when the last one is. Waits while the queue is full, first come first served.
+        """Put items in, and return when the last one is in. Wait while the queue is full, first come, first served.
 
-        The items of one put stay together, in their order. More of them than there is room for go in as room comes, and
+        The items of one put stay together, in their order. Without room for all of them, they go in as room comes, and
         can be taken before the last one is in. Afterwards they may be changed: the queue has its own copies.
 
         Args:
-            timeout: seconds to wait for room; None: for ever. An owner that says nothing has 5 s more.
+            timeout: seconds to wait for room; None: for ever. A silent owner has 5 s more.
 
         Raises:
             QueueFullError: no room in time; its `num_put` says how many are in.
-            QueueClosedError: the queue was closed; `num_put` again.
+            QueueClosedError: the queue was closed; its `num_put` says how many are in.
             QueueLostError: the owner's incarnation ended.
             QueueNotFoundError: there is no owner; or it did not answer in time, and the items may be in.
             UsageError: an item cannot be sent, or is too large for a durable queue's journal; none of them is in.
@@ -110,12 +110,13 @@ class DataQueue(Generic[T]):
             self._producer.put([pack(obj) for obj in objs], timeout)
 
     def put_async(self, *objs: T) -> RpcFuture[None]:
-        """Put items in without waiting: the future ends when the last item is in. Large items must not be changed
-        before. Puts of one thread go in in the order in which they were made; only one that has to be asked for again
-        after a broken connection, though its owner lives, may come after some that followed it.
+        """Put items in without waiting: the future ends when the last item is in. Do not change large items before.
 
-        The future can be waited for, awaited, and given callbacks. Cancelled, a put that is not on its way to the owner
-        is not made; one that is may go in all the same.
+        Puts of one thread go in in the order of the calls, with one exception. If a connection breaks while the owner
+        is alive, a put that has to be sent again may go in after later ones.
+
+        The future can be waited for, awaited, and given callbacks. If it is cancelled, a put that is not yet on its way
+        to the owner is not made; a put on its way may still go in.
         """
         if not objs:
             future: RpcFuture[None] = RpcFuture("a put of nothing")
@@ -124,44 +125,44 @@ class DataQueue(Generic[T]):
         return self._producer.put_async([pack(obj) for obj in objs])
 
     def get(self, batch_size: int = 1, timeout: float | None = None) -> list[T]:
-        """Take up to `batch_size` items, as soon as there is one. What this thread took before is done.
+        """Take up to `batch_size` items, as soon as there is one. Items that this thread took before are done.
 
-        What is there when several wait is shared among them. Arrays come read-only: ``.copy()`` to write.
+        When several consumers wait, they share the items that are there. Arrays are read-only: ``.copy()`` to write.
 
         Args:
             batch_size: 1 or more.
-            timeout: seconds; None: for ever. When it is over, the list is empty; an owner that says nothing has 5 s
-                more, and what it may have handed out comes with the next `get` of this thread.
+            timeout: seconds; None: for ever. When it is over, the list is empty. A silent owner has 5 s more; items
+                that it may have handed out come with the next `get` of this thread.
 
         Raises:
-            QueueClosedError: the queue is closed, empty, and nothing can come back: nobody has anything on lease.
+            QueueClosedError: the queue is closed and empty, and no items are on lease.
             QueueLostError: the owner's incarnation ended.
             QueueNotFoundError: there is no owner; or for `owner_timeout` it has not answered any get.
-            ProtocolError: an item cannot be read here, as its class cannot be imported. The next `get` brings the same,
-                unless `task_done` is called first.
+            ProtocolError: an item cannot be read here, because its class cannot be imported. The next `get` brings the
+                same items, unless `task_done` is called first.
         """
         if type(batch_size) is not int or batch_size < 1:
-            raise UsageError(f"get({batch_size!r}): a number of items from 1 up is wanted.")
+            raise UsageError(f"get({batch_size!r}): give a number of items, 1 or more.")
         return self._consumer.take(batch_size, timeout)
 
     def get_nowait(self, max_size: int = 1) -> list[T]:
-        """Take what is there now, without waiting: an empty list when there is nothing, or no owner yet."""
+        """Take the items that are there now, without waiting: an empty list if there are none, or no owner yet."""
         return self.get(max_size, timeout=0.0)
 
     def task_done(self, count: int | None = None) -> None:
-        """Say that this thread is done with what it took: should its worker die now, nobody will do it again.
+        """Mark items that this thread took as done: if its worker dies now, nobody will do them again.
 
         Args:
-            count: so many items more, in the order in which they came; None: all.
+            count: the number of further items, in the order in which they came; None: all.
 
         Raises:
-            QueueNotFoundError: the owner has not answered for `owner_timeout`. So do `give_back`, `qsize`, `stats` and
-                `close`.
+            QueueNotFoundError: the owner has not answered for `owner_timeout`; also raised by `give_back`, `qsize`,
+                `stats` and `close`.
         """
         self._consumer.done(count)
 
     def give_back(self) -> None:
-        """Give back what is left of what this thread took: it goes to the front, for others."""
+        """Give back the items of this thread that are not done: they go to the front, for others."""
         self._consumer.give_back()
 
     def qsize(self) -> int:
@@ -169,23 +170,23 @@ class DataQueue(Generic[T]):
         return self.stats().depth
 
     def stats(self) -> QueueStats:
-        """Return depth, rates, leases, and the numbers of those that wait."""
+        """Return depth, rates, leases, and the numbers of waiting puts and gets."""
         return msgspec.convert(self._consumer.ask("stats"), QueueStats)
 
     def close(self) -> None:
-        """Close the queue, for everybody: no put goes in any more, consumers take what is there, and then end.
+        """Close the queue for everybody: no more puts go in; consumers take the remaining items, and then end.
 
         Any worker may close it, and more than once.
         """
         self._consumer.ask("close")
 
     def __iter__(self) -> Iterator[T]:
-        """Yield items until the queue is closed and all is taken. Each is done when the next is asked for."""
+        """Yield items until the queue is closed and all are taken. An item is done when the next one is requested."""
         for items in self.batches(1):
             yield from items
 
     def batches(self, batch_size: int) -> Iterator[list[T]]:
-        """Yield lists of up to `batch_size` items, as iterating over the queue yields single ones."""
+        """Yield lists of up to `batch_size` items until the queue is closed; iteration yields single items."""
         while True:
             try:
                 items = self.get(batch_size)
@@ -199,8 +200,8 @@ class DataQueue(Generic[T]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Say that what this thread took is done, or, after an error, give it back. The owner closes the queue."""
-        with nullcontext() if error is None else suppress(UnifiedError):  # its own error says more
+        """Mark what this thread took as done, or, after an error, give it back. The owner closes the queue."""
+        with nullcontext() if error is None else suppress(UnifiedError):  # the error of the user's code says more
             try:
                 if error is None:
                     self.task_done()
@@ -225,10 +226,10 @@ def _check(
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_LENGTH:
         raise UsageError(f"a queue's name is a text of 1 to {MAX_NAME_LENGTH} characters, not {name!r}.")
     if type(size) is not int or size < 1:
-        raise UsageError(f"queue {name!r} was given size={size!r}: a number of items from 1 up is wanted.")
+        raise UsageError(f"queue {name!r} was given size={size!r}: give a number of items, 1 or more.")
     if max_bytes is not None and max_bytes < 1:
-        raise UsageError(f"queue {name!r} was given max_bytes={max_bytes!r}: a number of bytes from 1 up is wanted.")
+        raise UsageError(f"queue {name!r} was given max_bytes={max_bytes!r}: give a number of bytes, 1 or more.")
     if (path is not None or fsync) and not durable:
         raise UsageError(f"queue {name!r} was given path= or fsync=, which only a durable queue has: add durable=True.")
     if durable and not is_master:
-        raise UsageError(f"queue {name!r}: its owner (is_master=True) says that it is durable; others need not.")
+        raise UsageError(f"queue {name!r}: only its owner (is_master=True) gives durable=; leave it out here.")

@@ -22,8 +22,8 @@ FINISH_WITHIN_S = 5.0
 
 @dataclass(eq=False, slots=True)
 class _ConsumerThread:
-    """A consumer: one thread, and only that thread uses it. While it has items the thread keeps it, even if the handle
-    is dropped; it is collected when the thread ends."""
+    """A consumer, used by its own thread only. While it has items the thread keeps it, even if the handle is dropped.
+    It is collected when the thread ends."""
 
     lookup: OwnerLookup
     consumer: int = field(default_factory=partial(secrets.randbits, 62))
@@ -36,7 +36,7 @@ class _ConsumerThread:
     num_items: int = 0
     """The number of items that came with that get."""
     num_done: int = 0
-    """The number of those that are done."""
+    """The number of these items that are done."""
 
     @property
     def has_unread(self) -> bool:
@@ -44,7 +44,7 @@ class _ConsumerThread:
         return self.unread == self.number > self.received
 
     def has(self, num_items: int) -> None:
-        """Note that it has these items of its newest get, and is done with those before."""
+        """Note that its newest get brought `num_items`, and that earlier items are done."""
         self.received, self.num_items, self.num_done = self.number, num_items, 0
         if num_items:
             _thread.holding.add(self)
@@ -52,11 +52,11 @@ class _ConsumerThread:
             _thread.holding.discard(self)
 
     def end(self) -> None:
-        """Tell the owner that its thread will take no more, and is done with what it took."""
+        """Tell the owner that the thread takes no more, and is done with its items."""
         _thread.holding.discard(self)
         lookup, self.number = self.lookup, 0
         if lookup.endpoint is not None:
-            with suppress(UnifiedError):  # its owner is gone, and with it whatever there is to tell
+            with suppress(UnifiedError):  # the owner is gone: there is nobody to tell
                 ended = lookup.endpoint.tell("end", lookup.handle, self.consumer, self.received)
                 if isinstance(ended, Future):
                     ended.result(FINISH_WITHIN_S)
@@ -78,7 +78,7 @@ _thread = _ThreadState()
 
 
 def end_main_thread() -> None:
-    """End the consumers of the worker's entry point, which has returned, and of threads that have ended before."""
+    """End the consumers of this thread, whose entry point has returned, and of threads that ended before."""
     for consumer in list(_thread.holding):
         consumer.end()
     CLEANUP.flush(FINISH_WITHIN_S)
@@ -91,11 +91,11 @@ class QueueConsumer:
         self._lookup = lookup
         self._local = threading.local()
         self._missed_since = 0.0
-        """The time when an owner was first looked for, or asked, in vain; 0 once one answers."""
+        """The time of the first failed search for an owner, or failed request to one; 0 once an owner answers."""
 
     def take(self, max_items: int, timeout_s: float | None) -> list[Any]:
-        """Take up to `max_items`, as soon as there is one; none if there is none in time. What this thread took before
-        is done. Errors are those of `DataQueue.get`."""
+        """Take up to `max_items`, as soon as there is one; an empty list if there is none in time. Items that this
+        thread took before are done. Errors are those of `DataQueue.get`."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         consumer = self._consumer()
         before = consumer.number, consumer.num_items, consumer.num_done
@@ -109,7 +109,7 @@ class QueueConsumer:
             if (endpoint := self._lookup.endpoint) is not None:
                 endpoint.tell("give_back", self._lookup.handle, consumer.consumer, consumer.number, consumer.received)
             raise
-        if items is None:  # it may have handed out items that never came: this take is asked again under its number
+        if items is None:  # the owner may have handed out items that never came: the next take uses the number again
             consumer.number, consumer.num_items, consumer.num_done = before
             return []
         consumer.unread = consumer.number
@@ -118,7 +118,7 @@ class QueueConsumer:
         return values
 
     def done(self, count: int | None) -> None:
-        """Say that this thread is done with the next `count` items of its last take; None: with all, read or not."""
+        """Mark the next `count` items of this thread's last take as done; None: all, read or not."""
         consumer = self._consumer()
         left = consumer.num_items - consumer.num_done
         if count is not None and not 0 <= count <= left:
@@ -136,21 +136,21 @@ class QueueConsumer:
         consumer.num_done = num_done
 
     def give_back(self) -> None:
-        """Give back what is left of this thread's last take: it goes to the front."""
+        """Give back the items of this thread's last take that are not done: they go to the front."""
         consumer = self._consumer()
         if consumer.num_done < consumer.num_items or consumer.has_unread:
             self.ask("give_back", self._lookup.handle, consumer.consumer, consumer.number, consumer.number - 1)
             consumer.has(0)
 
     def ask(self, verb: str, *args: Any) -> Any:
-        """Ask the owner, again until it answers; QueueNotFoundError after as long as one waits for an owner."""
+        """Ask the owner, again until it answers; QueueNotFoundError after `owner_timeout_s`."""
         lookup = self._lookup
         lookup.check_process()
         num_failed = 0
         asked, until = None, 0.0
         while True:
             endpoint = lookup.endpoint or lookup.attach()
-            if endpoint is not asked:  # each incarnation has the whole time
+            if endpoint is not asked:  # each incarnation gets the whole time
                 asked, until = endpoint, time.monotonic() + lookup.owner_timeout_s
             try:
                 answer = endpoint.tell(verb, *args, until=until)
@@ -164,7 +164,7 @@ class QueueConsumer:
             lookup.pause(num_failed, until)
 
     def _take(self, consumer: _ConsumerThread, max_items: int, until: float | None) -> tuple[list[Packed] | None, bool]:
-        """Return items, and whether nobody else here has them; no list if time is over and the owner was not heard."""
+        """Return items, and whether nobody else in this process has them. None: time is over without an answer."""
         lookup = self._lookup
         num_failed = 0
         while True:
@@ -182,7 +182,7 @@ class QueueConsumer:
                 if isinstance(answer, Future):
                     answer = result_of(answer, until)
             except RpcError as error:
-                answer = Outcome.WAITING  # not the future, which has the error, whose traceback has this frame
+                answer = Outcome.WAITING  # breaks a cycle: future, error, traceback, this frame
                 is_heard = False
                 lookup.failed(endpoint, error)
                 num_failed += 1
@@ -205,7 +205,7 @@ class QueueConsumer:
                 return None, True
 
     def _found(self, until: float | None) -> OwnerEndpoint | None:
-        """Return the owner; None if this take's own time is over, and there may yet be one."""
+        """Return the owner; None if this take's own time is over, but an owner may still come."""
         begun = time.monotonic()
         is_missed = self._is_missed(begun)
         try:
@@ -217,7 +217,7 @@ class QueueConsumer:
             return None
 
     def _is_missed(self, since: float) -> bool:
-        """Return whether the owner, asked in vain from `since` on, had been missed for `owner_timeout_s`."""
+        """Return whether no owner had answered for `owner_timeout_s` before a failed request at `since`."""
         self._missed_since = self._missed_since or since
         return since - self._missed_since >= self._lookup.owner_timeout_s
 

@@ -1,7 +1,7 @@
-"""Items as they travel and lie in a queue: encoded by the producer, opened by the consumer, by nobody between.
+"""Encoded items, as they travel and lie in a queue: only the producer encodes them, and only the consumer decodes them.
 
-A small item is its bytes. One with large parts is a `SerializedValue`: what of it lies in its producer's shared memory
-stays there, as long as somebody holds it, and goes on to the consumer without a copy.
+A small item is its bytes. An item with large parts is a `SerializedValue`: its parts in the producer's shared memory
+stay there as long as somebody holds the item, and reach the consumer without a copy.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def pack(value: object) -> Packed:
 
 
 def kept(packed: Packed) -> Packed:
-    """Return the item with no memory that its caller may go on to change."""
+    """Return the item without memory that the caller may still change."""
     return packed if type(packed) is bytes else packed.detach()  # type: ignore[union-attr]
 
 
 def unpack(packed: Packed, *, is_only: bool) -> Any:
-    """Return the item's value. With `is_only` nobody else has it in this process, so that its tensors may be laid over
-    what was received."""
+    """Return the item's value. With `is_only` nobody else in this process has the item, so its tensors may use the
+    received memory itself."""
     if isinstance(packed, SerializedValue):
         return decode(packed.body, packed.buffers) if is_only else deserialize(packed)
     return decode(packed)

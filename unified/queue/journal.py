@@ -1,12 +1,12 @@
 """The journal of a durable queue: an SQLite file from which the owner's next incarnation resumes.
 
-The core's decisions are written before anybody is told of them, in the order of its steps: the answers to a step leave
-when its records, and those of all steps before it, are committed. So everything that the owner has said is in the file
-when it dies, and nobody has heard of anything else. Steps that come while a commit runs share the next one.
+The core's decisions are written in the order of its steps, before anybody hears of them: the answers of a step leave
+when the records of this step and of all earlier steps are committed. So when the owner dies, the file has everything
+that the owner told others. Steps that come while a commit runs share the next commit.
 
-A commit is in the hands of the operating system (WAL, ``synchronous=NORMAL``): it outlives the process, and after a
-power failure or a crash of the host the file is whole but may lack the last moments. With `fsync` every commit is on
-disk first.
+A commit is in the hands of the operating system (WAL, ``synchronous=NORMAL``), so it survives the end of the process.
+After a power failure or a crash of the host the file is intact but may lack the last moments. With `fsync` every
+commit is on disk first.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from unified.threads import call_guarded, start_thread
 
 SCHEMA_VERSION = 1
 BUSY_S = 5.0
-"""Seconds to wait for a dying process to let go of the file."""
+"""Seconds to wait until a dying process releases the file."""
 ROW_BYTES = 100
-"""The most bytes that a row has beside the piece of an item that is in it."""
+"""The most bytes that a row has in addition to its piece of an item."""
 _SCHEMA = """
 create table facts (name text primary key, value text not null) without rowid;
 create table handles (handle integer primary key, worker text not null, incarnation integer not null);
@@ -57,12 +57,12 @@ class JournalFile:
     """The file of one queue, for this process alone. One thread at a time may use it.
 
     Args:
-        path: the file; made, with its folders, if it is not there. One in use, or of another queue, is refused.
+        path: the file; created, with its folders, if missing. A file in use, or of another queue, is refused.
         fsync: a commit is on disk when it returns.
 
     Attributes:
-        journal_id: made with the file, so that a queue that begins anew is known from one that goes on.
-        most_bytes: the most that a piece of an item may have.
+        journal_id: created with the file; tells a new queue from one that resumes.
+        most_bytes: the most bytes that a piece of an item may have.
     """
 
     def __init__(self, path: Path, queue: str, *, fsync: bool = False, clocks: JournalClocks | None = None) -> None:
@@ -82,7 +82,7 @@ class JournalFile:
             raise self._unusable("opened", error) from None
 
     def memory(self) -> messages.JournalState:
-        """Return what the last incarnation left; `put_at` is on this process's monotonic clock."""
+        """Return the state that the last incarnation left; `put_at` is on this process's monotonic clock."""
         try:
             return self._load()
         except sqlite3.Error as error:
@@ -104,8 +104,8 @@ class JournalFile:
 
     def _open(self, fsync: bool) -> str:
         database = self._database
-        # One process has the file for itself as long as it lives; so WAL needs no shared memory beside it either, and
-        # works where other processes could not map it (some network file systems).
+        # One process has the file for itself until it ends. So WAL needs no shared memory beside the file, and works
+        # where processes cannot map such memory (some network file systems).
         database.execute("pragma locking_mode = exclusive")
         database.execute("pragma journal_mode = wal")
         database.execute(f"pragma synchronous = {'full' if fsync else 'normal'}")
@@ -120,8 +120,8 @@ class JournalFile:
                 database.execute(f"pragma user_version = {SCHEMA_VERSION}")
             elif version != SCHEMA_VERSION:
                 raise QueueJournalError(
-                    f"the journal {self.path} of queue {self._queue!r} is of version {version}, and this is "
-                    f"{SCHEMA_VERSION}: another version of unified wrote it. Give the queue another path."
+                    f"the journal {self.path} of queue {self._queue!r} has format version {version}, but this release "
+                    f"needs {SCHEMA_VERSION}: another version of unified wrote it. Give the queue another path."
                 )
         facts = dict(database.execute("select name, value from facts"))
         if facts.get("queue") != self._queue:
@@ -225,12 +225,12 @@ class JournalFile:
 
 
 class Journal:
-    """The thread that commits records, and then calls those that wait for them.
+    """The thread that commits records, and then calls the callbacks that wait for them.
 
     Args:
-        file: the journal's own from now on.
+        file: owned and closed by the journal from now on.
         on_failure: called once, with the error, when the file can no longer be written. Nothing is written after that;
-            those that wait are still told.
+            callbacks are still called.
     """
 
     def __init__(self, file: JournalFile, queue: str, on_failure: Callable[[QueueJournalError], None]) -> None:
@@ -252,7 +252,7 @@ class Journal:
         return not (self._callbacks or self._is_writing)
 
     def check(self, items: Iterable[tuple[packed.Packed, int]]) -> None:
-        """Check that the file can hold the items, before they are in the queue, which a failed commit would end."""
+        """Check that the file can hold the items, before they enter the queue: a failed commit would end the queue."""
         most = self._file.most_bytes
         for item, nbytes in items:
             if nbytes > most and (found := packed.nbytes_of_largest(item)) > most:
@@ -263,10 +263,9 @@ class Journal:
                 )
 
     def write(self, records: Sequence[messages.Record], then: Callable[[], None]) -> None:
-        """Commit these records after all that came before, and call `then` afterwards, in the journal's thread. Never
-        blocks.
+        """Commit these records after all earlier ones, then call `then` in the journal's thread. Never blocks.
 
-        The order of calls is to be that of the steps: hold the core's lock.
+        Calls must come in the order of the steps: hold the core's lock.
         """
         with self._changed:
             self._records += records
@@ -289,7 +288,7 @@ class Journal:
             self._file.close()
 
     def _turn(self) -> bool:
-        """Commit what has come; False when there will be no more."""
+        """Commit the records that have come; return False when there will be no more."""
         with self._changed:
             while not self._callbacks and not self._is_closing:
                 self._changed.wait()

@@ -1,6 +1,6 @@
 """Owner lookup: finds a queue's owner by name, waits for one, and notices when its incarnation ends.
 
-An owner endpoint is the owner as its users call it: another worker over the bus, or this very process.
+An owner endpoint is the owner as others call it: another worker over the bus, or this process itself.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from unified.queue.server import QueueService, claimed_name, host_of, method
 from unified.worker.context import Worker
 
 SLICE_S = 20.0
-"""The longest that the owner keeps a question, if only to say that there is nothing yet: so an answer that got lost is
-asked for again, and nobody waits on a call that the owner has forgotten."""
+"""The longest time that the owner holds a request; then it answers, if only that there is nothing yet. So a request
+whose answer was lost is sent again, and nobody waits on a call that the owner has forgotten."""
 MARGIN_S = 40.0
 """Seconds beyond the slice until the call is given up and made again."""
 GRACE_S = 5.0
-"""Seconds beyond the asker's time for the answer to come: at the very end of that the owner says that there was
-nothing."""
+"""Seconds beyond the caller's time in which an answer may still come: the owner says only at the very end of that time
+that there was nothing."""
 SLOWEST_BYTES_PER_S = 5_000_000
 LARGE_BYTES = 64 * 1024
 LARGE_SLICE_S = 0.2
-"""The slice of a put of more than `LARGE_BYTES`, which then asks without its items: while these are on their way they
+"""The slice of a put of more than `LARGE_BYTES`; its later requests carry no items. While a call is open, its items
 count against what may be in flight to the owner."""
 PutQuestion = tuple[int, int, int, list[packed.Packed] | None, float, bool]
 """Handle, number, below, items, wait_s, is_last: see `PutAsked`."""
@@ -62,35 +62,34 @@ ATTACH_WITHIN_S = 10.0
 
 
 def listens_s(until: float, nbytes: int = 0) -> float:
-    """Return how many seconds an asker whose time ends at `until`, and who sends so much, listens for an answer."""
+    """Return for how many seconds to wait for an answer, if `nbytes` are sent and the caller's time ends at `until`."""
     return max(until - time.monotonic(), 0.0) + GRACE_S + nbytes / SLOWEST_BYTES_PER_S
 
 
 def result_of(answer: Future[Any], until: float | None = None, nbytes: int = 0) -> Any:
-    """Wait for the answer to a question, for as long as `listens_s` says."""
+    """Wait for the answer to a request, for as long as `listens_s` says."""
     try:
         return answer.result(None if until is None else listens_s(until, nbytes))
     finally:
-        del answer  # an error's traceback has this frame: the future that has the error is not to be in it
+        del answer  # breaks a cycle: future, error, traceback, this frame
 
 
 def _open_s(wait_s: float, until: float | None, nbytes: int = 0) -> float:
-    """Return after how many seconds a question that the owner may keep for `wait_s` is given up, perhaps to be asked
-    again."""
+    """Return the seconds until a request that the owner may hold for `wait_s` is given up, perhaps to be sent again."""
     longest_s = wait_s + MARGIN_S + nbytes / SLOWEST_BYTES_PER_S
     return longest_s if until is None else min(longest_s, listens_s(until, nbytes))
 
 
 class OwnerEndpoint(Protocol):
-    """One incarnation of the owner, in which a handle is known. `until` is when the asker's own time is over: soon
-    after that the owner is not heard any more, and the question ends in RpcTimeoutError; None: it has time for ever."""
+    """One incarnation of the owner, in which a handle is known. `until` is the end of the caller's own time: soon after
+    that a request without an answer ends in RpcTimeoutError. None: the time has no end."""
 
     holder: WorkerIncarnation
     identity: str
     """The identity of the queue's contents; see `QueueService`."""
     is_durable: bool
     is_here: bool
-    """True if the owner is this very process."""
+    """True if the owner is this process itself."""
 
     def put(self, question: PutQuestion, nbytes: int, until: float | None) -> Any: ...
 
@@ -131,7 +130,7 @@ class RemoteOwner:
 
 
 class LocalOwner:
-    """An owner in this very worker: calls go straight to the service."""
+    """An owner in this worker itself: calls go straight to the service."""
 
     is_here = True
 
@@ -154,10 +153,10 @@ class LocalOwner:
 
 
 class OwnerLookup:
-    """The way of one `DataQueue` object to its queue's owner, over the owner's incarnations.
+    """The connection of one `DataQueue` object to its queue's owner, across the owner's incarnations.
 
     Attributes:
-        handle: the number of the object, for the owner.
+        handle: the number by which the owner knows the object.
         endpoint: the owner's incarnation in which the handle is known; None: `attach` has to find it.
     """
 
@@ -172,13 +171,13 @@ class OwnerLookup:
         self._last: OwnerEndpoint | None = None
         """The newest endpoint that was attached to."""
         self._loss = ""
-        """The reason why what was in the queue is gone, or was all taken."""
+        """The reason why the queue's items are gone, or were all taken."""
         self._was_finished = False
         self._attaching = threading.Lock()
         self._watch()
 
     def check_process(self) -> None:
-        """Raise UsageError in a process that was forked from the worker: what it put would go nowhere."""
+        """Raise UsageError in a process that was forked from the worker: its puts would go nowhere."""
         if self._pid != os.getpid():
             raise UsageError(
                 f"queue {self.queue!r} was opened in process {self._pid}: this one ({os.getpid()}) was forked from it "
@@ -186,7 +185,7 @@ class OwnerLookup:
             )
 
     def attach(self, until: float | None = None) -> OwnerEndpoint:
-        """Return the endpoint; wait until there is one, to the time `until` or for `owner_timeout_s`.
+        """Return the endpoint; wait for one, until the time `until` or for `owner_timeout_s`.
 
         Raises:
             QueueNotFoundError: there is none in time, or it did not answer.
@@ -213,12 +212,12 @@ class OwnerLookup:
         return None if endpoint is None else endpoint.tell("end", self.handle, consumer, received)
 
     def detach(self, endpoint: OwnerEndpoint) -> None:
-        """Forget the endpoint: the handle is not known there, or no longer."""
+        """Forget the endpoint: it does not know the handle, or no longer."""
         if self.endpoint is endpoint:
             self.endpoint = None
 
     def failed(self, endpoint: OwnerEndpoint, error: RpcError) -> None:
-        """Return if a question that ended in this error is to be asked again, or raise it for its asker."""
+        """Return if a request that ended in this error is to be sent again; otherwise raise the error."""
         if isinstance(error, RemoteError):
             raise error
         if isinstance(error, WorkerDiedError | RpcNotFoundError):
@@ -230,16 +229,16 @@ class OwnerLookup:
             raise error
 
     def silent(self, holder: WorkerIncarnation, consequence: str = "") -> QueueNotFoundError:
-        """Return the error that says that the owner lives and did not answer in all the time that its asker had."""
+        """Return the error for an owner that is alive but did not answer in the caller's time."""
         owner, we = holder.worker, self.worker.bus.worker
         return QueueNotFoundError(
-            f"worker {owner}, which owns queue {self.queue!r}, lives and does not answer worker {we} in time: it is "
+            f"worker {owner}, which owns queue {self.queue!r}, is alive but did not answer worker {we} in time: it is "
             "stopped, something in it holds the interpreter (the GIL), its journal's disk hangs, or the "
             f"network drops its messages. {consequence}`unified explain {owner}` says more."
         )
 
     def pause(self, num_failed: int, until: float | None = None) -> None:
-        """Sleep before asking again after so many failures."""
+        """Sleep before the next request, after `num_failed` failures."""
         delay_s = AGAIN.delay_s(num_failed - 1, SystemRandom())
         time.sleep(delay_s if until is None else max(min(delay_s, until - time.monotonic()), 0.0))
 
@@ -253,7 +252,7 @@ class OwnerLookup:
                 self._attach_to(holder, self._left_s(begun, until))
             except RemoteError:
                 raise
-            except RpcError as error:  # the owner has the name and not the queue yet, or has just died
+            except RpcError as error:  # the owner has the name but not yet the queue, or has just died
                 if not (error.retryable or isinstance(error, RpcNotFoundError | RpcTimeoutError)):
                     raise
                 num_failed += 1
@@ -263,7 +262,7 @@ class OwnerLookup:
         return endpoint
 
     def _holder(self, begun: float, until: float | None) -> WorkerIncarnation:
-        """Return the worker that owns the queue's name, also if no time is left; wait for one."""
+        """Return the worker that owns the queue's name; if there is none, wait for one while time is left."""
         while (holder := self.worker.names.holder(self._name)) is None:
             left_s = self._left_s(begun, until)
             if left_s <= 0:
@@ -306,11 +305,11 @@ class OwnerLookup:
         else:
             CLEANUP.start()
             self._last = self.endpoint = endpoint
-            if worker.names.holder(self._name) != holder:  # it ended before it was there to be missed
+            if worker.names.holder(self._name) != holder:  # it ended before `_watch` could see it
                 self._end(endpoint)
 
     def _watch(self) -> None:
-        """Listen for changes of the owner; not longer than this object lives."""
+        """Listen for changes of the owner, until this object is collected."""
         lookup, watched = ref(self), self._name
 
         def on_change(name: str, holder: WorkerIncarnation | None) -> None:
@@ -345,7 +344,8 @@ class OwnerLookup:
             advice = f"Worker {holder.worker} has made the queue anew: a new DataQueue object uses that one."
         else:
             advice = (
-                "Once it is made anew, a new DataQueue object can use it; durable=True keeps items over such a death."
+                "Once the queue is created again, a new DataQueue object can use it. With durable=True its items "
+                "outlive the owner."
             )
         return QueueLostError(
             f"queue {self.queue!r} is lost to worker {self.worker.bus.worker}: {self._loss}. {advice}"
@@ -365,7 +365,7 @@ class OwnerLookup:
         return f"incarnation {last.holder.number} of its owner, worker {last.holder.worker}, ended, and it is made anew"
 
     def _left_s(self, begun: float, until: float | None) -> float:
-        """Return how long to go on waiting: for a durable queue's next owner, as long as it may still come."""
+        """Return how long to go on waiting; `owner_timeout_s` does not run while a durable queue's owner may return."""
         now = time.monotonic()
         left_s = begun + self.owner_timeout_s - now
         last = self._last
@@ -374,7 +374,7 @@ class OwnerLookup:
         return max(left_s if until is None else min(left_s, until - now), 0.0)
 
     def not_found(self, begun: float) -> QueueNotFoundError:
-        """Return the error that says that no owner answers one who has waited since `begun`."""
+        """Return the error for a caller that has waited for an owner since `begun`."""
         holder = self.worker.names.holder(self._name)
         if holder is not None:
             return self.silent(holder)

@@ -1,10 +1,9 @@
-"""The producing end of a handle. Each put goes in once: it is asked for again when an answer is lost, or when another
-incarnation of a durable queue's owner has to be waited for.
+"""The producing end of a handle. Each put goes in once: it is sent again when an answer is lost, or when the next
+incarnation of a durable queue's owner comes.
 
-A put goes straight to the owner while all is well. One that fails on the way is *parked*, and a helper thread, which is
-there only while something is parked, sends these again in their order; what is put meanwhile is parked behind them.
-When the owner's incarnation ends, all that was on its way there comes back to be parked before anything goes to the
-next one.
+Normally a put goes straight to the owner. A put that fails on the way is *parked*, and later puts are parked behind it.
+A helper thread, which runs only while puts are parked, sends them again in their order. When the owner's incarnation
+ends, all puts on their way to it are parked before anything goes to the next incarnation.
 """
 
 from __future__ import annotations
@@ -44,19 +43,17 @@ _WAITING = int(Outcome.WAITING)
 
 
 class _Put(msgspec.Struct, eq=False):
-    """One put, until it has ended."""
-
     number: int
     items: list[Packed]
     nbytes: int
     until: float | None
     is_there: bool = False
-    """True if the owner has the items: it need only be asked."""
+    """True if the owner has the items: requests are sent without them."""
     num_failed: int = 0
     endpoint: OwnerEndpoint | None = None
-    """The endpoint that was asked last; None: none was yet, or the question has come back, and the put is parked."""
+    """The endpoint that was asked last; None: none was asked yet, or the put is parked."""
     future: RpcFuture[None] | None = None
-    """The future of a put that is not waited for where it is made, or no longer."""
+    """The future of a `put_async`, or of a `put` that was parked."""
 
 
 class QueueProducer:
@@ -71,10 +68,10 @@ class QueueProducer:
         self._changed = threading.Condition(self._lock)
         self._helper: threading.Thread | None = None
         self._settled: OwnerEndpoint | None = None
-        """The endpoint outside which no question is open."""
+        """No request is open at any other endpoint."""
 
     def put(self, items: list[Packed], timeout_s: float | None) -> None:
-        """Put all of the items in; return when the last one is. Errors are those of `DataQueue.put`."""
+        """Put all of the items in; return when the last one is in. Errors are those of `DataQueue.put`."""
         put = self._begin(items, timeout_s)
         try:
             if not self._put_straight(put):
@@ -100,7 +97,7 @@ class QueueProducer:
             self._forget(put)
             raise
         if isinstance(answer, Future):
-            future.parts = [answer]  # whoever waits receives the answer
+            future.parts = [answer]  # a thread that waits for the future receives the answer itself
         self._expect(put, endpoint, answer)
         return future
 
@@ -116,7 +113,6 @@ class QueueProducer:
         return put
 
     def _forget(self, put: _Put) -> None:
-        """Forget a put that has ended."""
         with self._lock:
             self._open.pop(put.number, None)
             self._parked.pop(put.number, None)
@@ -124,7 +120,7 @@ class QueueProducer:
                 self._changed.notify()
 
     def _straight_to(self, put: _Put) -> OwnerEndpoint | None:
-        """Return where a put may be asked for at once; None: there is no owner, or it has to stay behind others."""
+        """Return the endpoint to which a put may go at once; None: there is no owner, or other puts go first."""
         endpoint = self._lookup.endpoint
         if endpoint is None or self._parked:
             return None
@@ -135,7 +131,7 @@ class QueueProducer:
         return endpoint
 
     def _is_first(self, put: _Put, endpoint: OwnerEndpoint) -> bool:
-        """Return whether no put before it is open elsewhere, from where it may yet come back to be parked. The lock is
+        """Return whether no earlier put is open at another endpoint: it might still have to be parked. The lock is
         held."""
         if endpoint is self._settled:
             return True
@@ -146,7 +142,7 @@ class QueueProducer:
         return first is None or first > put.number
 
     def _put_straight(self, put: _Put) -> bool:
-        """Put it in, waiting for the answers here; False if it has to be parked."""
+        """Send a put and wait for its answers; return False if it has to be parked."""
         endpoint = self._straight_to(put)
         if endpoint is None:
             return False
@@ -162,7 +158,7 @@ class QueueProducer:
                     break
                 put.is_there = True
         except RpcError as error:
-            answer = None  # not the future, which has the error, whose traceback has this frame
+            answer = None  # breaks a cycle: future, error, traceback, this frame
             self._not_heard(put, endpoint, error)
             return False
         if (refusal := self._refusal(put, answer)) is not None:
@@ -172,7 +168,7 @@ class QueueProducer:
         return False
 
     def _ask(self, put: _Put, endpoint: OwnerEndpoint) -> Any:
-        """Return the owner's answer, or a future of it. A put that was given up is not asked for."""
+        """Return the owner's answer, or a future of it. A put that was given up is not sent."""
         with self._lock:
             if put.number not in self._open:
                 return [_WAITING, 0]
@@ -188,7 +184,7 @@ class QueueProducer:
         return endpoint.put((self._lookup.handle, put.number, below, items, wait_s, is_last), size, put.until)
 
     def _not_heard(self, put: _Put, endpoint: OwnerEndpoint, error: RpcError) -> None:
-        """Return if a question without an answer is to be asked again, or raise what the put ends in."""
+        """Return if a request without an answer is to be sent again; otherwise raise the put's error."""
         lookup = self._lookup
         lookup.failed(endpoint, error)
         if lookup.endpoint is endpoint and put.until is not None and time.monotonic() >= put.until:
@@ -197,10 +193,10 @@ class QueueProducer:
         put.num_failed += 1
 
     def _silent(self, endpoint: OwnerEndpoint) -> QueueNotFoundError:
-        return self._lookup.silent(endpoint.holder, "What was put may be in the queue, or go in yet. ")
+        return self._lookup.silent(endpoint.holder, "The items may be in the queue, or may still go in. ")
 
     def _refusal(self, put: _Put, answer: list[int]) -> QueueError | None:
-        """Return the error that an answer other than DONE means to whoever put; None: it has to be asked for again."""
+        """Return the error for an answer other than DONE; None: the put has to be sent again."""
         outcome, num_in = answer
         if outcome == Outcome.FULL:
             return QueueFullError(
@@ -214,7 +210,7 @@ class QueueProducer:
             )
         return None
 
-    # Of puts that have a future
+    # Puts that have a future
 
     def _promised(self, put: _Put) -> RpcFuture[None]:
         put.future = RpcFuture(
@@ -225,12 +221,12 @@ class QueueProducer:
         return put.future
 
     def _await_parked(self, put: _Put, begun: float) -> None:
-        """Park it, and wait until it has ended: no longer than it has time, even behind others that have more."""
+        """Park a put, and wait until it has ended; at most for its own time, even if puts before it have more."""
         future = self._promised(put)
         self._park(put)
         try:
             future.result(None if put.until is None else listens_s(put.until, put.nbytes))
-        except RpcTimeoutError as error:  # no call's: after these a put is asked for again
+        except RpcTimeoutError as error:  # not of a call: after that a put is sent again
             endpoint = self._lookup.endpoint
             raise self._lookup.not_found(begun) if endpoint is None else self._silent(endpoint) from error
 
@@ -239,14 +235,14 @@ class QueueProducer:
             callback = partial(self._on_answer, put, endpoint)
             if isinstance(answer, RpcFuture):
                 answer.on_end(callback)
-                answer.be_received(at_once=False)  # it may share a write with others
+                answer.be_received(at_once=False)  # the call may share a write with others
             else:
                 answer.add_done_callback(callback)
         else:
             self._on_content(put, endpoint, answer)
 
     def _on_answer(self, put: _Put, endpoint: OwnerEndpoint, answer: Future[Any]) -> None:
-        """Take an answer, on whichever thread it came: nothing here waits."""
+        """Take an answer, on any thread: nothing here waits."""
         error = answer.exception()
         if error is not None:
             self._failed(put, endpoint, error)
@@ -257,7 +253,7 @@ class QueueProducer:
         if answer is None:
             self._end(put, None)
         elif answer[0] == _WAITING:
-            if put.number not in self._open:  # given up: the owner would say so again and again, and at once
+            if put.number not in self._open:  # given up: `_ask` would answer WAITING at once, again and again
                 return
             put.is_there = True
             try:
@@ -271,7 +267,7 @@ class QueueProducer:
             self._park(put)
 
     def _failed(self, put: _Put, endpoint: OwnerEndpoint, error: BaseException) -> None:
-        if not isinstance(error, RpcError):  # of an owner in this process
+        if not isinstance(error, RpcError):  # from an owner in this process
             self._end(put, error)
             return
         try:
@@ -294,7 +290,7 @@ class QueueProducer:
         put.is_there = False
         try:
             with self._lock:
-                if put.number not in self._open:  # given up by whoever put it
+                if put.number not in self._open:  # given up by its caller
                     return
                 put.endpoint = None
                 self._parked[put.number] = put
@@ -302,7 +298,7 @@ class QueueProducer:
                     helper = start_thread("queue-puts", self._help)
                     self._helper = helper
                 self._changed.notify()
-        except RuntimeError as error:  # the system has no thread to give
+        except RuntimeError as error:  # no thread can be started
             self._end(put, error)
 
     def _help(self) -> None:
@@ -324,7 +320,7 @@ class QueueProducer:
             with self._lock:
                 parked = list(self._parked.values())
             now = time.monotonic()
-            for each in parked:  # they have all waited as long
+            for each in parked:  # no owner came for them either
                 if put.until is None or (each.until is not None and each.until <= now):
                     self._end(each, error)
             self._end(put, error)
@@ -333,13 +329,13 @@ class QueueProducer:
             self._end(put, error)
             return
         with self._lock:
-            if put.number not in self._parked:  # given up meanwhile by whoever put it
+            if put.number not in self._parked:  # given up meanwhile by its caller
                 return
             if endpoint is not self._settled:
                 if not self._is_first(put, endpoint):
                     self._changed.wait(LARGE_SLICE_S)
                     return
-                if put.number != min(self._parked):  # one before it has come back meanwhile
+                if put.number != min(self._parked):  # an earlier put was parked meanwhile
                     return
         try:
             answer = self._ask(put, endpoint)
@@ -347,5 +343,5 @@ class QueueProducer:
             self._failed(put, endpoint, error)
             return
         with self._lock:
-            self._parked.pop(put.number, None)  # only now: until it was sent, what follows has to stay behind it
+            self._parked.pop(put.number, None)  # only now: later puts must stay behind it until it was sent
         self._expect(put, endpoint, answer)

@@ -1,7 +1,7 @@
 """The server of a queue, in the worker that owns it: calls in, decisions by the core, answers out.
 
-The handlers run on the thread that receives and take microseconds. What has to wait, for an item, for room, or for the
-journal, is answered by a future that ends later; no thread is held. Items are never opened here.
+The handlers run on the receiving thread and take microseconds. A request that has to wait for an item, for room, or for
+the journal is answered by a future, and holds no thread. Items are never decoded here.
 """
 
 from __future__ import annotations
@@ -50,16 +50,17 @@ def method(queue: str, verb: str) -> str:
 class QueueService:
     """The service of one queue. Any thread may call; nothing blocks.
 
-    A method returns the answer, or a future of it. A put is answered with None when all its items are in, a get with a
-    list of items; anything else is an `Outcome` as a number, of a put together with how many items went in.
+    A method returns the answer, or a future of it. The answer to a put is None when all its items are in, else an
+    `Outcome` and how many items went in. The answer to a get is a list of items, else an `Outcome`. Outcomes are sent
+    as numbers.
 
     Args:
         size, max_bytes: see `QueueCore`.
-        journal, fsync: of a durable queue, see `unified.queue.journal`; the file is opened here.
+        journal, fsync: for a durable queue, see `unified.queue.journal`; the file is opened here.
         host: notified of threads of this process that wait for an answer.
 
     Attributes:
-        identity: the same as long as the queue's items are: of a durable queue, over its owner's incarnations.
+        identity: identifies the queue's contents; a durable queue keeps it across its owner's incarnations.
     """
 
     def __init__(
@@ -103,8 +104,8 @@ class QueueService:
 
     @rpc(inline=True)
     def attach(self, handle: int, worker: str, incarnation: int) -> Any:
-        """Make a handle known. Answers with the queue's identity, whether it is durable, and whether the handle's
-        incarnation is still thought to be alive."""
+        """Make a handle known. Answer with the queue's identity, whether the queue is durable, and whether the handle's
+        incarnation still counts as alive."""
         handles = self._core.state.handles
         return self._take(
             messages.HandleAttached(handle=handle, worker=worker, incarnation=incarnation),
@@ -152,12 +153,12 @@ class QueueService:
 
     @rpc(inline=True)
     def end(self, handle: int, consumer: int, received: int) -> Any:
-        """End a consumer, which will take no more."""
+        """End a consumer that takes no more."""
         return self._take(messages.ConsumerEnded(handle=handle, consumer=consumer, received=received))
 
     @rpc(inline=True)
     def leave(self, handle: int) -> Any:
-        """Drop a handle, which will ask no more."""
+        """Drop a handle that sends no more requests."""
         return self._take(messages.HandleClosed(handle=handle))
 
     @rpc(inline=True)
@@ -171,12 +172,12 @@ class QueueService:
         return found
 
     def incarnation_ended(self, worker: str, incarnation: int) -> None:
-        """End the handles of this incarnation and of every one before it."""
-        with suppress(QueueJournalError):  # whoever asks for something is told
+        """End the handles of this incarnation and of all earlier ones."""
+        with suppress(QueueJournalError):  # requests raise it, too
             self._take(messages.IncarnationEnded(worker=worker, incarnation=incarnation))
 
     def shut_down(self) -> None:
-        """Commit what waits and end the threads. Whoever still waits for an answer waits for the end of the process."""
+        """Commit what waits and end the threads. Callers that still wait get no answer until the process ends."""
         self._timer.close()
         if self._journal is not None:
             self._journal.close()
@@ -184,8 +185,8 @@ class QueueService:
     def _take(
         self, event: messages.Event, request_id: int | None = None, *, answer: Callable[[], Any] = lambda: None
     ) -> Any:
-        """Take an event in; return the core's answer to this request or, without one, `answer()`; or a future of it,
-        which of a durable queue ends with the commit."""
+        """Take an event in. Return the core's answer to this request or, without a request, `answer()`; or a future of
+        it. The future of a durable queue ends with the commit."""
         with self._lock:
             if self._failure is not None:
                 raise QueueJournalError(str(self._failure))
@@ -202,7 +203,7 @@ class QueueService:
     def _sort(
         self, actions: list[messages.Action], request_id: int | None, answer: Callable[[], Any]
     ) -> tuple[Any, list[_Answer]]:
-        """Return the answer to whoever asks, or a future of it, and the answers to those that waited."""
+        """Return the answer to this request, or a future of it, and the answers to waiting requests."""
         answered: Any = _NO_ANSWER if request_id is not None else answer()
         answers = []
         for action in actions:
@@ -217,8 +218,7 @@ class QueueService:
     def _hold_back(
         self, journal: Journal, actions: list[messages.Action], request_id: int | None, answer: Callable[[], Any]
     ) -> tuple[RpcFuture[Any], list[_Answer]]:
-        """Return a future of the answer, and what can be told at once: nothing that was not committed, or follows from
-        it."""
+        """Return a future of the answer, and the answers that may leave now: none that depend on an open commit."""
         future: RpcFuture[Any] = RpcFuture(self._what, host=self._host)
         if request_id is not None:
             self._waiting[request_id] = future
@@ -245,12 +245,12 @@ class QueueService:
                     future.succeed(content)
                 else:
                     future.fail(self._failure)
-            except BaseException:  # SystemExit, say, of a callback: the others are owed their answers
+            except BaseException:  # a callback's SystemExit, for example: the others still need their answers
                 self._answer(answers[place + 1 :])
                 raise
 
     def _fail(self, error: QueueJournalError) -> None:
-        """Fail from now on: what the core holds is no longer what the next incarnation would know."""
+        """Fail from now on: the core's state is no longer the state that the next incarnation would resume."""
         with self._lock:
             self._failure = error
             waiting, self._waiting = list(self._waiting.values()), {}
@@ -263,7 +263,7 @@ class QueueService:
 
 
 def _content(action: messages.Action) -> Any:
-    """Return the answer as it travels."""
+    """Return the answer in the form in which it is sent."""
     if isinstance(action, messages.AnswerGet):
         return (
             [item.payload for item in action.items] if action.outcome is messages.Outcome.DONE else int(action.outcome)
@@ -278,7 +278,7 @@ def claimed_name(queue: str) -> str:
 
 
 def journal_path(worker: Worker, queue: str) -> Path:
-    """Return where a durable queue's journal is by default: beside the job's logs on this node, which outlive the
+    """Return the default path of a durable queue's journal: beside the job's logs on this node, which outlive the
     worker."""
     if not worker.log_file:
         raise UsageError(
@@ -288,11 +288,11 @@ def journal_path(worker: Worker, queue: str) -> Path:
 
 
 class KeptJournal(NamedTuple):
-    """A journal that the owner's next incarnation has to find again, wherever that is."""
+    """A journal that the owner's next incarnation has to find again, on any node."""
 
     path: Path
     begins_anew: bool
-    """True: where it is not found, the queue begins with nothing."""
+    """True: if it is not found, the queue starts empty."""
 
     def check(self, worker: Worker, queue: str) -> None:
         """Raise QueueJournalError if an earlier incarnation had a journal and there is none here."""
@@ -323,9 +323,9 @@ class QueueHost:
     def open(
         self, worker: Worker, queue: str, make: Callable[[], QueueService], journal: KeptJournal | None = None
     ) -> None:
-        """Own a queue, which `make` makes, from now on, to the end of this incarnation.
+        """Own the queue that `make` makes, until the end of this incarnation.
 
-        A queue of this worker that is closed and finished makes way for a new one of its name.
+        It replaces a queue of its name that this worker owns, if that queue is closed and finished.
         """
         with self._lock:
             old = self._services.get(queue)
@@ -341,7 +341,7 @@ class QueueHost:
                     f"queue {queue!r} cannot be made with is_master=True in worker {self._bus.worker}: {error} One "
                     "worker owns a queue; all others use it without is_master."
                 ) from error
-            if old is not None:  # its place, and its names on the bus, the new one takes
+            if old is not None:  # the new queue takes its place, and its names on the bus
                 old.shut_down()
                 atexit.unregister(old.shut_down)
             service: QueueService | None = None
@@ -356,14 +356,14 @@ class QueueHost:
                 if service is not None:
                     service.shut_down()
                 raise
-            self._services[queue] = service  # first: it hears of deaths from here on
+            self._services[queue] = service  # before `_reap`, so that it misses no death
             self._reap(service)
             for verb in METHODS:
                 self._bus.registry[method(queue, verb)] = getattr(service, verb)
         atexit.register(service.shut_down)
 
     def _reap(self, service: QueueService) -> None:
-        """End incarnations that a journal knows and that ended while nobody listened, this worker's own among them."""
+        """End incarnations that are in a journal and ended while nobody listened, earlier ones of this worker, too."""
         service.incarnation_ended(self._bus.worker, self._bus.incarnation - 1)
         for entry in self._bus.directory.entries:
             if (over := self._bus.directory.newest_over(entry.worker)) >= 0:
@@ -377,7 +377,7 @@ class QueueHost:
 
 
 _hosts: WeakValueDictionary[str, QueueHost] = WeakValueDictionary()
-"""Hosts by inbox. The endpoint keeps its own alive, as one that listens to its directory."""
+"""Hosts by inbox. An endpoint keeps its host alive, because the host listens to its directory."""
 _making = threading.Lock()
 
 

@@ -1,14 +1,14 @@
-"""Process groups that are broken: how a thread that is stuck in a collective comes out of it, and how a rank leaves.
+"""Broken process groups: freeing a thread that is stuck in a collective, and leaving the group.
 
-NCCL has an abort of its own. Gloo, as of torch 2.13, has none: after `ProcessGroup.abort` or `shutdown` a collective
-goes on waiting for a peer that will never answer (a host without power closes no connection), until the timeout of its
-group, half an hour unless set. So its connections are shut down here, and the collective raises as if a peer had closed
-them.
+NCCL has an abort of its own. Gloo, as of torch 2.13, has none. After `ProcessGroup.abort` or `shutdown` a collective
+still waits for a peer that will never answer (a host without power closes no connection), until the timeout of its
+group, half an hour unless set. This module therefore shuts down Gloo's connections, and the collective raises as if a
+peer had closed them.
 
-The direction matters. When Gloo's thread reads that a peer is ready to receive, and its answer cannot be written, the
-operation that it has just taken from its table is told of no error and waits on (`Pair::handleRemotePendingRecv` in
-gloo/transport/tcp/pair.cc). A stuck rank therefore shuts down the *reading* side: what it writes still goes out. A rank
-that is in no collective shuts down the *writing* side: its peers read all that was sent, and then the end of file.
+The direction matters. Gloo's thread may read that a peer is ready to receive, and fail to write its answer. The
+operation that it has just taken from its table then gets no error and waits on (`Pair::handleRemotePendingRecv` in
+gloo/transport/tcp/pair.cc). A stuck rank therefore shuts down the *reading* side: its writes still go out. A rank that
+is in no collective shuts down the *writing* side: its peers read all that was sent, and then the end of file.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Address(NamedTuple):
 
 
 def abort_groups(stores: Collection[Address], num_peers: int) -> None:
-    """Break off what this process does in any process group, also in the making of one. Any thread; again does no harm.
+    """Abort the work of this process in all process groups, also in the making of one. Any thread; may be repeated.
 
     Args:
-        stores: those that a thread may be waiting at while it makes a group; connections to them are shut down.
-        num_peers: number of Gloo's connections to shut down, those first on which nothing has come for longest. One is
-            often enough: the thread raises, and leaves the others in order.
+        stores: stores at which a thread may wait while it makes a group; connections to them are shut down.
+        num_peers: number of Gloo's connections to shut down, the longest silent ones first. One is often enough: the
+            thread raises, and leaves the others in order.
     """
     _abort_devices()
     with contextlib.ExitStack() as opened:
@@ -68,8 +68,8 @@ def abort_groups(stores: Collection[Address], num_peers: int) -> None:
 
 
 def hang_up(within_s: float) -> None:
-    """Tell the peers of all process groups that this rank, which is in no collective, leaves; wait until they hung up
-    too, so that none of them is cut off while it still writes."""
+    """Tell the peers of all process groups that this rank, which is in no collective, leaves. Wait until they hung up,
+    too: otherwise a peer would be cut off while it still writes."""
     until = time.monotonic() + within_s
     with contextlib.ExitStack() as opened:
         found = list(_gloo_connections(opened))
@@ -93,7 +93,7 @@ def _silence_ms(connection: socket.socket) -> int:
 
 
 def _abort_devices() -> None:
-    """Abort what NCCL, or another backend that can, has running."""
+    """Abort the running work of NCCL, and of other backends that can abort."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return
@@ -104,7 +104,7 @@ def _abort_devices() -> None:
                 backend._group_start()
                 together.callback(backend._group_end)
         for group in groups:
-            with contextlib.suppress(RuntimeError):  # a group that is aborted, or has had nothing to do so far
+            with contextlib.suppress(RuntimeError):  # a group that is aborted already, or unused so far
                 group.abort()
 
 
@@ -112,7 +112,7 @@ def _nccl_backends(groups: list[Any]) -> Iterator[Any]:
     import torch
 
     for group in groups:
-        with contextlib.suppress(RuntimeError):  # it has none for this device
+        with contextlib.suppress(RuntimeError):  # the group has none for this device
             backend = group._get_backend(torch.device("cuda"))
             if isinstance(backend, torch.distributed.ProcessGroupNCCL):
                 yield backend
@@ -121,8 +121,9 @@ def _nccl_backends(groups: list[Any]) -> Iterator[Any]:
 def _gloo_connections(opened: contextlib.ExitStack) -> Iterator[socket.socket]:
     """Yield the connections that Gloo's event loops watch, under descriptors that `opened` closes.
 
-    Each of Gloo's devices has an epoll descriptor that watches a listener and the connections to its peers. Gloo alone,
-    of all that opens one in a worker (ZeroMQ, libuv, gRPC, Python), leaves it open across `exec`.
+    Each of Gloo's devices has an epoll descriptor that watches a listener and the connections to its peers. Other
+    libraries of a worker (ZeroMQ, libuv, gRPC, Python) open epoll descriptors, too, but only Gloo leaves its own open
+    across `exec`.
     """
     for descriptor in os.listdir(_FDS):
         with contextlib.suppress(OSError):
@@ -135,12 +136,12 @@ def _gloo_connections(opened: contextlib.ExitStack) -> Iterator[socket.socket]:
             found = [_open(number, int(inode, 16)) for number, inode in _WATCHED.findall(info)]
             watched = [opened.enter_context(each) for each in found if each is not None]
             listeners = [each for each in watched if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
-            if listeners:  # which stay: the end of one would end Gloo's process
+            if listeners:  # not yielded: the end of one would end Gloo's process
                 yield from (each for each in watched if each not in listeners)
 
 
 def _open(descriptor: str, inode: int | None = None) -> socket.socket | None:
-    """Return a TCP socket under a descriptor of its own, as the thread that it belongs to may close it at any time."""
+    """Return a TCP socket under a new descriptor, as the thread that owns the old one may close it at any time."""
     try:
         copy = os.dup(int(descriptor))
     except OSError:
@@ -170,15 +171,15 @@ def _resolved(host: str) -> set[str]:
 
 
 def _plain(host: str) -> str:
-    """Return an address in one of the ways in which it may be written."""
+    """Return the one form of an address that may be written in several ways."""
     address = ipaddress.ip_address(host.partition("%")[0])
     return str(getattr(address, "ipv4_mapped", None) or address)
 
 
 def is_gloo_lost() -> bool:
-    """Return True if a thread of Gloo now waits for an operation although no connection is left on which it could end.
+    """Return True if a thread of Gloo waits for an operation, but has no connection left on which it could end.
 
-    The operation was lost, as above. Threads of Gloo that have nothing to do wait without a limit of time.
+    The operation was lost, as above. Idle threads of Gloo are not counted: they wait without a timeout.
     """
     with contextlib.ExitStack() as opened:
         if list(_gloo_connections(opened)):

@@ -28,12 +28,12 @@ class RoundMember(NamedTuple):
 
 
 class RoundMeeting:
-    """One meeting, to which each rank comes once, and waits for the others.
+    """One meeting: each rank comes once, and waits for the others.
 
     Args:
-        name: key in the store that no other meeting of the round has.
+        name: key in the store, unique among the meetings of the round.
         within_s: longest wait.
-        purpose: words for what the ranks come to do, after "for all ranks to", in the error of those that wait in vain.
+        purpose: what the ranks come to do: words after "for all ranks to" in the error of a timeout.
         hint: sentence of that error that says what to do.
     """
 
@@ -52,7 +52,7 @@ class RoundMeeting:
         """Return once all ranks have called this.
 
         Raises:
-            RoundMeetingError: some did not in time, or the store is gone.
+            RoundMeetingError: some ranks did not call it in time, or the store is gone.
         """
         self._say(b"here")
         if self._store.add(f"{self._name}/num-here", 1) == self._member.world_size:
@@ -60,10 +60,10 @@ class RoundMeeting:
         self._wait([self._outcome])
 
     def agree(self, own: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
-        """Say something; return what rank 0 decides, who is given what all have said, by rank.
+        """Give `own`; return what rank 0 decides from the values that all ranks gave, by rank.
 
         Raises:
-            RoundMeetingError: some did not come in time, or the store is gone.
+            RoundMeetingError: some ranks did not come in time, or the store is gone.
         """
         self._say(own)
         if self._member.rank == 0:
@@ -75,10 +75,10 @@ class RoundMeeting:
         return self._store.get(self._outcome)
 
     def hear(self, ranks: Sequence[int], own: bytes | None, slack_s: float) -> dict[int, bytes]:
-        """Say something, unless it is None; return what those of these ranks said that came in time.
+        """Give `own`, unless it is None; return the values that these ranks gave in time.
 
-        All who call it are returned the same. Rank 0 puts it together, or another rank if `slack_s` later that has not
-        been done; the first who does counts.
+        All callers get the same result. Rank 0 collects it; if it has not done so within `slack_s` more, another rank
+        does. The first result counts.
         """
         if own is not None:
             self._say(own)
@@ -96,7 +96,7 @@ class RoundMeeting:
         self._set(self._key(self._member.rank), data)
 
     def _set(self, key: str, data: bytes) -> None:
-        self._store.set(key, data)  # type: ignore[arg-type]  # the stubs know text alone
+        self._store.set(key, data)  # type: ignore[arg-type]  # the stubs know only text
 
     def _key(self, rank: int) -> str:
         return f"{self._name}/{rank}"
@@ -117,9 +117,9 @@ class RoundMeeting:
         hint, missing = self._hint, list[int]()
         try:
             missing = [rank for rank in range(world_size) if not self._store.check([self._key(rank)])]
-            found = f"{_named(missing)} not" if missing else "all have, and rank 0 has not said what follows"
+            found = f"{_named(missing)} not" if missing else "all have, but rank 0 has not published its decision"
         except DistError:
-            found, hint = "the round's store is gone", "Look whether the job's store process lives."
+            found, hint = "the round's store is gone", "Check that the job's store process is running."
         return RoundMeetingError(
             f"round {round_}: rank {own_rank} waited {waited_s:.3g} s for all {world_size} ranks to {self._purpose}: "
             f"{found}. {hint}",

@@ -1,8 +1,8 @@
 """The check of a round's nodes by its ranks, before the process group is made.
 
-Each rank times a product of matrices and a copy on its device; then the nodes meet two by two in process groups of
-their own, and time a collective. Measurements are exchanged through the round's store, so that all ranks come to the
-same verdict (`unified.rounds.core.node_check`), whoever of them has stopped answering.
+Each rank times a product of matrices and a copy on its device; then pairs of nodes time a collective in process groups
+of their own. Measurements are exchanged through the round's store, so that all ranks come to the same verdict
+(`unified.rounds.core.node_check`), even if some have stopped answering.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ CPU_SIZE, ACCELERATOR_SIZE = 256, 4096
 """Rows of the matrices."""
 CPU_BYTES, ACCELERATOR_BYTES = 8 << 20, 256 << 20
 LINK_BYTES = 64 << 10, 512 << 10, 4 << 20
-"""Sizes of the collectives of a link, one after the other, up to the first that takes longer than `SLOW_LINK_S`: a link
-on which the last of them would not end in time is slow, and no fault."""
+"""Sizes of the collectives of a link, in order, up to the first that takes longer than `SLOW_LINK_S`. A link that is
+too slow for the last size is slow, but not faulty."""
 SLOW_LINK_S = 2.0
 V = TypeVar("V", bound=Value)
 
@@ -80,14 +80,14 @@ class NodeCheck:
         )
 
     def run(self) -> NodeCheckReport:
-        """Measure, and return what all ranks find."""
+        """Measure, and return this rank's times with the verdict of all ranks."""
         everyone = range(self._order.world_size)
         own = measure_device(self._device)
         said = self._exchange(
             "device", everyone, _Introduction(node=self._node, measure=own), _Introduction, DEVICE_WITHIN_S
         )
         names = list(dict.fromkeys(said[rank].node for rank in sorted(said)))
-        # A rank that has said nothing is taken for a node of its own; the master knows which it is on.
+        # A silent rank counts as a node of its own; the master knows its real node.
         nodes = {rank: names.index(said[rank].node) if rank in said else len(names) + rank for rank in everyone}
         devices = {rank: msgspec.structs.replace(each.measure, node=nodes[rank]) for rank, each in said.items()}
         if broken := broken_devices(devices, nodes):
@@ -101,7 +101,7 @@ class NodeCheck:
         return self._reported(judge(devices, first, second), nodes, own, times)
 
     def _attempt(self, name: str, pairs: Sequence[Sequence[int]], nodes: Mapping[int, int]) -> LinkAttempt:
-        """Take part in the collectives of pairs of nodes, if this rank's is among them."""
+        """Take part in the collectives of pairs of nodes, if this rank's node is among them."""
         if not pairs or "hccl" in self._backend:
             return LinkAttempt()
         measure = None
@@ -119,12 +119,12 @@ class NodeCheck:
         store = distributed.PrefixStore(name, self._store)  # type: ignore[attr-defined]  # as above
         try:
             seconds = measure_link(store, ranks.index(self._order.rank), len(ranks), self._backend, self._device)
-        except Exception as error:  # whatever a transport or a driver makes of a fault
+        except Exception as error:  # a transport's or a driver's error may be of any class
             return LinkMeasure(error=_first_line(error))
         return LinkMeasure(seconds=seconds)
 
     def _exchange(self, name: str, ranks: Sequence[int], own: V | None, kind: type[V], within_s: float) -> dict[int, V]:
-        """Say one's own, and return what these ranks have said, which is the same for all who call it."""
+        """Give `own`, and return the values that these ranks gave, the same for all callers."""
         member = RoundMember(self._order.round, self._order.rank, self._order.world_size)
         meeting = RoundMeeting(self._store, name, member, within_s)
         said = meeting.hear(ranks, None if own is None else msgspec.msgpack.encode(own), SLACK_S)
@@ -145,7 +145,7 @@ class NodeCheck:
 
 
 def measure_device(name: str) -> DeviceMeasure:
-    """Time a product of two matrices and a copy on a device; what goes wrong is in the answer."""
+    """Time a product of two matrices and a copy on a device; an error is part of the result."""
     import torch
 
     try:
@@ -165,9 +165,9 @@ def measure_device(name: str) -> DeviceMeasure:
 
 
 def measure_link(store: Any, rank: int, size: int, backend: str, device: str) -> float:
-    """Return the seconds of the best of some all_reduce of the largest size, in a process group of its own.
+    """Return the seconds of the quickest of several all_reduce of the largest size, in a process group of its own.
 
-    On a slow link they are extrapolated from a smaller one.
+    On a slow link they are extrapolated from a smaller size.
     """
     import torch
     import torch.distributed as distributed
@@ -183,8 +183,8 @@ def measure_link(store: Any, rank: int, size: int, backend: str, device: str) ->
     else:
         place = torch.device("cpu")
         group = distributed.ProcessGroupGloo(store, rank, size, within)
-    # Python holds the tensors longer than the group: Gloo's thread would want the interpreter to free one, and the end
-    # of the group waits for that thread while it holds the interpreter (torch 2.13).
+    # Keep the tensors longer than the group: Gloo's thread would need the GIL to free one, while the end of the group
+    # holds the GIL and waits for that thread (torch 2.13).
     data, slowest = [torch.ones(nbytes // 4, device=place) for nbytes in LINK_BYTES], torch.zeros(1, device=place)
     together = distributed.AllreduceOptions()
     together.reduceOp = distributed.ReduceOp(distributed.ReduceOp.MAX)

@@ -1,7 +1,7 @@
 """Scripts that choose the address of torch's store themselves, as many tutorials of DDP do.
 
 The runtime has a store of its own for each round, and all ranks are its clients. A script that sets ``MASTER_ADDR`` and
-``MASTER_PORT``, or names a ``tcp://`` address, means a store in rank 0. torch, which takes all ranks for clients, would
+``MASTER_PORT``, or names a ``tcp://`` address, expects a store in rank 0. torch would take all ranks for clients, and
 wait there for its whole timeout.
 """
 
@@ -36,11 +36,11 @@ def learn(host: str, port: int) -> None:
 
 @contextlib.contextmanager
 def own_store(arguments: Mapping[str, Any], environ: MutableMapping[str, str]) -> Iterator[None]:
-    """Have rank 0 serve the store while `init_process_group` is called with these arguments, if they name another one
-    than the round's.
+    """Let rank 0 serve the store during `init_process_group` with these arguments, if they name another store than the
+    round's.
 
     Raises:
-        UsageError: ranks of other hosts cannot reach it, or it is not an address of rank 0's host.
+        UsageError: ranks of other hosts cannot reach the store, or its address is none of rank 0's host.
     """
     chosen = _chosen(arguments, environ)
     if _of_round is None or chosen is None or chosen == _of_round:

@@ -1,7 +1,7 @@
-"""torch.distributed for a rank of an elastic role: made before the entry point runs, destroyed after the last use.
+"""Process group of a rank of an elastic role: made before the entry point runs, destroyed after the last use.
 
-Gloo's ranks connect two by two. A rank that has all its own connections may be done while two others still connect, and
-a rank that leaves then breaks theirs; so nobody returns from `set_up` before the groups of all ranks are up.
+Gloo's ranks connect two by two. A rank may have all its own connections while two others still connect. If it leaves
+then, it breaks their connection; so no rank returns from `set_up` before the groups of all ranks are up.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ if TYPE_CHECKING:
 DESTROY_WITHIN_S = 5.0
 LEAVE_WITHIN_S = 20.0
 HANG_UP_WITHIN_S = 0.02
-"""Peers in a collective hang up within a millisecond; one that computes is not harmed when this rank does not wait."""
+"""Peers in a collective hang up within a millisecond; a peer that computes needs no wait."""
 OPEN_ROUND_WITHIN_S = 60.0
 _KEPT_S = 5.0
 
 
 _groups: list[object] = []
-"""Default groups of this process. Whoever is the last to let go of a Gloo group joins its thread and holds the GIL, for
-which that thread may wait, as of torch 2.13; so it is never a frame of the user's."""
+"""Default groups of this process, kept so that no frame of the user's has the last reference to one. Dropping that of a
+Gloo group joins its thread and holds the GIL, for which that thread may wait, as of torch 2.13."""
 
 
 def wrap_group_calls() -> None:
     """Wrap the calls by which the worker's own code makes and destroys the default group.
 
-    No frame of that code may be the last to let go of a group that it made and destroyed. A function that wraps a model
-    in DDP and destroys the group would, when it returns and frees the model (see `_groups`). So the groups are kept for
-    a while beyond `destroy_process_group`. A group that code written for torchrun makes replaces the runtime's.
+    No frame of that code may have the last reference to a group that it made and destroyed (see `_groups`). A function
+    that wraps a model in DDP and destroys the group has it: it frees the model when it returns. The groups are
+    therefore kept for a while after `destroy_process_group`. A group made by code written for torchrun replaces the
+    runtime's.
     """
     import torch.distributed as distributed
 
@@ -103,7 +104,7 @@ def set_up(order: RunOrder, store_port: int, communication: Communication, devic
         timeout=timeout,
     )
     _groups.append(distributed.group.WORLD)
-    # A peer that dies before it comes ends the wait, with this incarnation.
+    # If a peer dies before it comes, this incarnation ends, and the wait with it.
     RoundMeeting(
         store,
         "unified/groups-up",
@@ -115,7 +116,7 @@ def set_up(order: RunOrder, store_port: int, communication: Communication, devic
 
 
 def _select(device: str) -> torch.device | None:
-    """Make an accelerator this process's current one; None for a CPU."""
+    """Make an accelerator this process's current one, and return it; None for a CPU."""
     import torch
 
     if device == "cpu":
@@ -129,15 +130,15 @@ def _select(device: str) -> torch.device | None:
 
 
 def is_set_up() -> bool:
-    """Is this process in a default process group? Does not import torch."""
+    """Return True if this process is in a default process group. Does not import torch."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and bool(distributed.is_initialized())
 
 
 def destroy(within_s: float = DESTROY_WITHIN_S) -> None:
-    """Leave the process group, waiting at most so long.
+    """Leave the process group; wait at most `within_s` seconds.
 
-    NCCL may wait in there for a peer that is gone. The group is then left to the end of the process.
+    NCCL may wait for a peer that is gone. The group then stays until the process ends.
     """
     if not is_set_up():
         return
@@ -159,7 +160,7 @@ def destroy(within_s: float = DESTROY_WITHIN_S) -> None:
 
 
 def end() -> None:
-    """Leave the process group when the program has ended. A peer in a collective fails, instead of waiting for it."""
+    """Leave the process group when the program has ended. A peer in a collective then fails, instead of waiting."""
     if is_set_up():
         hang_up(HANG_UP_WITHIN_S)
         destroy()
@@ -168,11 +169,11 @@ def end() -> None:
 def leave(within_s: float = LEAVE_WITHIN_S) -> None:
     """Leave all process groups, so that this process can join those of a further round.
 
-    Peers are told first: Gloo keeps its connections for as long as something refers to the group, the traceback of the
-    error that a collective raised, say, and peers that wait for this rank would go on waiting.
+    Peers are told first: otherwise peers that wait for this rank would wait on. Gloo keeps its connections while
+    anything refers to the group, for example the traceback of a collective's error.
 
     Raises:
-        ClusterError: it did not end within so many seconds.
+        ClusterError: the groups did not end within so many seconds.
     """
     if is_set_up():
         import torch.distributed as distributed
@@ -191,6 +192,6 @@ def leave(within_s: float = LEAVE_WITHIN_S) -> None:
 
 
 def _drop_later(groups: list[object]) -> None:
-    """Let go of groups that were left, once their threads have done what they had begun."""
+    """Drop groups that were left, once their threads have finished their work."""
     time.sleep(_KEPT_S)
     groups.clear()

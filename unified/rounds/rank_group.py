@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ErrorFamily = Sequence[type[Exception]]
-"""Errors that cross from rank to rank as they are; the first stands for all others."""
+"""Errors that cross from rank to rank unchanged; the first replaces all others."""
 
 
 class Ranks(Protocol):
@@ -93,7 +93,7 @@ class MeshGroup:
         from torch import distributed
 
         box = [value]
-        for dim in range(self._mesh.ndim):  # along each dimension from its first rank: after the last, everybody has it
+        for dim in range(self._mesh.ndim):  # from the first rank of each dimension: after the last one all have it
             group = self._mesh.get_group(dim)
             distributed.broadcast_object_list(box, src=distributed.get_global_rank(group, 0), group=group)
         return box[0]
@@ -120,7 +120,7 @@ def ranks_here(group: Any = None) -> Ranks:
 
 
 def lead(ranks: Ranks, work: Callable[[], T], errors: ErrorFamily) -> T:
-    """Have rank 0 do `work`; every rank returns what it returned, or raises what it raised. A collective."""
+    """Do `work` on rank 0; every rank returns its result, or raises its error. A collective."""
     value, error = _try(work) if ranks.rank == 0 else (None, None)
     value, failed = ranks.share((value, _described(error)))
     if error is not None:
@@ -133,10 +133,10 @@ def lead(ranks: Ranks, work: Callable[[], T], errors: ErrorFamily) -> T:
 
 
 def each_does(ranks: Ranks, work: Callable[[], T], errors: ErrorFamily, *, shared: type[Exception]) -> T:
-    """Have every rank do `work`; where one fails, all raise. A collective.
+    """Do `work` on every rank; if one fails, all raise. A collective.
 
     Args:
-        shared: an error that every rank raises in the same way where no rank has another one.
+        shared: an error that every rank raises in the same way, unless a rank has another error.
 
     Raises:
         Exception: this rank's own, if it has one that is not `shared`; else the first of `errors`, naming the rank.
@@ -162,5 +162,4 @@ def _try(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _described(error: Exception | None) -> tuple[str, str] | None:
-    """Return the name of the error's class, and its text."""
     return None if error is None else (type(error).__name__, str(error))

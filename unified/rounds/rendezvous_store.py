@@ -1,17 +1,17 @@
 """Rendezvous stores: every elastic round gets a TCPStore of its own, opened on request in the job's store host.
 
-The store host is a process of its own, so that the death of a rank takes no store away.
+The store host is a process of its own, so that no store dies with a rank.
 
-One store and a prefix for each round would not do. Our own `init_process_group` could use a prefix, but a plain
-`init_process_group()` in a user's script goes through torch's `env://`, and since torch 2.13 that connects to
+One store with a prefix for each round would not be enough. Our own `init_process_group` could use a prefix, but a plain
+`init_process_group()` in a user's script goes through torch's `env://`. Since torch 2.13 that connects to
 ``MASTER_ADDR:MASTER_PORT`` and uses no prefix for the attempt (`torch/distributed/rendezvous.py`: "We create a new
 TCPStore for every retry so no need to add prefix for each attempt"). In a store that outlives the round, a restarted
-rank would read the address of a dead peer and hang. Replacing torch's ``env`` handler would be patching torch, and so
-would be intercepting `init_process_group`. A store for each round is what torch itself expects, costs 2 ms, and serves
-libraries that read ``MASTER_PORT`` on their own just as well.
+rank would read the address of a dead peer and hang. Replacing torch's ``env`` handler or intercepting
+`init_process_group` would be patching torch. A store for each round is what torch itself expects. It costs 2 ms, and
+serves libraries that read ``MASTER_PORT``, too.
 
-The job's store (the port in RunOrder) is the place to ask. A request is one atomic `compare_set`, so that a rank that
-is killed while it asks leaves either a whole request or none; the host waits for the slots in turn.
+Ranks request a store through the job's store (the port in RunOrder). A request is one atomic `compare_set`: a rank that
+is killed meanwhile leaves either a whole request or none. The host waits for the slots in turn.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it without saying so
 
 KEPT_ROUNDS = 2
-"""Stores of one role that stay open: the newest round's, and the one before, whose ranks may still be leaving."""
+"""Stores of one role that stay open: the newest round's, and the last round's, whose ranks may still be leaving."""
 STORE_WITHIN_S = 300.0
 """torch's own limit for one operation of a store."""
 _SLOW_S = 2.0
@@ -44,12 +44,12 @@ _NEXT_SLOT = "unified/next-slot"
 
 
 def needs_no_torch() -> bool:
-    """Return True if the programs of this job, by their text, do not use torch: there are no rounds for them."""
+    """Return True if the programs of this job, by their text, do not use torch: they have no rounds."""
     return os.environ.get(settings.PRELOAD) == "none"
 
 
 def require_torch(role: str) -> None:
-    """Raise `EntryPointError` where torch is missing: an elastic role cannot do without."""
+    """Raise `EntryPointError` if torch is missing: an elastic role needs it."""
     try:
         import torch.distributed as distributed
     except ImportError as error:
@@ -62,11 +62,11 @@ def require_torch(role: str) -> None:
 
 
 class RoundStores:
-    """Stores of the host: the job's, and one for each round that is asked for; those nobody needs are closed.
+    """Stores of the host: the job's, and one for each requested round; stores that no rank needs are closed.
 
     Args:
-        address: of this node, the one address at which the stores listen: whoever reaches them may read and write.
-        ports: by role, of the stores of its rounds; 0, or no such role: any port that is free.
+        address: of this node, the only one at which the stores listen, since every client may read and write.
+        ports: by role, the port of its rounds' stores; 0, or no such role: any free port.
         listener: of the job's store, if it is there already.
     """
 
@@ -85,7 +85,7 @@ class RoundStores:
         return int(self._main.port)
 
     def serve_one(self) -> None:
-        """Wait for the next request, for a day, and answer it."""
+        """Wait for the next request, at most a day, and answer it."""
         from torch.distributed import DistNetworkError, DistStoreError
 
         try:
@@ -105,11 +105,10 @@ class RoundStores:
         self._main.set(_port_key(prefix), str(self._ports[prefix]))
 
     def _open_round(self, role: str) -> int:
-        """Open the store of a role's next round; its port."""
         kept = self._stores.setdefault(role, deque(maxlen=KEPT_ROUNDS))
         port = self._fixed.get(role, 0)
         if port:
-            kept.clear()  # the last round's has that port
+            kept.clear()  # a fixed port: the store of the last round must close first
         kept.append(self._open(listen(self._address, port)))
         return int(kept[-1].port)
 
@@ -123,22 +122,22 @@ class RoundStores:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A listener at this address alone; torch's own would listen at all addresses of the host."""
+    """Return a listener at this address only; torch's own would listen at all addresses of the host."""
     family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     try:
         return bind_free(lambda free: socket.create_server((str(where[0]), free), family=family), port)
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
-    print(f"unified: {address} is no address of this host's own: the store listens at all of them.", file=sys.stderr)
+    print(f"unified: {address} is not an address of this host: the store listens at all addresses.", file=sys.stderr)
     return bind_free(lambda free: socket.create_server(("", free), family=family), port)
 
 
 def open_round(order: RunOrder, role: str, timeout_s: float) -> int:
-    """The port, at `order.store_host`, of the store of this round. Rank 0 asks for it, all wait for the answer."""
+    """Return the port, at `order.store_host`, of this round's store. Rank 0 requests it, all wait for the answer."""
     if needs_no_torch():
         return order.store_port
-    from torch.distributed import DistError  # elastic roles alone need torch
+    from torch.distributed import DistError  # only elastic roles need torch
 
     begun = time.monotonic()
     where = f"{order.store_host}:{order.store_port}"
@@ -151,8 +150,8 @@ def open_round(order: RunOrder, role: str, timeout_s: float) -> int:
     except DistError as error:
         raise ClusterError(
             f"round {order.round} of role {role} did not begin: rank {order.rank} waited "
-            f"{time.monotonic() - begun:.1f} s for the job's store at {where}. Look whether the job's store process "
-            "lives and whether rank 0 reached this point."
+            f"{time.monotonic() - begun:.1f} s for the job's store at {where}. Check that the job's store process "
+            "is running, and that rank 0 reached this point."
         ) from error
     if connected_s > _SLOW_S:
         print(
@@ -166,7 +165,7 @@ def open_round(order: RunOrder, role: str, timeout_s: float) -> int:
 
 
 def connect(host: str, port: int, timeout_s: float = STORE_WITHIN_S) -> TCPStore:
-    """A client of a TCPStore; connecting, and each operation of it, waits at most `timeout_s`."""
+    """Return a client of a TCPStore; connecting, and each operation, waits at most `timeout_s`."""
     import torch.distributed as distributed
 
     return distributed.TCPStore(  # type: ignore[attr-defined]  # as above

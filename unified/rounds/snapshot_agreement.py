@@ -1,4 +1,4 @@
-"""The agreement of a round's ranks, over the TCPStore of the round: rank 0 hears all, decides, and tells all."""
+"""Agreement of a round's ranks, over the TCPStore of the round: rank 0 reads all reports, and decides for all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RoundPlace(NamedTuple):
     """The round that a worker is in."""
 
     role: str
-    """Name of those who agree: the role, or a worker that lives for itself."""
+    """Name of the group that agrees: the role, or a worker that restarts alone."""
     round: int
     rank: int
     world_size: int
@@ -38,7 +38,7 @@ class RoundAgreement:
     """One agreement of all ranks of a round; each takes part once.
 
     Args:
-        number: of the agreements of this round, from 0; the ranks count alike.
+        number: of the agreement in its round, from 0; the same on all ranks.
     """
 
     def __init__(self, place: RoundPlace, number: int) -> None:
@@ -47,7 +47,7 @@ class RoundAgreement:
         self._store = place.connect() if place.connect is not None else None
         self._counted = NO_STAMP
         self._first: list[str] = []
-        """Keys of the confirmed snapshots that this rank was the first to count, and deletes."""
+        """Keys of the confirmed snapshots that this rank counted first, and has to delete."""
 
     def reach(self, report: RankReport, decide: Callable[[list[RankReport]], SnapshotAgreement]) -> SnapshotAgreement:
         """Give this rank's report; return what rank 0 decided. RoundMeetingError: another rank does not come."""
@@ -68,7 +68,7 @@ class RoundAgreement:
     def all_have(self, stamp: SnapshotStamp) -> bool:
         """Note that this rank's partner has a snapshot; return True if all ranks' partners have.
 
-        What is noted of older ones is deleted then: nobody asks for them any more, as all ranks have noted this one.
+        The counts of older snapshots are then deleted: all ranks have noted this one, so no rank reads them again.
         """
         if self._store is None:
             return True

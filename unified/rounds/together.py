@@ -1,6 +1,6 @@
-"""Work that ranks do together: one of all, one of each node, or every one; an error of one is an error of all.
+"""Work that ranks do together: one rank, one of each node, or every rank. All ranks raise the error of one.
 
-Every rank then raises the same error with the same line, whichever of them the job's master hears of first.
+The error has the same line on every rank, so it does not matter which report the job's master gets first.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ class RankWork:
         self._is_first = local_rank == 0
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """Have rank 0 do `work`; return on every rank what it returned there. A collective."""
+        """Do `work` on rank 0; return its result on every rank. A collective."""
         return self._do(work, self.ranks.rank == 0)[0].value  # type: ignore[no-any-return]
 
     def on_each_node(self, work: Callable[[], T]) -> T:
-        """Have the first rank of each node do `work`; return what the one of this node returned. A collective."""
+        """Do `work` on the first rank of each node; return the result of this node. A collective."""
         done = self._do(work, self._is_first)
         return next(each.value for each in done if each.node == self._node)  # type: ignore[no-any-return]
 
     def on_all(self, work: Callable[[], T]) -> T:
-        """Have every rank do `work`; return what it returned here. Values do not cross. A collective."""
+        """Do `work` on every rank; return the result of this rank. Values do not cross. A collective."""
         kept: list[T] = []
         self._do(lambda: kept.append(work()), True)
         return kept[0]
 
     def _do(self, work: Callable[[], Any], does: bool) -> list[_RankOutcome]:
-        """Return the outcomes of those ranks that did it, by rank; raise the first error."""
+        """Return the outcomes of the ranks that did the work, by rank; raise the first error."""
         value, raised = None, None
         try:
             value = work() if does else None
@@ -76,7 +76,7 @@ def _described(error: Exception | None) -> tuple[str, str]:
 
 
 def _error(outcome: _RankOutcome) -> Exception:
-    """Return another rank's error: of its class where that is one of ours, which are made of a message."""
+    """Return another rank's error: of the same class if that is one of ours, made of a message."""
     kind = getattr(errors, outcome.error, None)
     if isinstance(kind, type) and issubclass(kind, UnifiedError):
         try:

@@ -1,6 +1,6 @@
-"""Bounds on connections that have not shaken hands: their number, their time, and what they may send.
+"""Bounds on connections that have not shaken hands: their number, their time, and their bytes.
 
-ZeroMQ tells of no handshake whose connection it was; the kernel's counters do.
+ZeroMQ does not say to which connection a handshake belongs; the kernel's counters show it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ MAX_HANDSHAKE_BYTES = 4096
 LOOK_S = 0.005
 """Period of looks at connections that have not shaken hands."""
 _WELCOME_BYTES = 64 + 170
-"""Bytes that a server sends to who has sent a good HELLO: its greeting, and WELCOME."""
+"""Bytes that a server sends to a peer after a good HELLO: its greeting, and WELCOME."""
 _ANSWER_BYTES = _WELCOME_BYTES + 16
-"""Bytes that a server sends to whom it has not shaken hands with, at most: an ERROR besides."""
+"""Most bytes that a server sends before a handshake is done: these and an ERROR."""
 _COUNTERS = struct.Struct("=QQ")
 _COUNTERS_AT = 120
 """Place of `tcpi_bytes_acked` and `tcpi_bytes_received` in Linux's tcp_info."""
@@ -36,8 +36,8 @@ _RESET = struct.pack("ii", 1, 0)
 class PendingHandshakes:
     """Connections of one server with a key that have not shaken hands, as far as the kernel's counters tell.
 
-    One that sends more than a handshake has is ended, and if there are too many one of the host with most: the oldest,
-    of those that have not shown that they know the server's key if there are such.
+    A connection that sends more than a handshake has is ended. If there are too many, one of the host with most is
+    ended: the oldest that has not shown that it knows the server's key, or else the oldest.
     """
 
     def __init__(self) -> None:
@@ -67,12 +67,12 @@ class PendingHandshakes:
         return host
 
     def ended(self, descriptor: int) -> str:
-        """Forget a connection; return the reason for which it was ended here, else nothing."""
+        """Forget a connection; return the reason if it was ended here, else an empty text."""
         self._forget(descriptor)
         return self._reasons.pop(descriptor, "")
 
     def look(self) -> None:
-        """Forget the connections that have shaken hands, and end those that cost too much."""
+        """Forget the connections that have shaken hands, and end those that exceed a bound."""
         now = time.monotonic()
         for descriptor, each in list(self._connections.items()):
             acknowledged, received = _counters(each.own)
@@ -80,12 +80,12 @@ class PendingHandshakes:
             if acknowledged > _ANSWER_BYTES or now - each.since > 2 * HANDSHAKE_S:
                 self._forget(descriptor)
             elif received > MAX_HANDSHAKE_BYTES and self._is_counted:
-                self._end(descriptor, "it sent more than a handshake before it had shaken hands")
+                self._end(descriptor, "it sent more bytes than a handshake needs")
         while self._is_counted and len(self) > MAX_PENDING:
             ((most, _),) = Counter(each.host for each in self._connections.values()).most_common(1)
             theirs = [descriptor for descriptor, each in self._connections.items() if each.host == most]
             first = min(theirs, key=self._has_welcome)  # the oldest, of those in the same state
-            self._end(first, f"{MAX_PENDING} other connections had not shaken hands either")
+            self._end(first, f"more than {MAX_PENDING} connections had an unfinished handshake")
 
     def close(self) -> None:
         """Forget all."""
@@ -93,14 +93,14 @@ class PendingHandshakes:
             self._forget(descriptor)
 
     def _has_welcome(self, descriptor: int) -> bool:
-        """Return True if the peer can end its handshake. It may have done so: it acknowledges the last word late."""
+        """Return True if the peer can end its handshake, or has ended it: it acknowledges the last message late."""
         return _counters(self._connections[descriptor].own)[0] >= _WELCOME_BYTES
 
     def _end(self, descriptor: int, reason: str) -> None:
         self._reasons[descriptor] = reason
         own = self._connections[descriptor].own
-        with contextlib.suppress(OSError):  # its peer was quicker
-            own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)  # else a full window would hide the end from it
+        with contextlib.suppress(OSError):  # its peer ended it first
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)  # without it a full window hides the end
             own.shutdown(socket.SHUT_RDWR)
         self._forget(descriptor)
 
@@ -111,13 +111,13 @@ class PendingHandshakes:
 
 class _PendingConnection(NamedTuple):
     own: socket.socket
-    """A descriptor of our own, so that nobody else can be meant."""
+    """A descriptor of our own, which means no other connection."""
     host: str
     since: float
 
 
 def _counters(connection: socket.socket) -> tuple[int, int]:
-    """Return the bytes that the peer has acknowledged, and those that came from it."""
+    """Return the bytes that the peer has acknowledged, and the bytes that it sent."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _COUNTERS_AT + _COUNTERS.size)
         acknowledged, received = _COUNTERS.unpack_from(info, _COUNTERS_AT)

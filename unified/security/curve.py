@@ -1,13 +1,13 @@
 """The cluster key on ZeroMQ's tcp sockets: CURVE encrypts, and proves to both ends that the other has the key.
 
-All members share one key pair. A client knows the server by it: nobody else can read what is sealed with its public
-half. A server knows its clients because each has to show the same public half, and in the handshake that it has the
-secret one; libzmq asks about every client by its ZAP protocol (rfc.zeromq.org/spec/27), and we answer. The public
-half alone opens nothing.
+All members share one key pair. It authenticates a server: only a member can read data that is encrypted for the public
+half. It authenticates a client: the client shows the same public half, and the handshake proves that it has the secret
+half. libzmq asks about every client by its ZAP protocol (rfc.zeromq.org/spec/27), and we answer. The public half alone
+opens nothing.
 
-A listener keeps its pair until it is closed (unbinding would cut its connections). So the key that is shown may be
-replaced (`unified.security.keys`) while listeners stand: those of workers have pairs of their own, which their records
-tell; a client of the master tries the pairs that the master may have started with.
+A listener keeps its pair until it is closed (unbinding would cut its connections), but the key that clients show may be
+replaced meanwhile (`unified.security.keys`). Listeners of workers have pairs of their own, named in their records. A
+client of the master tries the pairs that the master may have started with.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _EVENT = struct.Struct("=Hi")
 _LAST_EVENTS_S = 1.0
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED | _FAILED
-_PUBLIC_ONLY = "it knows the public half of the cluster key, and has not the secret one; or its key was replaced"
-_BROKE_OFF = "it broke off the handshake: a peer without the cluster key, or none of ours"
+_PUBLIC_ONLY = "it has the public half of the cluster key but not the secret half, or its key was replaced"
+_BROKE_OFF = "it broke off the handshake: it has no cluster key, or is no process of Unified"
 _WHY: dict[int, str] = {
     zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH: "it has no cluster key",
     zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC: "it has another cluster key",
@@ -63,16 +63,16 @@ def read_event(monitor: Socket) -> tuple[int, int]:
 
 
 def bound(socket: Socket) -> None:
-    """Bound the frames and the handshakes of a socket, before it is bound or connects."""
+    """Limit the frames and the handshakes of a socket, before it is bound or connects."""
     socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.set(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
 
 
 def secure_client(socket: Socket, key: ClusterKey | None, server: str = "") -> None:
-    """Let a socket that will connect use the key. With None it stays open, and a server with a key refuses it.
+    """Let a socket use the key, before it connects. With None it has no key, and a server with a key refuses it.
 
     Args:
-        server: public half of the pair that the listener has; empty: it is the key that the cluster has now.
+        server: public half of the pair that the listener has; empty: the key that the cluster has now.
     """
     bound(socket)
     if key is not None:
@@ -83,7 +83,7 @@ def secure_client(socket: Socket, key: ClusterKey | None, server: str = "") -> N
 
 
 def secure_server(socket: Socket, pair: ClusterKey) -> None:
-    """Let a socket that will be bound demand the key. Without a `Gatekeeper` in its context it lets nobody in."""
+    """Let a socket demand the key, before it is bound. Without a `Gatekeeper` in its context it lets nobody in."""
     socket.curve_server = True
     socket.curve_secretkey = pair.secret.encode()
     socket.zap_domain = _DOMAIN
@@ -91,17 +91,17 @@ def secure_server(socket: Socket, pair: ClusterKey) -> None:
 
 
 class Gatekeeper:
-    """ZAP handler of one context: it lets peers in that have the key, and logs those that have not.
+    """ZAP handler of one context: it admits peers that have the key, and logs all others.
 
-    Sockets get bounds (`unified.security.bounds`); without a key that is all. With one, the first server that it
-    secures starts a thread, through which no message passes. A context has one gatekeeper and one I/O thread, so the
+    Sockets get bounds (`unified.security.bounds`); without a key that is all. With a key, the first secured
+    server starts a thread, through which no message passes. A context has one gatekeeper and one I/O thread, so the
     events of a connection come in order.
     """
 
     def __init__(self, context: Context, key: ClusterKey | None, *, name: str) -> None:
         self.key = key
         self.relay = ""
-        """Public half of the pair that the relay listens with, as far as it is known."""
+        """Public half of the relay's pair; empty: not known."""
         self.context = context
         self._name = name
         self._refusals, self._refused_peers = LogOnce(), LogOnce()
@@ -118,7 +118,7 @@ class Gatekeeper:
         return self._refusals.total
 
     def socket(self, kind: int, server: str = "") -> Socket:
-        """Make a socket of this context that will connect, as `secure_client` has it."""
+        """Make a socket of this context that will connect; `server` as in `secure_client`."""
         socket = self.context.socket(kind)
         secure_client(socket, self.key, server)
         return socket
@@ -151,7 +151,7 @@ class Gatekeeper:
         socket.monitor(address, _EVENTS)
         monitor = self.context.socket(zmq.PAIR)
         monitor.linger = 0
-        monitor.rcvhwm = 0  # if events could not wait, libzmq would stop the socket instead
+        monitor.rcvhwm = 0  # without limit: libzmq would stop the socket if events could not wait
         monitor.connect(address)
         self._guarded.append(socket)
         self._arrivals.append(monitor)
@@ -231,10 +231,10 @@ class Gatekeeper:
         now = time.monotonic()
         with self._refusing:
             is_new = self._refusals.is_new(now, why)
-            if host:  # of one that was gone too soon the address is not known
+            if host:  # empty if the connection was gone too soon
                 is_new = self._refused_peers.is_new(now, f"{host} {why}")
         if is_new:
-            reason = f"{why}; its connection was refused, and more like it are only counted"
+            reason = f"{why}; its connection was refused, and further ones of this kind are only counted"
             logger.warning("event=key-refused at=%r peer=%s reason=%r", self._name, host or "?", reason)
 
 

@@ -1,11 +1,11 @@
-"""Bound of the frames on tcp, and the pieces into which larger ones are cut.
+"""Bound of the frames on tcp, and the pieces into which larger frames are cut.
 
-ZeroMQ takes a frame in whole, and gives it memory as its bytes come, also before the handshake, which is what a frame
-can be refused for. So no frame is longer than a piece; what is larger is cut, and joined by its receiver.
+ZeroMQ receives a frame as a whole, and allocates memory as its bytes come, even before the handshake. It can only
+refuse a frame for its size. So no frame is longer than a piece: a larger one is cut, and its receiver joins it.
 
-The pieces of a control message are frames of it, and nothing is added: a piece that is full is not the last. Those of a
-bus message, which is large more often, are messages of their own (`unified.bus.transport.pieces`): they are handed on
-while later ones are still to come.
+The pieces of a control message are its frames, and nothing is added: a full piece is not the last. Bus messages are
+large more often, so their pieces are messages of their own (`unified.bus.transport.pieces`): these are passed on before
+later ones come.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ MAX_FRAME_BYTES = PIECE_BYTES + 1024
 def cut(frame: Buffer) -> list[Buffer]:
     """Return the pieces of a frame, which are views of it.
 
-    The last is shorter than `PIECE_BYTES`, and may be empty, so that a receiver knows it for the last; the others are
-    not. A frame that is shorter is its only piece.
+    Only the last piece is shorter than `PIECE_BYTES` (it may be empty), so that a receiver recognizes it. A shorter
+    frame is its only piece.
     """
     view = memoryview(frame)
     if view.nbytes < PIECE_BYTES:
@@ -33,7 +33,7 @@ def cut(frame: Buffer) -> list[Buffer]:
 
 
 def join(pieces: Sequence[Buffer]) -> Buffer:
-    """Return the frame of which these are all pieces, without a copy if it is one.
+    """Return the frame that these pieces make; a single piece is not copied.
 
     For control messages, which are seldom large: all pieces are held until the last is there.
     """

@@ -21,9 +21,9 @@ EVENTS = (
 )
 """Events of a connecting socket, for `Handshakes.take`."""
 SURE_AFTER = 3
-"""Broken handshakes that make sure: a server hangs up on a client that it cannot read, but also when it ends."""
+"""Broken handshakes that prove a wrong key: a server hangs up on an unreadable client, but also when it ends."""
 MAX_OTHERS = 2
-"""Attempts with other keys within `OTHERS_S`; what fails then fails for another reason."""
+"""Attempts with other keys within `OTHERS_S`; later failures have another reason."""
 OTHERS_S = 2.0
 READ_EVERY_S = 30.0
 _HUNG_UP = (errno.EPIPE, errno.ECONNRESET)
@@ -33,7 +33,7 @@ class KeyChoice:
     """Choice of the keys for one master, which may know of a new key earlier or later than this side.
 
     Args:
-        find: reads the key file anew; None: there is none, and news come by `keys.learn`.
+        find: reads the key file again; None: there is no file, and `keys.learn` gets new keys.
     """
 
     def __init__(self, key: ClusterKey | None, find: Callable[[], ClusterKey | None] | None = None) -> None:
@@ -51,11 +51,11 @@ class KeyChoice:
         return self._picked[0]
 
     def succeeded(self) -> None:
-        """Take in that the master has the pair that was picked."""
+        """Note that the master has the picked pair."""
         met(self._picked[0])
 
     def failed(self) -> bool:
-        """Take in that a handshake failed; return whether a new socket with other keys is to be tried at once."""
+        """Note that a handshake failed; return True if the caller has to try a new socket with other keys at once."""
         now = time.monotonic()
         if now >= self._others_at + OTHERS_S:
             self._others_at, self._num_others = now, 0
@@ -69,7 +69,7 @@ class KeyChoice:
         return True
 
     def read_file(self, min_age_s: float = READ_EVERY_S) -> None:
-        """Look whether the key has got a successor, if the last look is so long ago."""
+        """Look in the file for a successor of the key, if the last look is at least `min_age_s` ago."""
         if self._key is not None and self._find is not None and time.monotonic() >= self._read_at + min_age_s:
             self._read_at = time.monotonic()
             with contextlib.suppress(KeyFileError, OSError):
@@ -131,5 +131,5 @@ class Handshakes:
             return f"the master at {self._address} wants a cluster key: set {KEY_VARIABLE} to a copy of its key file."
         return (
             f"the master at {self._address} has no cluster key, and this side has {current(self._key).fingerprint}: "
-            f"start the master with it, or set {KEY_VARIABLE} to nothing here to do without."
+            f"start the master with it, or set {KEY_VARIABLE} to an empty value here to use no key."
         )

@@ -1,11 +1,11 @@
-"""The cluster key: one file that every host of a cluster has a copy of, and nobody but its owner may read.
+"""The cluster key: one file with a copy on every host of a cluster, which only its owner may read.
 
-Its owner may command the cluster, so it travels by hand (scp, a secret store) and, on one host, from an agent to its
-workers through the socket pair that they inherit: never through an environment, a command line or a log.
+Anybody with the key can command the cluster, so it travels by hand (scp, a secret store). On one host, an agent passes
+it to its workers through the socket pair that they inherit: never in an environment, a command line or a log.
 `unified.security.curve` puts it on sockets; the cores of the daemons never see it.
 
-A file may have a second pair, the successor, and the time from which on it is the key (``unified key rotate``). What a
-process has learnt of successors (`learn`) holds for each object with the older pair, wherever in the process it is.
+A file may have a second pair, the successor, and the time at which it becomes the key (``unified key rotate``). A
+successor that a process has learnt of (`learn`) holds for each object in the process that has the older pair.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _FIELD = re.compile(r'^\s*(public|secret)-key\s*=\s*"([^"\s]{40})"\s*$', re.MULT
 _NEXT = re.compile(r'^next\s*\n\s*from\s*=\s*"([^"\s]+)"\s*$', re.MULTILINE)
 _MAX_BYTES = 65536
 CLOCK_SKEW_S = 60.0
-"""Time around a change of keys in which both pairs are taken: clocks of hosts differ."""
+"""Time around a change of keys in which both pairs are accepted: clocks of hosts differ."""
 LISTENER_S = 7 * 86400.0
 """Time after a change of keys in which a master may still listen with the older pair; then clients refuse it."""
 _TEXT = """\
-# A cluster key of Unified, as ZeroMQ's own tools write theirs. Whoever can read this file can command the cluster:
+# A cluster key of Unified, as ZeroMQ's own tools write theirs. Anybody who can read this file can command the cluster:
 # keep it at mode 0600, copy it to every host, and never put it into a repository or an image.
 curve
     public-key = "{public}"
@@ -57,7 +57,7 @@ next
 
 
 class ClusterKey(msgspec.Struct, frozen=True):
-    """A CURVE key pair that all members of one cluster share. Neither its text nor its pickle has the secret."""
+    """A CURVE key pair that all members of one cluster share. Its text hides the secret, and it cannot be pickled."""
 
     public: str
     """Public half: 40 characters of Z85, as ZeroMQ writes keys."""
@@ -65,7 +65,7 @@ class ClusterKey(msgspec.Struct, frozen=True):
     successor: ClusterKey | None = None
     """Pair that replaces this one; None: none is known."""
     replaced_at: float = 0.0
-    """Time at which `successor` is the key, in seconds since 1970."""
+    """Time at which `successor` becomes the key, in seconds since 1970."""
 
     @property
     def fingerprint(self) -> str:
@@ -79,17 +79,17 @@ class ClusterKey(msgspec.Struct, frozen=True):
         return [("fingerprint", self.fingerprint)]
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a cluster key is not to be pickled or copied: give others the path of its file.")
+        raise TypeError("a cluster key cannot be pickled or copied: pass the path of its file.")
 
 
 _learnt: dict[str, ClusterKey] = {}
 """Keys with a successor that this process knows of, by public half."""
 _met: set[str] = set()
-"""Public halves with which a master has proven itself to this process: none that is older is tried again."""
+"""Public halves that a master has proven to have: older pairs are not tried again."""
 
 
 def learn(key: ClusterKey | None) -> bool:
-    """Take in that a key has a successor, for all who hold that key in this process; return whether that is news."""
+    """Note that a key has a successor, for all holders of the key in this process; return True if that is news."""
     if key is None or key.successor is None or _learnt.get(key.public) == key:
         return False
     _learnt[key.public] = key
@@ -97,7 +97,7 @@ def learn(key: ClusterKey | None) -> bool:
 
 
 def current(key: ClusterKey, now: float | None = None) -> ClusterKey:
-    """Return the pair to use now: `key`, or what has replaced it.
+    """Return the pair to use now: `key`, or the pair that has replaced it.
 
     Args:
         now: seconds since 1970. Default: the clock's time.
@@ -108,8 +108,8 @@ def current(key: ClusterKey, now: float | None = None) -> ClusterKey:
 def master_listener(key: ClusterKey | None, attempt: int = 0) -> str:
     """Return the public half that a master, or its relay, may listen with; empty where there is no key.
 
-    It takes a new key when it starts again. So both pairs are tried in turn by attempts 0, 1, 2, …, until it has shown
-    the newer one, and for `LISTENER_S` at most.
+    A master takes a new key when it starts again. So attempts 0, 1, 2, … try both pairs in turn, until it has shown the
+    newer one, and for `LISTENER_S` at most.
     """
     if key is None:
         return ""
@@ -122,12 +122,12 @@ def master_listener(key: ClusterKey | None, attempt: int = 0) -> str:
 
 
 def met(public: str) -> None:
-    """Take in that a master has proven to have this pair."""
+    """Note that a master has proven to have this pair."""
     _met.add(public)
 
 
 def accepted(key: ClusterKey, now: float | None = None) -> list[ClusterKey]:
-    """Return the pairs that a client may show now: the current one, and the other one of a change that is near."""
+    """Return the pairs that a client may show: the current one, its successor, and for a while the replaced one."""
     at = time.time() if now is None else now
     older, found, newer = _around(key, at)
     is_near = older is not None and at < older.replaced_at + CLOCK_SKEW_S
@@ -143,20 +143,20 @@ def _around(key: ClusterKey, now: float) -> tuple[ClusterKey | None, ClusterKey,
 
 
 def default_key_file(env: Mapping[str, str] | None = None) -> Path:
-    """Return ``$XDG_CONFIG_HOME/unified/cluster.key``, else ``~/.config/unified/cluster.key``; without a home that of
-    the folder of state."""
+    """Return ``$XDG_CONFIG_HOME/unified/cluster.key``, else ``~/.config/unified/cluster.key``; without a home,
+    ``cluster.key`` in the folder of state."""
     return (settings.user_folder("XDG_CONFIG_HOME", ".config", env) or settings.home()) / "cluster.key"
 
 
 def find_key(address: str, env: Mapping[str, str] | None = None) -> ClusterKey | None:
-    """Return the key to use with the master at, or listening on, `address`; None to do without.
+    """Return the key to use with the master at, or listening on, `address`; None: no key.
 
-    ``UNIFIED_KEY_FILE`` names its file, and empty means none. Where it is not set, the default file is used beyond
-    loopback, if it is there: so the clusters that live on one host need no key, whether or not their user has one.
-    The cluster of ``unified up`` has a key of its own, which is found by its address, whatever the variable says.
+    ``UNIFIED_KEY_FILE`` names its file; empty means no key. If the variable is not set, the default file is used beyond
+    loopback, if it exists: so clusters on one host need no key, even if their user has one. The cluster of
+    ``unified up`` has a key of its own, which is found by its address, and not by the variable.
 
     Raises:
-        KeyFileError: the file is missing though it was named, is open to others, or holds no key.
+        KeyFileError: the named file is missing, or a file is open to others, or holds no key.
     """
     if env is None and is_loopback(address):
         own = next((found.key_file for found in living_clusters() if found.address == address), "")
@@ -176,7 +176,7 @@ def load_key(path: Path) -> ClusterKey:
         KeyFileError: the file is missing, belongs to somebody else, is open to others, or holds no key.
     """
     try:
-        # Without waiting, not even for the writer of a pipe.
+        # O_NONBLOCK: do not wait for the writer of a pipe.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
             found = os.fstat(file.fileno())
             _check_private(path, found)
@@ -184,7 +184,7 @@ def load_key(path: Path) -> ClusterKey:
     except OSError as error:
         raise KeyFileError(
             f"the cluster key {path} cannot be read: {error.strerror}. `unified key new` makes a key; "
-            f"{KEY_VARIABLE} names its file, and empty means to do without one."
+            f"{KEY_VARIABLE} names its file; an empty value means no key."
         ) from None
     if (key := parse_key(text)) is None:
         raise KeyFileError(f"{path} is no cluster key: copy it anew from the host where `unified key new` made it.")
@@ -192,7 +192,7 @@ def load_key(path: Path) -> ClusterKey:
 
 
 def receive_key(descriptor: int, timeout_s: float = 60.0) -> ClusterKey:
-    """Read a key, as its file has it, from a pipe that need not end after it; KeyFileError: none came in time."""
+    """Read the text of a key file from a pipe, which may stay open; KeyFileError: no key came in time."""
     deadline, text, poll = time.monotonic() + timeout_s, b"", select.poll()
     try:
         poll.register(descriptor, select.POLLIN)
@@ -200,7 +200,7 @@ def receive_key(descriptor: int, timeout_s: float = 60.0) -> ClusterKey:
             if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 raise KeyFileError(f"no cluster key came through descriptor {descriptor} within {timeout_s:g} s.")
             if not (part := os.read(descriptor, _MAX_BYTES)) or len(text) > _MAX_BYTES:
-                raise KeyFileError(f"what came through descriptor {descriptor} is no cluster key.")
+                raise KeyFileError(f"descriptor {descriptor} did not deliver a cluster key.")
             text += part
     except OSError as error:
         raise KeyFileError(f"the cluster key cannot be read from descriptor {descriptor}: {error.strerror}.") from None
@@ -247,19 +247,19 @@ def write_key(path: Path, key: ClusterKey) -> None:
     except OSError as error:
         raise KeyFileError(f"the cluster key {path} cannot be written: {error.strerror}.") from None
     with os.fdopen(descriptor, "w") as file:
-        os.fchmod(descriptor, 0o600)  # whatever the umask says
+        os.fchmod(descriptor, 0o600)  # for any umask
         file.write(key_text(key))
         file.flush()
         os.fsync(descriptor)
 
 
 def rotate_key(path: Path, successor: ClusterKey, replaced_at: float) -> ClusterKey:
-    """Add a successor to a key file, and leave out a pair that was replaced before; return the pair it replaces.
+    """Add a successor to a key file, and remove a pair that was replaced before; return the pair it replaces.
 
     Raises:
         KeyFileError: the file cannot be read or written, or has a successor whose time has not come yet.
     """
-    path = path.resolve()  # a link to a file that hosts share stays one
+    path = path.resolve()  # so that a link to a file that hosts share stays a link
     found = current(load_key(path))
     if found.successor is not None:
         raise KeyFileError(
@@ -286,11 +286,11 @@ def time_text(moment: float) -> str:
 
 
 class KeyWatch:
-    """Looks every `LOOK_S` whether a daemon's key has got a successor, so that no daemon has to be started again.
+    """Watch that looks every `LOOK_S` for a successor of a daemon's key, so that no daemon has to be started again.
 
     Args:
-        key: the daemon's; None: it has none, and nothing is looked for.
-        find: reads the file anew.
+        key: the daemon's key; None: it has none, and the watch does nothing.
+        find: reads the key file again; None: the watch does nothing.
     """
 
     LOOK_S = 5.0
@@ -315,10 +315,10 @@ class KeyWatch:
             return None
         now = current(self._key)
         if found == ClusterKey(now.public, now.secret) and now.successor is not None:
-            self._say("the successor has left the key file; it stays the next key of the daemons that know it")
+            self._say("the key file no longer has the successor; daemons that know it keep it as the next key")
             return None
         if found is None or now.public not in (found.public, found.successor.public if found.successor else ""):
-            self._say("the key file has another key now, which is no successor of this daemon's: it keeps its own")
+            self._say("the key file now has an unrelated key; this daemon keeps its own")
         elif learn(found) and found.successor is not None:
             since = time_text(found.replaced_at)
             prints = found.fingerprint, found.successor.fingerprint
@@ -335,7 +335,7 @@ class KeyWatch:
 def is_loopback(address: str) -> bool:
     """Return whether only this host can reach an address: ``127.0.0.1``, ``tcp://localhost:7077``, ``[::1]:0``.
 
-    A name is not looked up: any but ``localhost`` counts as beyond, and so does a wildcard.
+    A name is not looked up: every name except ``localhost``, and a wildcard, counts as reachable for others.
     """
     try:
         host = split_address(address).bare_host
@@ -359,26 +359,26 @@ def may_go_without(env: Mapping[str, str] | None = None) -> bool:
 
 
 def check_listening(who: str, addresses: Iterable[str], key: ClusterKey | None, *, insecure: bool) -> str | None:
-    """Check that `who`, or the workers it starts, may listen there: beyond loopback only with a key, or `insecure`,
-    which comes with the warning for the log that is returned."""
+    """Check that `who`, or the workers it starts, may listen there: beyond loopback only with a key, or if
+    `insecure`. Return a warning for the log if they listen there without a key."""
     beyond = [address for address in addresses if not is_loopback(address)]
     if key is not None or not beyond:
         return None
     where = " and ".join(dict.fromkeys(beyond))
     if not insecure:
         raise UsageError(
-            f"{who} would listen on {where}, which other hosts reach, without a cluster key: whoever reaches it could "
-            f"run programs here. Make a key with `unified key new`, copy its file to every host and name it with "
+            f"{who} would listen on {where}, which other hosts reach, without a cluster key: anybody who reaches it "
+            f"could run programs here. Make a key with `unified key new`, copy its file to every host and name it with "
             f"{KEY_VARIABLE}; or say --insecure ({INSECURE_VARIABLE}=1) where you trust everybody on that network."
         )
-    return f"{who} listens on {where} without a cluster key: whoever reaches it can run programs here"
+    return f"{who} listens on {where} without a cluster key: anybody who reaches it can run programs here"
 
 
 def _check_private(path: Path, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise KeyFileError(f"the cluster key {path} is not a plain file.")
-    # A Secret that Kubernetes mounts for a group (fsGroup): root's, who alone may write it, and readable by the group.
-    # Or a credential of systemd: root's and of root's group, and readable by an ACL, which the group's bits stand for.
+    # A Secret that Kubernetes mounts for a group (fsGroup): only root may write it, and the group may read it.
+    # Or a credential of systemd: owner and group are root, and an ACL, shown as the group's bits, allows to read it.
     groups = {0, os.getegid(), *os.getgroups()}
     is_mounted = found.st_uid == 0 and found.st_gid in groups and bool(os.geteuid() or found.st_gid)
     if found.st_uid != os.geteuid() and not is_mounted:

@@ -1,8 +1,8 @@
-"""Sealed records on a TCP connection of their own: AES-256-GCM, for more bytes than CURVE would be quick enough for.
+"""Encrypted records on a TCP connection of their own: AES-256-GCM, for amounts of data for which CURVE is too slow.
 
-The key is random, for one connection alone, and is sent on a socket that CURVE encrypts (`unified.security.curve`).
-Only who has the cluster key learns it, and no secret that is kept opens what was recorded. The nonce of a record is its
-side and its number: one that was changed, left out, repeated or moved cannot be opened.
+The key is random, for one connection only, and is sent on a socket that CURVE encrypts (`unified.security.curve`). Only
+members with the cluster key get it, and no stored secret opens recorded traffic later. The nonce of a record is its
+side and its number: a record that was changed, left out, repeated or moved cannot be opened.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from unified.security.frames import Buffer
 
 KEY_BYTES = 32
 TAG_BYTES = 16
-"""Bytes by which a sealed record is longer than what is in it."""
+"""Bytes by which an encrypted record is longer than its content."""
 MAX_RECORD_BYTES = 512 * 1024
 """Longest record: it stays in a core's cache between the cipher and the kernel's copy."""
 MAX_RECORDS = 1 << 17
-"""Number of records, of 64 GiB at most, after which a connection should get another key: GCM's bounds are far away."""
+"""Number of records, of 64 GiB at most, after which a connection gets another key, far below GCM's bounds."""
 STALLED_S = 30.0
 """Time for one record, after which the connection counts as broken."""
 
@@ -30,12 +30,12 @@ class RecordSocket:
     """A connected socket that carries records.
 
     Args:
-        key: `KEY_BYTES` that no other connection uses.
-        is_maker: this side made the key.
+        key: `KEY_BYTES` bytes that no other connection uses.
+        is_maker: True if this side made the key.
     """
 
     def __init__(self, connected: socket.socket, key: bytes, *, is_maker: bool) -> None:
-        # 20 ms, which workers do without that get no large buffers.
+        # These imports take 20 ms, and only workers with large buffers need them.
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
@@ -55,21 +55,21 @@ class RecordSocket:
         self._socket.sendall(sealed)
 
     def receive(self, record: memoryview | bytearray, within_s: float = STALLED_S) -> None:
-        """Fill memory with the next record, of just this size. OSError: the connection broke; ProtocolError: it is not
-        what was sealed."""
+        """Fill memory with the next record, of exactly this size. OSError: the connection broke; ProtocolError: it is
+        not what the peer sent."""
         sealed = self._sealed[: len(record) + TAG_BYTES]
         fill(self._socket, sealed, within_s)
         try:
             self._cipher.decrypt_into(next(self._theirs), sealed, None, record)
         except self._invalid:
             raise ProtocolError(
-                "a record of its connection for large payloads was changed, lost, repeated or moved on the way, or is "
-                "of somebody who has not the key"
+                "a record of its connection for large payloads was changed, lost, repeated or moved in transit, or its "
+                "sender does not have the key"
             ) from None
 
 
 def fill(connected: socket.socket, memory: memoryview, within_s: float) -> None:
-    """Receive into all of this memory; OSError: the connection ended before, or it took longer than that."""
+    """Fill all of this memory with received bytes; OSError: the connection ended first, or it took too long."""
     until = time.monotonic() + within_s
     while len(memory):
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, len(memory))  # to wake up once, not for each packet

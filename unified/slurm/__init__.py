@@ -1,7 +1,7 @@
-"""Jobs on SLURM: a cluster of their own in each allocation, which saves and goes on when its time is over.
+"""Jobs on SLURM: each allocation has its own cluster. Jobs save at its time limit and go on in the next allocation.
 
-`Slurm` says what an allocation is like, `unified.slurm.batch` makes the sbatch script of a job from it, and
-`unified.slurm.execution` is what that script runs: a master, an agent on each node, and the job's driver.
+`Slurm` describes an allocation. `unified.slurm.batch` makes the sbatch script of a job from it. The script runs
+`unified.slurm.execution`: a master, an agent on each node, and the job's driver.
 """
 
 from __future__ import annotations

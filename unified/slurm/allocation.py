@@ -13,13 +13,13 @@ from unified.job.spec import HET_RESOURCE
 from unified.values import Value
 
 MANY = 1_000_000
-"""Amount of the resource that marks the nodes of a component: each worker of a role that wants them takes 1."""
+"""Amount of the resource that marks the nodes of a component. Each worker that has to run there takes 1."""
 LEAVE_AFTER_S = 60
-"""Seconds without a word of the master after which an agent ends: SLURM leaves steps of a lost node running."""
+"""Seconds without a message of the master after which an agent ends: SLURM leaves steps of a lost node running."""
 IN_IMAGE = ("unified",)
 """Command line of Unified in the image of a container, which has a Python of its own."""
 _OF_TASKS = re.compile(r"(SLURM_(PROCID|LOCALID|GTIDS|NTASKS|NPROCS|TASK_PID|STEP_\w+|STEPID|SRUN_\w+)|PMIX?_.*)\Z")
-"""Variables of srun's task, which is an agent: libraries in workers would take them for ranks of theirs."""
+"""Variables of srun's task, the agent. Libraries in workers would take them for the workers' own ranks."""
 
 
 class SlurmAllocation(Value, frozen=True, kw_only=True):
@@ -58,8 +58,8 @@ class SlurmAllocation(Value, frozen=True, kw_only=True):
         )
 
     def steps(self) -> list[list[str]]:
-        """Return the words of srun for one task on each node, for each component of a heterogeneous job: a step over
-        several components gives its stdin to one of them.
+        """Return the words of srun for one task on each node. A heterogeneous job has a step for each component,
+        because a step over several components gives its stdin to only one of them.
         """
         words = ["srun", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--export=ALL", "--overlap"]
         words += ["--ntasks-per-node=1"]
@@ -86,18 +86,18 @@ class NodeOptions(Value, frozen=True, kw_only=True):
             raise UsageError("--container-image and --apptainer exclude each other: an agent runs in one image.")
 
     def words(self) -> list[str]:
-        """Return the options of `unified slurm exec` for these."""
+        """Return these options as words for `unified slurm exec`."""
         given = {name: getattr(self, name) for name in self.__struct_fields__}
         return [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value not in (None, "")]
 
     def in_step(self, step: Sequence[str], unified: Sequence[str], folder: Path, env: Mapping[str, str]) -> list[str]:
-        """Return the words of a step up to the command of `unified` that it runs on each node, in the image if any.
+        """Return the words of a step that runs `unified` on each node, in the image if any. The command follows them.
 
         Args:
             step: words of srun.
             unified: the words that run the command line of this installation.
-            folder: working directory of the job, which a container sees too.
-            env: of srun, with what the user has set for Pyxis or Apptainer.
+            folder: working directory of the job, which a container sees, too.
+            env: environment of srun, with the user's settings for Pyxis or Apptainer.
         """
         if self.container_image:
             mounts = ",".join(filter(None, [f"{folder}:{folder}", env.get("PYXIS_CONTAINER_MOUNTS")]))
@@ -120,21 +120,21 @@ def agent_arguments(
     group: int | None,
     until_eof: bool,
 ) -> list[str]:
-    """Return the flags of the agent of this node: what SLURM gave it, and not what the host has.
+    """Return the flags of this node's agent, with the resources that SLURM gave it, not those of the host.
 
     Args:
         folder: folder of the cluster, for state and logs; None: the agent's default.
-        address: at which others reach this node; None: that towards the master.
+        address: address at which others reach this node; None: the one towards the master.
         spare_from: nodes from this number on are in reserve.
         group: component of a heterogeneous job.
-        until_eof: True if its stdin stays open for as long as it is wanted.
+        until_eof: True if the agent leaves at the end of its stdin.
     """
     node, slurm_id = env.get("SLURMD_NODENAME", ""), env.get("SLURM_JOB_ID", "")
     if not node or not slurm_id:
         raise UsageError(
             "this process is no task of SLURM: `unified slurm exec` and `unified slurm grow` start agents."
         )
-    name = node if until_eof else f"{node}-{slurm_id}"  # a node may have several jobs of one node
+    name = node if until_eof else f"{node}-{slurm_id}"  # a node may have several single-node jobs
     labels = [f"slurm_job={slurm_id}"]
     if spare_from is not None and int(env.get("SLURM_NODEID") or 0) >= spare_from:
         labels.append("spare=true")
@@ -152,7 +152,7 @@ def agent_arguments(
 
 
 def agent_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of an agent, and so of its workers: without the rank of srun's task."""
+    """Return the environment of an agent and its workers: without the rank of srun's task."""
     return {name: value for name, value in env.items() if not _OF_TASKS.match(name)}
 
 

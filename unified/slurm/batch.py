@@ -14,7 +14,7 @@ from unified.slurm.allocation import NodeOptions
 from unified.values import Value
 
 SUSPEND_S = 120
-"""Seconds before the end of an allocation, beyond the grace of workers: SLURM's signal may come 60 s early, or late."""
+"""Seconds, beyond the workers' grace, before an allocation's end: SLURM's signal may come 60 s early, or late."""
 _SHORT = {
     "A": "account",
     "a": "array",
@@ -26,7 +26,7 @@ _SHORT = {
     "t": "time",
 }
 EARLY_S = 60
-"""Seconds that SLURM may send a signal before its time."""
+"""Seconds by which SLURM may send a signal too early."""
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 _NODES = re.compile(r"(\d+)(?:-(\d+))?")
 
@@ -44,28 +44,28 @@ class Slurm(Value, frozen=True, kw_only=True):
     partition: str = ""
     account: str = ""
     array: str = ""
-    """Array of jobs, such as ``0-9``: a cluster each, and ``SLURM_ARRAY_TASK_ID`` in the environment of its workers."""
+    """Array of jobs, such as ``0-9``. Each has its own cluster, whose workers have ``SLURM_ARRAY_TASK_ID`` set."""
     spare_nodes: int = 0
     """Nodes in reserve: a job that loses a node goes on with one of them."""
     requeues: int | None = None
-    """Times that a job goes back into the queue when its time is over; None: until it has ended."""
+    """Number of times that a job goes back into the queue when its time is over; None: until it has ended."""
     devices: int | None = None
-    """Virtual devices of a node in the place of GPUs; None: those of a job of type CPU."""
+    """Virtual devices of a node instead of GPUs; None: as many as a job of type CPU asks for."""
     interface: str = ""
     """Network interface whose address master and agents have, such as ``ib0``; empty: that towards the other nodes."""
     container_image: str = ""
-    """Image in which Pyxis runs the agents, and so the workers. Unified is in it, in the same version, on the path."""
+    """Image in which Pyxis runs agents and workers. It must have the same version of Unified on its path."""
     apptainer: str = ""
-    """Image in which Apptainer runs them, in place of Pyxis."""
+    """Image in which Apptainer, instead of Pyxis, runs them."""
     groups: dict[str, list[str]] = {}
     """Roles on nodes of their own, as a component of a heterogeneous job, with options of sbatch for these nodes:
     ``{"env": ["--partition=cpu", "--nodes=2"]}``. Several roles are written with commas: ``"env,judge"``."""
     sbatch: list[str] = []
-    """More options of sbatch, such as ``--qos=high``; they win over those that are derived."""
+    """More options of sbatch, such as ``--qos=high``; they override the derived ones."""
 
 
 class Demand(Value, frozen=True, kw_only=True):
-    """Needs of a job, of all its nodes and of each."""
+    """Needs of a job: its number of nodes, and the needs of each node."""
 
     nodes: int
     """Least number of nodes."""
@@ -89,7 +89,7 @@ def demand(spec: JobSpec, slurm: Slurm) -> Demand:
     virtual = spec.device_per_node if spec.accelerator_type == "CPU" and has_devices else None
     virtual = slurm.devices if slurm.devices is not None else virtual
     elsewhere = {name: 1 for names in slurm.groups for name in names.split(",")}
-    in_groups(spec, elsewhere)  # refuses a role that is not there
+    in_groups(spec, elsewhere)  # raises for a role that the job does not have
     roles = [role for role in least.roles if role.name not in elsewhere]
     here = {role.name: _workers_of_a_node(role, nodes) for role in roles}
     cpus = spec.master_cpu + sum(here[role.name] * role.resources.cpu for role in roles)
@@ -159,7 +159,7 @@ def script(name: str, needs: Demand, slurm: Slurm, unified: Sequence[str], comma
 
 
 def grow_script(number: int, slurm: Slurm, unified: Sequence[str], agent: Sequence[str], key_file: str) -> str:
-    """Return the script of an array of jobs of one node, each an agent of a cluster that is there already."""
+    """Return the script of an array of single-node jobs. Each is an agent of a cluster that exists already."""
     derived = {
         "job-name": "unified-agent",
         "array": f"0-{number - 1}",
@@ -175,14 +175,14 @@ def grow_script(number: int, slurm: Slurm, unified: Sequence[str], agent: Sequen
 
 
 def _directives(derived: Mapping[str, str], slurm: Slurm, *more: str) -> list[str]:
-    """Return the lines that ask for it; an option that is given wins."""
+    """Return the lines with the options of sbatch; given options override derived ones."""
     given = options(slurm.sbatch)
     lines = [f"--{option}={shlex.quote(value)}" for option, value in derived.items() if value and option not in given]
     return [f"#SBATCH {line}" for line in [*lines, *more, *([shlex.join(slurm.sbatch)] if slurm.sbatch else [])]]
 
 
 def options(words: Sequence[str]) -> dict[str, str]:
-    """Return sbatch's options by their long names, with the values that stand with them or behind them."""
+    """Return sbatch's options by their long names, with values from the same or the next word."""
     found: dict[str, str] = {}
     last = ""
     for word in words:
@@ -206,7 +206,7 @@ def _check_nodes(text: str, needs: Demand, slurm: Slurm) -> None:
 def _check_time(text: str, signal_s: int) -> None:
     limit = _TIME.fullmatch(text)
     if limit is None:
-        return  # the partition's, or what sbatch will refuse
+        return  # the limit is the partition's, or sbatch will refuse it
     days, first, second, third = (int(found or 0) for found in limit.groups())
     parts = (first, second, third) if limit[1] or limit[4] else (0, first, second)
     limit_s = days * 86400 + parts[0] * 3600 + parts[1] * 60 + parts[2]
@@ -219,19 +219,19 @@ def _check_time(text: str, signal_s: int) -> None:
 
 
 def check_sizes(needs: Demand, slurm: Slurm, sizes: Mapping[str, int], default: str, env: Mapping[str, str]) -> None:
-    """Check that each partition has as many nodes as are asked of it: SLURM itself may let such a job wait for ever.
+    """Check that each partition has as many nodes as are asked for. Otherwise the job might wait for ever in SLURM.
 
     Args:
-        sizes: nodes of partitions, as far as they are known.
-        default: partition of those that name none.
-        env: environment of sbatch, whose variables win over its script.
+        sizes: number of nodes by partition, as far as known.
+        default: partition of requests that name none.
+        env: environment of sbatch, whose variables override its script.
 
     Raises:
-        UsageError: one has too few.
+        UsageError: a partition has too few nodes.
     """
     given = options(slurm.sbatch)
     if given.keys() & {"clusters", "M"} or env.keys() & {"SBATCH_CLUSTERS", "SLURM_CLUSTERS"}:
-        return  # the sizes are those of this cluster
+        return  # `sizes` is about this cluster alone
     own = {"partition": slurm.partition, "nodes": str(needs.nodes + slurm.spare_nodes), **given}
     for asked in (own, *(options(words) for words in slurm.groups.values())):
         number = _bounds(asked.get("nodes", ""))[0]

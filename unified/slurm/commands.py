@@ -1,4 +1,4 @@
-"""SLURM's own commands, with a deadline each, and their complaints as errors of ours.
+"""SLURM's own commands. Each has a deadline, and its failure is raised as `SlurmError`.
 
 Output of ``--json`` and of ``sacct`` is not read: the first differs between releases, the second comes late or never.
 """
@@ -20,7 +20,7 @@ from unified.values import Value
 
 TIMEOUT_S = 60.0
 FOLDER = ".unified"
-"""Folder below the working directory of a job of SLURM, with a folder for each of them."""
+"""Folder below the working directory of a SLURM job, with a subfolder for each job."""
 ADDRESS_NAME = "master.address"
 KEY_NAME = "cluster.key"
 _NO_LIMIT = "365-00:00:00"
@@ -29,19 +29,19 @@ _FACT = re.compile(r"(\S+?)=(.*?)(?=\s[\w/:]+=|\s*$)")
 
 
 class SlurmError(ClusterError):
-    """SLURM refused something, or is not there."""
+    """SLURM refused a request, or its commands are missing."""
 
 
 class JobFacts(Value, frozen=True, kw_only=True):
     """A job, a job of an array, or a component of a heterogeneous job, as SLURM shows it."""
 
     slurm_id: str
-    """Id of a heterogeneous job as a whole, of all else its own."""
+    """Id of the job; for a component, of the whole heterogeneous job."""
     state: str
     """State such as ``PENDING`` or ``RUNNING``."""
     exit_code: int
     ends_at: float | None
-    """Time at which it ends, in seconds since 1970; None: nobody knows."""
+    """Time at which it ends, in seconds since 1970; None: unknown."""
     folder: Path
     """Folder of its cluster."""
 
@@ -57,7 +57,7 @@ def call(words: Sequence[str], *, stdin: str = "") -> str:
     """Run one of SLURM's commands and return what it printed.
 
     Raises:
-        SlurmError: it is not there, it failed, or it took too long; the message has its own words.
+        SlurmError: the command is missing, failed, or took too long; the message has its own words.
     """
     try:
         done = subprocess.run(words, input=stdin, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
@@ -117,7 +117,7 @@ def _facts(line: str) -> JobFacts:
     state = found["JobState"]
     code, _, number = found.get("ExitCode", "0:0").partition(":")
     ended_by = int(number or 0)
-    if state.startswith("CANCELLED"):  # whatever the driver said when it was told
+    if state.startswith("CANCELLED"):  # the exit code of the driver does not count
         code, ended_by = "0", ended_by or signal.SIGTERM
     ends_at = found.get("EndTime", "") if found.get("TimeLimit") != _NO_LIMIT else ""
     return JobFacts(
@@ -154,7 +154,7 @@ def node_address(node: str) -> str:
 
 
 def requeue(slurm_id: str, tries: int = 5) -> None:
-    """Put a job that runs back into the queue; SlurmError: SLURM refused, or did not answer so often."""
+    """Put a running job back into the queue; SlurmError: each of `tries` attempts failed."""
     for number in range(tries):
         try:
             call(["scontrol", "requeue", slurm_id])

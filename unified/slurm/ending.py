@@ -1,6 +1,6 @@
-"""The end of an allocation: which signal means what, when jobs are suspended, and whether it goes back into the queue.
+"""The end of an allocation: what signals mean, when jobs are suspended, and whether it goes back into the queue.
 
-Decisions alone: `unified.slurm.execution` notes the signals, and does what is decided.
+This module only decides: `unified.slurm.execution` passes the signals on to it, and carries out its decisions.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import signal
 MARGIN_S = 30.0
 """Seconds before the end of the allocation at which a driver that still runs is ended."""
 UNKNOWN_S = 300.0
-"""Seconds that jobs have where SLURM does not say when the allocation ends."""
+"""Seconds that jobs have to save if SLURM does not say when the allocation ends."""
 OUTPUT_S = 20.0
 """Least seconds that a driver has, at the time limit, for the last output of workers that have saved."""
 TERM_S = 10.0
-"""Seconds from SIGTERM to the end of the driver. Agents and workers have SIGTERM too, and SLURM kills all of them after
+"""Seconds from SIGTERM to the end of the driver. Agents and workers get SIGTERM, too, and SLURM kills all of them after
 its KillWait, 30 s in most places."""
 END_S = 5.0
-"""Seconds that a driver, a master or a step may take to end, once there is nothing left for it to do."""
+"""Seconds that a driver, a master or a step may take to end when its work is done."""
 AGAIN_S = 5.0
-"""Period at which jobs are suspended that a driver submits although the allocation ends."""
+"""Seconds between two suspends of all jobs, because a driver may submit new ones although the allocation ends."""
 SUSPEND = "suspend"
 
 
@@ -30,7 +30,7 @@ class Ending:
 
     Args:
         num_restarts: restarts of the allocation so far.
-        requeues: restarts at which it goes back into the queue no more; None: no limit.
+        requeues: greatest number of restarts; then the allocation does not go back into the queue. None: no limit.
 
     Attributes:
         is_unfinished: a job waits for the next allocation.
@@ -41,30 +41,30 @@ class Ending:
         self._num_restarts = num_restarts
         self._requeues = requeues
         self._asked: dict[int, float] = {}
-        """Signals that came, with the time of the first of each."""
+        """Signals that came, with the time of the first of each kind."""
         self._suspend_at = -math.inf
         self._driver_ends_at = math.inf
         self._signals = [signal.SIGTERM, signal.SIGKILL]
-        """Signals that the driver has not had."""
+        """Signals that the driver did not get yet."""
         self.is_unfinished = False
 
     def note(self, number: int, now: float) -> None:
-        """Take in a signal: SIGUSR1 before the time limit, SIGTERM from SLURM or anybody, SIGINT from a terminal."""
+        """Note a signal: SIGUSR1 before the time limit, SIGTERM from SLURM or anybody, SIGINT from a terminal."""
         self._asked.setdefault(number, now)
 
     @property
     def is_asked(self) -> bool:
-        """True once a signal came."""
+        """True after any signal."""
         return bool(self._asked)
 
     @property
     def has_begun(self) -> bool:
-        """True once the allocation ends; Ctrl-C ends a driver alone."""
+        """True after a signal that ends the allocation. Ctrl-C ends only a driver."""
         return bool(self._asked.keys() - {signal.SIGINT})
 
     @property
     def is_time_over(self) -> bool:
-        """True if the allocation ends by its time limit. After SIGTERM it is SLURM that starts it again, or nobody."""
+        """True if the allocation ends by its time limit. After SIGTERM only SLURM may start it again."""
         return signal.SIGUSR1 in self._asked and not self.is_terminated
 
     @property
@@ -78,7 +78,7 @@ class Ending:
         return self._requeues is None or self._num_restarts < self._requeues
 
     def due(self, now: float) -> str | signal.Signals | None:
-        """Return what is to be done now, while the driver runs: `SUSPEND` all jobs, or send the driver a signal."""
+        """Return what to do now, while the driver runs: `SUSPEND` all jobs, or send the driver this signal."""
         if self.is_terminated and len(self._signals) == 2:  # SLURM has sent the driver SIGTERM, too
             self._signals.pop(0)
             self._driver_ends_at = self._asked[signal.SIGTERM] + TERM_S
@@ -91,7 +91,7 @@ class Ending:
         return None
 
     def suspends(self, now: float, left_s: float | None) -> tuple[str, float]:
-        """Return the reason for which jobs are suspended, and the time until which they have to save.
+        """Return the reason for which jobs are suspended, and the time by which they must have saved.
 
         Args:
             left_s: seconds to the end of the allocation; None: SLURM does not say.
@@ -109,7 +109,7 @@ class Ending:
         return reason, until
 
     def driver_ended(self, code: int, *, has_suspended: bool) -> None:
-        """Take in the driver's exit code.
+        """Note the driver's exit code.
 
         Args:
             has_suspended: a job of the cluster is suspended.
@@ -119,11 +119,10 @@ class Ending:
         self.is_unfinished = code == os.EX_TEMPFAIL or waits
 
     def requeues(self) -> tuple[bool, str]:
-        """Return whether we put the allocation, whose job waits, back into the queue, and what to say."""
+        """Return whether to put the allocation, whose job waits, back into the queue, and a text for the user."""
         if not self.has_begun:
-            text = (
-                f"the job is suspended, and this allocation ends: `scontrol requeue {self._slurm_id}` has the job go on"
-            )
+            again = f"`scontrol requeue {self._slurm_id}` lets the job go on"
+            text = f"the job is suspended, and this allocation ends: {again}"
             return False, text
         if not self.is_time_over:
             return False, ""

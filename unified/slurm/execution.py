@@ -1,8 +1,8 @@
 """A cluster on an allocation of SLURM: a master here, an agent on each node in one step of srun, and a driver.
 
-The agents' key goes through srun's stdin, which SLURM copies to every task, and its end of file asks them to leave:
-SLURM's own signals end a step. No port is chosen by anybody. When SLURM says that the time is over, all jobs are
-suspended: workers save within their grace. Those that have not ended go on when the allocation starts again, since
+The agents' key goes through srun's stdin, which SLURM copies to every task. The end of that file asks agents to leave,
+because SLURM's own signals would end the step. Nobody has to choose a port. When SLURM says that the time is over, all
+jobs are suspended: workers save within their grace period. The jobs go on when the allocation starts again, because
 the master's state is in the folder of the job.
 """
 
@@ -51,10 +51,10 @@ class Execution:
 
     Args:
         nodes: least number of nodes.
-        spare_from: nodes beyond so many are in reserve.
+        spare_from: nodes beyond this number are in reserve.
         agents: options of the agents.
-        requeues: restarts at which the allocation goes back into SLURM's queue no more; None: no limit.
-        command: driver; empty: none, until Ctrl-C.
+        requeues: greatest number of restarts; then the allocation does not go back into the queue. None: no limit.
+        command: command of the driver; empty: no driver, and the cluster stays until Ctrl-C.
         unified: the words that run the command line of this installation.
     """
 
@@ -88,10 +88,10 @@ class Execution:
         self._driver: subprocess.Popen[bytes] | None = None
         self._ending = Ending(allocation.slurm_id, allocation.num_restarts, requeues)
         self._reason = ""
-        """Reason that was said of a suspend."""
+        """Reason of the first suspend."""
 
     def run(self) -> int:
-        """Run it to its end, and return the driver's exit code, or 75 if its job waits for the next allocation."""
+        """Run the cluster to its end; return the driver's exit code, or 75 if its job waits for the next allocation."""
         number = self._allocation.num_nodes
         if number < self._nodes:
             raise UsageError(
@@ -145,7 +145,7 @@ class Execution:
             os.close(lock)
 
     def _start(self) -> None:
-        if not self._allocation.num_restarts:  # what lies here is of another job, if SLURM counts from 1 again
+        if not self._allocation.num_restarts:  # the folder may be of an older job: SLURM reuses ids
             shutil.rmtree(self._folder / "master", ignore_errors=True)
             self._key_file.unlink(missing_ok=True)
         if not self._key_file.exists():
@@ -153,7 +153,7 @@ class Execution:
         address = self._own_address()
         self._start_master(f"tcp://[{address}]:0" if ":" in address else f"tcp://{address}:0")
         self._start_agents()
-        # Each node says what is wrong with it, if anything is, while the agents start.
+        # Each node reports what is wrong with it, while the agents start.
         with (self._folder / "srun.log").open("ab") as log:
             for step in self._allocation.steps():
                 words = [*self._in_step(step), "doctor", "--host", "--quiet"]
@@ -165,7 +165,7 @@ class Execution:
         return self._options.in_step(step, self._unified, self._folder.parent.parent, os.environ)
 
     def _own_address(self) -> str:
-        """Return this host's address on the chosen interface, else towards another node, or towards the only one."""
+        """Return this host's address on the chosen interface, else the one towards another node, or the only node."""
         if self._options.interface:
             return address_of(self._options.interface)
         names = commands.hostnames(self._allocation.nodes)
@@ -213,7 +213,7 @@ class Execution:
             agents.stdin.flush()
 
     def _await_nodes(self) -> None:
-        """Wait until every node is there, or enough of them are and the others take too long."""
+        """Wait for all nodes; after half of `READY_S` only for the least number."""
         deadline, number, total = time.monotonic() + READY_S, 0, self._allocation.num_nodes
         with self._connect() as connection:
             while number < total and not (number >= self._nodes and time.monotonic() > deadline - READY_S / 2):
@@ -226,7 +226,7 @@ class Execution:
         _say(f"{number} of {_nodes(total)} joined {self._address}; logs: {self._folder}")
 
     def _num_alive(self, connection: MasterConnection) -> int:
-        """Return how many nodes of the allocation have an agent that is there."""
+        """Return the number of nodes of the allocation whose agent is alive."""
         nodes = connection.ask(ListNodes(), NodeList, timeout_s=1.0).nodes
         own = [node for node in nodes if node.labels.get("slurm_job") == self._allocation.slurm_id]
         return sum(node.state == NodeState.ALIVE for node in own)
@@ -251,7 +251,6 @@ class Execution:
     # Driver
 
     def _drive(self) -> int:
-        """Run the driver to its end."""
         environment = {**self._environment(), MASTER_VARIABLE: self._address, STORY_FOLDER: str(self._folder)}
         try:
             self._driver = driver = subprocess.Popen(
@@ -288,7 +287,7 @@ class Execution:
         time.sleep(POLL_S)
 
     def _revive_master(self, within_s: float = 0.0) -> None:
-        """Start the master again, at its address and with its state, if it ends within a time."""
+        """Start the master again, at its address and with its state, if it has ended or ends within `within_s`."""
         assert self._master is not None
         if not self._master.wait(within_s):
             return
@@ -299,7 +298,7 @@ class Execution:
         self._start_master(self._address)
 
     def _check_agents(self) -> None:
-        """Notice a step that has ended: preemption sends SIGTERM to steps first, and their agents leave in order."""
+        """Check for ended steps. A preemption sends SIGTERM to the steps first; then their agents leave in order."""
         codes = [agents.poll() for agents in self._agents]
         if self._ending.has_begun or codes.count(None) == len(codes):
             return
@@ -310,9 +309,9 @@ class Execution:
         self._note(signal.SIGUSR1, None)
 
     def _suspend(self) -> float:
-        """Have all jobs save and wait; return the time until which they have."""
+        """Suspend all jobs; return the time by which they must have saved."""
         if self._ending.is_terminated:
-            self._revive_master(within_s=1.0)  # SLURM sends SIGTERM to all processes of a job, the master among them
+            self._revive_master(within_s=1.0)  # SLURM sends SIGTERM to all processes of a job, also to the master
         left_s = self._left_s() if self._ending.is_time_over else None
         reason, until = self._ending.suspends(time.monotonic(), left_s)
         is_first, self._reason = not self._reason, self._reason or reason
@@ -341,7 +340,7 @@ class Execution:
     # End
 
     def _stop(self) -> None:
-        """End driver, agents and master, in this order, whatever fails."""
+        """End driver, agents and master, in this order, even if one step fails."""
         for child in (*([self._driver] if self._driver is not None else []), *self._doctors):
             if child.poll() is None:
                 child.terminate()
@@ -362,8 +361,8 @@ class Execution:
                 self._key_file.unlink(missing_ok=True)
 
     def _await_agents(self, within_s: float) -> None:
-        """Wait for the end of the agents' steps. One for which srun waits as a host is gone does not end by itself:
-        it has `END_S` once no agent is left."""
+        """Wait for the end of the agents' steps. A step with a lost host does not end by itself: it has `END_S` after
+        the last agent has left."""
         deadline, are_gone = time.monotonic() + within_s, False
         while time.monotonic() < deadline and any(agents.poll() is None for agents in self._agents):
             time.sleep(2 * POLL_S)
@@ -371,7 +370,7 @@ class Execution:
                 are_gone, deadline = True, min(deadline, time.monotonic() + END_S)
 
     def _are_agents_gone(self) -> bool:
-        """Return True if the master says that none is left."""
+        """Return True if the master says that no agent is left."""
         if self._master is None or self._master.is_ended:
             return False
         try:

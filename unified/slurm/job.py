@@ -1,4 +1,4 @@
-"""A job in SLURM's queue, from the process that put it there."""
+"""A job in SLURM's queue, for the process that submitted it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unified.slurm.batch import Slurm
 
 POLL_S, SLOW_POLL_S = 2.0, 30.0
 SILENT_S = 600.0
-"""Seconds for which SLURM may not answer while a job is waited for."""
+"""Seconds for which a wait tolerates that SLURM does not answer."""
 T = TypeVar("T")
 
 
@@ -86,7 +86,7 @@ class SlurmJob:
         try:
             address = (folder / commands.ADDRESS_NAME).read_text().strip()
             connection = MasterConnection(address, key=load_key(folder / commands.KEY_NAME))
-        except (OSError, UnifiedError):  # it waits, starts, or ends
+        except (OSError, UnifiedError):  # the job waits, starts, or ends
             return None
         handle = JobHandle(connection, self.name)
         try:
@@ -97,7 +97,7 @@ class SlurmJob:
         return handle
 
     def _poll(self, look: Callable[[], T | None], timeout_s: float | None) -> T:
-        """Return what `look` finds at last. SLURM is asked less often in the course of time."""
+        """Call `look`, less and less often, until it finds something, and return that."""
         began = heard_at = time.monotonic()
         while True:
             now = time.monotonic()
@@ -131,7 +131,7 @@ def send(spec: JobSpec, slurm: Slurm, unified: Sequence[str], command: Sequence[
 
 
 def this_program(name: str) -> list[str]:
-    """Return the command that runs this program again, whose job then has this name; UsageError: it is in no file."""
+    """Return the command that runs this program again, with this job name; UsageError: the program is in no file."""
     if hasattr(sys, "ps1") or "ipykernel" in sys.modules or sys.argv[:1] in ([""], ["-c"], ["-"]):
         raise UsageError("SLURM runs this program again, on the first node: it has to be in a file of its own.")
     return ["env", f"UNIFIED_JOB_NAME={name}", sys.executable, *sys.orig_argv[1:]]

@@ -40,14 +40,14 @@ class AgentConnection:
         while not orders and not self.is_over:
             try:
                 data = self._control.recv(65536)
-            except ConnectionResetError:  # it has not read all that was said
+            except ConnectionResetError:  # the agent left messages unread
                 data = b""
             self.is_over = not data
             orders = [agent_to_snapshots.decode(body) for body in self._buffer.feed(data)]
         return orders
 
     def say(self, message: SnapshotsKept) -> None:
-        """Say something; an agent that is gone hears nothing, and is seen to be gone."""
+        """Send a message; `receive` notices an agent that is gone."""
         with contextlib.suppress(OSError):
             self._control.sendall(encode_stream(message))
 

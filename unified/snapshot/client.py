@@ -1,4 +1,4 @@
-"""The worker's end of the connection to its node's snapshot server: requests in turns, and mapped buffers."""
+"""The worker's end of the connection to its node's snapshot server: one request at a time, and mapped buffers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from unified.snapshot.storage import write_within_s
 ANSWER_WITHIN_S = 330.0
 """Longest wait for an answer that the server can give at once."""
 WRITES_AHEAD = 16
-"""Longest wait for an answer that the server gives after writes or transfers, in times of one write to storage.
+"""Longest wait for an answer that the server gives after writes or transfers, as a multiple of one write's deadline.
 
-Each of them has a deadline in the server, and two ranks' are written at a time: this one ends the wait for a server
-that is stopped.
+Each write has a deadline in the server, and two run at a time: this limit ends the wait for a server that is stopped.
 """
 A = TypeVar("A", bound=protocol.SnapshotAnswer)
 
@@ -36,7 +35,7 @@ class WritableBuffer(NamedTuple):
     complaint: str
     num_buffers: int
     waited_s: float
-    """Time for which the last snapshot was still on its way."""
+    """Wait for the last snapshot, which was still on its way."""
 
 
 class SnapshotClient:
@@ -49,13 +48,13 @@ class SnapshotClient:
         self._mapped: dict[int, MappedBuffer] = {}
 
     def attach(self, attach: protocol.AttachSeries | None = None) -> protocol.Attached:
-        """Say who this is, in each round, and to the next server if one is gone; return what it holds of the role."""
+        """Identify this worker, in each round, and to a new server; return the server's snapshots of the role."""
         self._attach = attach or self._attach
         if self._socket is not None:
             try:
                 return self._ask(self._attach, protocol.Attached)
             except SnapshotError:
-                if self._socket is not None:  # refused by a server that lives
+                if self._socket is not None:  # refused by a running server
                     raise
         return self._connect()
 
@@ -65,7 +64,7 @@ class SnapshotClient:
         """Return a buffer to write.
 
         Raises:
-            SnapshotQuotaError: there is no room.
+            SnapshotQuotaError: the quota has no room.
         """
         began = time.monotonic()
         answer = self._ask(
@@ -82,7 +81,7 @@ class SnapshotClient:
         return WritableBuffer(answer.buffer, buffer, answer.confirmed, answer.complaint, len(answer.buffers), waited_s)
 
     def prepare(self, nbytes: int) -> None:
-        """Add a buffer for a snapshot to come; where there is no room, that one will say so."""
+        """Add a buffer for a later snapshot. Without room do nothing: the later `begin` will raise."""
         with contextlib.suppress(SnapshotQuotaError):
             answer = self._ask(protocol.AddBuffer(nbytes=nbytes, is_idle=True), protocol.Writable)
             self._mapped[answer.buffer].find_pages()
@@ -92,7 +91,7 @@ class SnapshotClient:
         self._ask(request, protocol.Attached)
 
     def go_back(self, stamp: protocol.SnapshotStamp, *, has_partner: bool) -> None:
-        """Forget what is later than the snapshot that all ranks go back to."""
+        """Drop snapshots later than the one to which all ranks go back."""
         self._ask(protocol.AgreeOn(stamp=stamp, has_partner=has_partner), protocol.Attached)
 
     def held_by_copy_node(self) -> list[protocol.HeldSnapshot]:
@@ -109,7 +108,7 @@ class SnapshotClient:
     ) -> memoryview:
         """Return the image of a snapshot, which another node's server may have.
 
-        A buffer of the worker's own stays mapped, for the snapshots to come.
+        One of the worker's own buffers stays mapped, for later snapshots.
         """
         is_near = source.server is None or source.server.node == own.node
         request = protocol.OpenSnapshot(
@@ -157,14 +156,14 @@ class SnapshotClient:
         return answer
 
     def _map(self, answer: protocol.Writable, descriptors: list[int]) -> None:
-        """Map a buffer that is new here, and give back those that the server has dropped."""
+        """Map a new buffer, and unmap buffers that the server has dropped."""
         for number in self._mapped.keys() - set(answer.buffers):
             del self._mapped[number]
         for descriptor in descriptors:
             self._keep(answer.buffer, descriptor)
 
     def _keep(self, number: int, descriptor: int) -> MappedBuffer:
-        """Return a buffer of the worker's own, mapped now or already; the descriptor is closed."""
+        """Return one of the worker's own buffers, mapped now unless it was; close the descriptor."""
         if number in self._mapped:
             os.close(descriptor)
         else:

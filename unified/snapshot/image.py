@@ -1,7 +1,7 @@
-"""Images: a state dict as one run of bytes, whose tensors are copied in and out at the speed of memory.
+"""Images: a state dict as one block of bytes, with tensors that are copied in and out at the speed of memory.
 
-An image is a header, the tensors, and an index: the table of tensors, and a pickle of all else. Images are read by the
-workers of the job that wrote them alone.
+An image is a header, the tensors, and an index: the table of tensors, and a pickle of all else. In memory only workers
+of the job that wrote an image read it; on storage a later job may.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import pickle
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
 from unified.errors import SnapshotError, UsageError
-from unified.memory.copy import Copy, address_of, copy_memory
-from unified.memory.host_buffers import ALIGN, identity_of, is_plain, stage, tensors_in
+from unified.tensors.copy import Copy, address_of, copy_memory
+from unified.tensors.host_buffers import ALIGN, stage
+from unified.tensors.walk import identity_of, is_plain, is_sharded, local_part, tensors_in
 from unified.values import Value
 
 MAGIC = b"UNISNAP1"
@@ -51,15 +52,15 @@ class _ImageIndex(Value, frozen=True):
     """Offset and size of each buffer that the pickle refers to: numpy's arrays."""
     skeleton: bytes
     has_objects: bool = False
-    """True if there are objects that may look at the values of tensors as they are made again."""
+    """True if there are objects that may read the values of tensors while they are unpickled."""
 
 
 class StateImage:
-    """The image that a state will have: laid out, and not copied yet.
+    """Image of a state: laid out, and not copied yet.
 
     Args:
-        state: a nest of dicts, lists and tuples; at its top there may be modules, optimizers and the like, of which the
-            state dicts are taken.
+        state: nested dicts, lists and tuples. Modules, optimizers and the like at its top are replaced by their state
+            dicts.
     """
 
     def __init__(self, state: Any) -> None:
@@ -74,7 +75,7 @@ class StateImage:
             pickler = _StatePickler(skeleton, self, arrays)
             pickler.dump(state)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise UsageError(f"the state cannot be pickled: {error}. Leave out of it what cannot be.") from error
+            raise UsageError(f"the state cannot be pickled: {error}. Remove these values from the state.") from error
         self._arrays = [each.raw() for each in arrays]
         extents = [(self._take(each.nbytes), each.nbytes) for each in self._arrays]
         self._index_start = self._end
@@ -91,7 +92,7 @@ class StateImage:
         """Bytes of the image."""
 
     def write(self, memory: Any) -> None:
-        """Copy the state, as it is now, into a writable buffer of at least `length` bytes. Returns when it is there."""
+        """Copy the state, as it is now, into a writable buffer of at least `length` bytes. Returns when done."""
         view = memoryview(memory).cast("B")
         targets = [
             _tensor(view, entry) for entry, source in zip(self._entries, self._sources, strict=True) if source.numel()
@@ -105,7 +106,7 @@ class StateImage:
         _HEADER.pack_into(view, 0, MAGIC, self.length, self._index_start)
 
     def place(self, tensor: torch.Tensor) -> int:
-        """Return the number of a tensor in the table; tied ones have one number."""
+        """Return the number of a tensor in the table; tied tensors share one."""
         identity = identity_of(tensor)
         number = self._numbers.get(identity)
         if number is None:
@@ -134,7 +135,7 @@ class _StatePickler(pickle.Pickler):
         self.has_objects = False
 
     def reducer_override(self, each: Any) -> Any:
-        """Note objects of other types than those that only keep what they are given."""
+        """Note whether there are objects of types outside `_INERT`, which only keep what they are given."""
         self.has_objects = self.has_objects or not (isinstance(each, type | FunctionType) or type(each) in _INERT)
         return NotImplemented
 
@@ -144,12 +145,12 @@ class _StatePickler(pickle.Pickler):
             return None
         if is_plain(each):
             return self._image.place(each), None
-        return _sharded_id(each, self._image) if _is_sharded(each) else None
+        return _sharded_id(each, self._image) if is_sharded(each) else None
 
 
 def _sharded_id(each: Any, image: StateImage) -> tuple[int, Any]:
     layout = (tuple(each.placements), tuple(each.shape), tuple(each.stride()), tuple(each.device_mesh.shape))
-    return image.place(each.to_local()), layout
+    return image.place(each.tolocal_part()), layout
 
 
 class _StateUnpickler(pickle.Unpickler):
@@ -165,7 +166,7 @@ class _StateUnpickler(pickle.Unpickler):
             content.fetch()
 
     def persistent_load(self, found: Any) -> Any:
-        """Return the tensor that `persistent_id` has named so, without its values unless it is a piece."""
+        """Return the tensor of a `persistent_id`; without values, unless it is a piece or objects may read them."""
         number, layout = found
         if layout is None:
             return self._content.real(number) if self._are_real else self._content.tensors[number]
@@ -173,21 +174,20 @@ class _StateUnpickler(pickle.Unpickler):
         mesh = self._meshes.get(mesh_shape)
         if mesh is None:
             raise SnapshotError(
-                f"the snapshot has tensors of which each rank has a piece, on a device mesh of the shape {mesh_shape}, "
-                "and the state to be filled has none on such a mesh: call restore(state) with a state that is sharded "
-                "as the one that was taken."
+                f"the snapshot has sharded tensors on a device mesh of the shape {mesh_shape}, and the state to be "
+                "filled has none on such a mesh: call restore(state) with a state that is sharded like the saved one."
             )
         from torch.distributed.tensor import DTensor
 
         local = self._content.real(number)
         self._content.fetch()
-        return DTensor.from_local(
+        return DTensor.fromlocal_part(
             local.to(mesh.device_type), mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
         )
 
 
 class ImageContent:
-    """The tensors of an image, whose values are copied once, to where they are wanted."""
+    """The tensors of an image. Values are copied once, straight to their targets."""
 
     def __init__(self, memory: memoryview, entries: list[_ImageTensor]) -> None:
         self.memory = memory
@@ -202,11 +202,11 @@ class ImageContent:
         self._memory: mmap.mmap | None = None
 
     def number_of(self, tensor: object) -> int | None:
-        """Return the number of a tensor without values; None: it is none of them."""
+        """Return the number of a tensor without values; None: another tensor."""
         return self.numbers.get(id(tensor))
 
     def read_into(self, tensor: torch.Tensor, number: int) -> None:
-        """Have the values of a tensor read into a contiguous one of the same type, by the next `fetch`."""
+        """Plan to read the values of a tensor into a contiguous one of the same type; `fetch` does it."""
         offset = self._entries[number].offset
         if offset + tensor.nbytes > len(self.memory):
             raise SnapshotError(f"a snapshot cannot be read: it ends at {len(self.memory)}, within a tensor")
@@ -225,12 +225,12 @@ class ImageContent:
         return self._real[number]
 
     def fetch(self) -> None:
-        """Read what is wanted, by a few threads."""
+        """Read all planned values, in a few threads."""
         wanted, self._wanted = self._wanted, []
         copy_memory(wanted, torch.get_num_threads())
 
     def _own_memory(self) -> mmap.mmap:
-        """Return memory for all tensors, of which those pages alone are taken that are written."""
+        """Return memory for all tensors; only pages that are written take up memory."""
         if self._memory is None:
             both = zip(self._entries, self.tensors, strict=True)
             nbytes = max((entry.offset + tensor.nbytes for entry, tensor in both), default=0)
@@ -241,7 +241,7 @@ class ImageContent:
 
 
 class _RealTensors(dict[int, Any]):
-    """Memo of a deep copy in which tensors get their values."""
+    """Memo of a deep copy that replaces tensors without values by real ones."""
 
     def __init__(self, content: ImageContent) -> None:
         super().__init__()
@@ -254,13 +254,13 @@ class _RealTensors(dict[int, Any]):
 
 
 def read_state(memory: memoryview, into: Any = None) -> Any:
-    """Return the state of an image: a new one, or the one to be filled.
+    """Return the state of an image: a new one, or `into`, filled.
 
     Args:
-        into: its tensors are filled, its objects are given their state dicts, all else is replaced.
+        into: state to fill: tensors are filled, objects load their state dicts, all else is replaced.
 
     Raises:
-        SnapshotError: it is no image, or the two have not the same form.
+        SnapshotError: the memory has no image, or `into` has another form.
     """
     try:
         magic, nbytes, start = _HEADER.unpack_from(memory)
@@ -279,8 +279,8 @@ def read_state(memory: memoryview, into: Any = None) -> Any:
 
 
 def fill(state: Any, found: Any, content: ImageContent) -> Any:
-    """Put a state whose tensors have no values yet into one that is there; return it, which is the same object unless
-    it is a plain value."""
+    """Fill `state` from a state whose tensors have no values yet. Return `state`, or a new object for a tuple or a
+    plain value."""
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     later: list[Callable[[], None]] = []
 
@@ -288,11 +288,11 @@ def fill(state: Any, found: Any, content: ImageContent) -> Any:
         if isinstance(target, torch.Tensor):
             _check_same(target, source, path)
             number = content.number_of(source)
-            inside = _local(target).detach()
+            inside = local_part(target).detach()
             if number is not None and inside.dtype == source.dtype and _is_flat(inside):
                 content.read_into(inside, number)
             else:
-                copies.append((inside, _local(source if number is None else content.real(number)).detach()))
+                copies.append((inside, local_part(source if number is None else content.real(number)).detach()))
             return target
         if hasattr(target, "load_state_dict"):
             own = target.state_dict()
@@ -336,7 +336,7 @@ def fill(state: Any, found: Any, content: ImageContent) -> Any:
 
 
 def _have_same_form(one: Any, other: Any) -> bool:
-    """Return whether two states differ in values alone."""
+    """Return True if two states differ only in values."""
     if isinstance(one, Mapping):
         return (
             isinstance(other, Mapping)
@@ -355,14 +355,13 @@ def _is_flat(tensor: torch.Tensor) -> bool:
 def _check_same(target: torch.Tensor, source: Any, path: str) -> None:
     if not isinstance(source, torch.Tensor):
         raise SnapshotError(f"{path} is a tensor, and in the snapshot it is a {type(source).__name__}")
-    if _local(target).shape != _local(source).shape:
-        raise SnapshotError(
-            f"{path} has the shape {list(_local(target).shape)}, and in the snapshot {list(_local(source).shape)}"
-        )
+    here, there = local_part(target).shape, local_part(source).shape
+    if here != there:
+        raise SnapshotError(f"{path} has the shape {list(here)}, and in the snapshot {list(there)}")
 
 
 def _state_of(state: Any) -> Any:
-    """Return a state with the state dicts of the objects at its top in their places."""
+    """Return a state with the objects at its top replaced by their state dicts."""
     if isinstance(state, Mapping):
         return {key: _own_state(value) for key, value in state.items()}
     return _own_state(state)
@@ -378,7 +377,7 @@ def _meshes_in(state: Any) -> dict[tuple[int, ...], Any]:
         return {}
     found = {}
     for each in _all_tensors(state):
-        if _is_sharded(each):
+        if is_sharded(each):
             found[tuple(each.device_mesh.shape)] = each.device_mesh
     return found
 
@@ -389,14 +388,6 @@ def _all_tensors(state: Any) -> Iterator[Any]:
         if isinstance(each, torch.optim.Optimizer):
             for group in each.param_groups:
                 yield from group["params"]
-
-
-def _is_sharded(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "to_local") and hasattr(tensor, "device_mesh")
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    return cast(torch.Tensor, tensor.to_local() if _is_sharded(tensor) else tensor)
 
 
 def _tensor(view: memoryview, entry: _ImageTensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Buffers of snapshots: memory without a file, which lives as long as a descriptor of it, in any process."""
+"""Buffers of snapshots: memory without a file, which exists while any process has a descriptor of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
 
-from unified.memory.copy import MAX_THREADS, num_cores
+from unified.tensors.copy import MAX_THREADS, num_cores
 
 _MADV_POPULATE_READ = 22
 _LENGTH_FIXED = 0x0002 | 0x0004  # F_SEAL_SHRINK and F_SEAL_GROW
@@ -16,13 +16,13 @@ _ADD_SEALS = 1033
 
 
 SLICE_BYTES = 32 << 20
-"""Size of the slices whose pages a thread finds at a time."""
+"""Size of the slices whose pages a thread maps at a time."""
 
 
 def make_buffer(nbytes: int) -> int:
     """Return the descriptor of a buffer of so many bytes, whose length nobody can change any more.
 
-    The memory is taken as it is written.
+    Memory is taken only as it is written.
     """
     import fcntl
 
@@ -40,7 +40,7 @@ class MappedBuffer:
     """A buffer in the memory of this process."""
 
     def __init__(self, descriptor: int) -> None:
-        """Map a buffer, which takes ownership of the descriptor. OSError: the system has no memory."""
+        """Map a buffer, and take ownership of the descriptor. OSError: the system has no memory."""
         try:
             self.memory = mmap.mmap(descriptor, 0)
         finally:
@@ -50,10 +50,10 @@ class MappedBuffer:
         self._has_pages = False
 
     def find_pages(self) -> None:
-        """Have the kernel find and map all pages, unless that was done, so that a copy into them meets no fault.
+        """Have the kernel find and map all pages, at the first call, so that a copy into them meets no page fault.
 
-        Pages of shared memory that were read can be written, too, and to map those that exist for reading takes a third
-        of the time.
+        Pages of shared memory that are mapped for reading can be written, too. For existing pages this mapping takes a
+        third of the time.
         """
         if not self._has_pages:
             self._has_pages = True
@@ -62,9 +62,9 @@ class MappedBuffer:
 
 
 def _find_pages(memory: mmap.mmap) -> bool:
-    """Have the kernel map all pages, by a few threads, which takes a fraction of the faults; False: it cannot."""
+    """Have the kernel map all pages, in a few threads, which is faster than page faults; False: it cannot."""
     begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    libc = ctypes.CDLL(None)  # which lets other threads run
+    libc = ctypes.CDLL(None)  # its calls let other threads run
 
     def find(start: int) -> int:
         nbytes = min(SLICE_BYTES, len(memory) - start)

@@ -1,7 +1,7 @@
-"""The snapshot server of a node: a process of its own that keeps what workers have copied, and decodes none of it.
+"""The snapshot server of a node: a process of its own that keeps workers' snapshots, and decodes none of them.
 
-The agent starts it when the first worker connects. Its memory has no names in any file system: whatever dies, the
-kernel gives it back. It ends with its agent.
+The agent starts it when the first worker connects. Its memory has no name in any file system, so the kernel frees it
+after any crash. The process ends with its agent.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SnapshotServer:
         peers: socket.socket | None,
         on_kept: Callable[[protocol.SnapshotsKept], None],
     ) -> None:
-        """Make it; nothing is served before `step`.
+        """Make the server; it serves nothing before `step`.
 
         Args:
             listener: where workers connect.
@@ -68,7 +68,7 @@ class SnapshotServer:
         )
 
     def step(self, watched: dict[int, Callable[[], None]]) -> None:
-        """Wait for something to happen, and do it. `watched`: more descriptors, with what reads them."""
+        """Wait for events, and handle them. `watched`: further descriptors, with the functions that read them."""
         poller = zmq.Poller()
         calls: dict[object, Callable[[], None]] = {self._listener.fileno(): self._accept}
         calls.update({**watched, **self._writers.watched()}.items())
@@ -83,7 +83,7 @@ class SnapshotServer:
         timeout_ms = None if due is None else max(0, math.ceil((due - time.monotonic()) * 1000))
         for source, _ in poller.poll(timeout_ms):
             if not isinstance(source, int) and source.closed:
-                continue  # an earlier one of this turn has ended it
+                continue  # an earlier call of this step has closed it
             calls[source]()
         self._transfers.tick()
         self._writers.tick()
@@ -91,14 +91,14 @@ class SnapshotServer:
         self._close_dropped()
 
     def persist(self) -> None:
-        """Write to storage what is not there yet, the newest of every rank first; tell the agent when that is done."""
+        """Write missing snapshots to storage, the newest of every rank first; tell the agent when that is done."""
         self._is_persisting = True
         for buffer in self._inventory.to_persist():
             self._store(buffer)
         self._tell_when_persisted()
 
     def name_copy_nodes(self, order: protocol.NameCopyNodes) -> None:
-        """Send copies from now on to these nodes, of jobs that are on this one alone."""
+        """Send copies to these nodes from now on, for jobs that run only on this node."""
         self._copy_nodes = order.copy_nodes
 
     def close(self) -> None:
@@ -286,7 +286,7 @@ class SnapshotServer:
         self._writers.write(self._memory[buffer.number], buffer.length, target, name, on_end)
 
     def _under_way(self, buffer: SnapshotBuffer, what: str, end: Callable[[str], None]) -> Callable[[str], None]:
-        """Count a snapshot as sent on until the function that this returns is called, with an error or nothing."""
+        """Count a snapshot as on its way until the returned function is called, with an error or ""."""
         sent = self._sent(buffer.series)
         sent.num_under_way += 1
         buffer.num_uses += 1
@@ -295,7 +295,7 @@ class SnapshotServer:
             sent.num_under_way -= 1
             buffer.num_uses -= 1
             if error:
-                sent.complaint = f"it was not {what}: {error}"
+                sent.complaint = f"the snapshot was not {what}: {error}"
             end(error)
             self._go_on(buffer.series)
 
@@ -313,20 +313,20 @@ class SnapshotServer:
 
     def _open(self, connection: WorkerConnection, request: protocol.OpenSnapshot) -> None:
         if request.series.job_id != connection.series.job_id:
-            self._answer(connection, protocol.SnapshotRefused(reason="it is another job's"))
+            self._answer(connection, protocol.SnapshotRefused(reason="the snapshot belongs to another job"))
             return
         held = self._inventory.find(request.series, request.stamp)
         if held is not None:
             self._say_readable(connection, held)
             return
         if request.source is None:
-            self._answer(connection, protocol.SnapshotRefused(reason="it is no longer here"))
+            self._answer(connection, protocol.SnapshotRefused(reason="this node no longer has the snapshot"))
             return
         arriving, key = self._job(request.series).arriving, (request.series, request.stamp)
         if key in arriving:
             arriving[key].append(connection)
             return
-        is_copy = request.series != connection.series  # one for all ranks here that have the same state
+        is_copy = request.series != connection.series  # one copy for all ranks here with this state
         buffer = self._writable(request.series, request.length, protocol.NO_STAMP, is_copy=is_copy)
         arriving[key] = [connection]
 
@@ -345,7 +345,7 @@ class SnapshotServer:
         self._answer(connection, answer, self._memory[buffer.number])
 
     def _part(self, connection: WorkerConnection) -> None:
-        """Forget a connection whose worker is gone, or has to go."""
+        """Close a connection, and forget its worker."""
         if self._connections.pop(connection.socket.fileno(), None) is None:
             return
         connection.socket.close()
@@ -368,7 +368,7 @@ class SnapshotServer:
         descriptors = [] if descriptor is None else [descriptor]
         try:
             socket.send_fds(connection.socket, [protocol.encode_snapshot_message(answer)], descriptors)
-        except OSError:  # it is gone, or reads nothing
+        except OSError:  # the worker is gone, or reads nothing
             self._part(connection)
 
     # Other servers

@@ -1,4 +1,4 @@
-"""State of a snapshot server beside its buffers: the workers that are connected, and the jobs that have snapshots."""
+"""State of a snapshot server besides its buffers: connected workers, and jobs with snapshots."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unified.protocol.snapshots import (
 )
 
 DONE_LINGER_S = 30.0
-"""Time for which the snapshots of a job are kept here whose workers on this node have all done their work."""
+"""Time for which a job's snapshots are kept here after all its workers on this node have done their work."""
 
 
 @dataclass(eq=False)
@@ -46,10 +46,10 @@ class SentState:
 
 @dataclass(eq=False)
 class JobState:
-    """State of a job's snapshots here, beside the buffers."""
+    """State of a job's snapshots here, besides the buffers."""
 
     unfinished: set[SnapshotSeries] = field(default_factory=set)
-    """Series whose worker has left and has not said that it had done its work."""
+    """Series whose worker has left without reporting that its work was done."""
     drop_at: float | None = None
     """Time at which all is dropped, unless a worker comes."""
     sent: dict[SnapshotSeries, SentState] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class JobState:
     """Workers that wait for a snapshot on its way here from another node, to be restored."""
 
     def come(self, series: SnapshotSeries) -> None:
-        """Note that a worker has come, which replaces the one before it, and the role's rounds of another size."""
+        """Note that a worker has come: it replaces the last one, and the role's series of another world size."""
         self.drop_at = None
         self.unfinished = {
             each
@@ -67,7 +67,7 @@ class JobState:
         }
 
     def leave(self, connection: WorkerConnection, linger_s: float, *, is_last: bool) -> None:
-        """Note that a worker has left; `linger_s`: time to keep all after the last, unless all have done their work."""
+        """Note that a worker has left; `linger_s`: time to keep all after the last one, unless all work is done."""
         if not connection.is_done:
             self.unfinished.add(connection.series)
         if is_last:

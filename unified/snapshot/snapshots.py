@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 LATE_S = 0.5
-"""Wait for the last snapshot's way to its partner, or to storage, that is worth a warning."""
+"""A longer wait for the last snapshot, on its way to its partner or to storage, is worth a warning."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Restored:
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotOptions:
-    """Options of `Snapshots.configure`, as they are at first."""
+    """Options of `Snapshots.configure`, with their defaults."""
 
     partner_every: int = 1
     storage: str = ""
@@ -51,7 +51,7 @@ class SnapshotOptions:
     is_replicated: bool = False
 
     def is_due(self, every: int, count: int) -> bool:
-        """Return True if a snapshot of this number is one of every so many."""
+        """Return True if snapshot number `count` is a multiple of `every`; never if `every` is 0."""
         return every > 0 and count % every == 0
 
 
@@ -97,14 +97,14 @@ class Snapshots:
         storage_every: int | None = None,
         replicated: bool | None = None,
     ) -> None:
-        """Set how snapshots are kept; all ranks call it alike, before their first snapshot or restore of a round. An
-        option that is not given stays as it is.
+        """Set how snapshots are kept. All ranks call this with the same options, before their first snapshot or restore
+        of a round. Options that are not given stay as they are.
 
         Args:
-            partner_every: every so-many-th snapshot is copied to another node, in the background; 0: none. 1 at first.
+            partner_every: one in this many snapshots is copied to another node, in the background; 0: none. Default: 1.
             storage: a directory that all nodes share, or ``s3://bucket/prefix``: an agent that is asked to stop writes
-                there what it holds, and `restore` looks there last.
-            storage_every: every so-many-th snapshot is written there too, in the background; 0, as at first: none.
+                its snapshots there, and `restore` looks there last.
+            storage_every: one in this many snapshots is written there too, in the background; 0, the default: none.
             replicated: all ranks have the same state (data-parallel training), so that one rank of each node takes
                 snapshots, no copies are made, and any number of ranks can restore.
         """
@@ -144,13 +144,13 @@ class Snapshots:
                 self._write(here, image, step)
             except SnapshotQuotaError:
                 raise
-            except SnapshotError as error:  # a server that died: the agent starts another when one connects
+            except SnapshotError as error:  # the server died: the agent starts another when a worker connects
                 logger.warning("event=snapshot-retried step=%d reason=%r", step, str(error))
                 here.client.attach()
                 self._write(here, image, step)
 
     def restore(self, state: Any = None, *, step: int | None = None) -> Restored | None:
-        """Give back the newest state that all ranks have; see `Worker.restore`."""
+        """Return the newest state that all ranks have; see `Worker.restore`."""
         self._check_process()
         with self._using:
             here, agreement = self._agree(step, is_restoring=True)
@@ -169,13 +169,13 @@ class Snapshots:
             return restored
 
     def close(self) -> None:
-        """Let the node's memory go: the worker has done its work."""
+        """Give back the node's memory: the worker has done its work."""
         with self._using:
             if self._client is not None:
                 try:
                     self._client.end()
                 except SnapshotError:
-                    return  # with the server, all of it is gone
+                    return  # the server is gone, and its memory, too
 
     # Taking
 
@@ -187,7 +187,7 @@ class Snapshots:
         to_storage = options.is_due(options.storage_every, here.count) and not (
             options.is_replicated and here.place.rank
         )
-        # Of the states of several ranks all have to arrive; of replicas, any will do, so training waits for none.
+        # Different states of ranks all have to arrive. One replica is enough, so training waits for none.
         is_awaited = partner is not None or to_storage or (to_copy_node and not options.is_replicated)
         target = here.client.begin(image.length, here.floor, is_sent=is_awaited)
         self._report_sent(target.waited_s, target.complaint)
@@ -205,14 +205,14 @@ class Snapshots:
             )
         )
         if options.is_replicated and not here.is_alone:
-            here.floor = stamp  # all nodes have it before any of them begins the next
+            here.floor = stamp  # all nodes have this one before any begins the next
         elif target.confirmed > here.floor and (options.is_replicated or here.agreement.all_have(target.confirmed)):
             here.floor = target.confirmed
         if target.num_buffers == 1:
             start_thread("unified-snapshot", self._prepare, image.length)
 
     def _prepare(self, nbytes: int) -> None:
-        """Have the second buffer ready before it is needed: to find its pages takes longer than a copy into them."""
+        """Prepare the second buffer before it is needed: finding its pages takes longer than a copy into them."""
         try:
             with self._using:
                 if self._client is not None:
@@ -247,7 +247,7 @@ class Snapshots:
         return Restored(found.stamp.step, describe_source(source, here.own), read_state(image, state))
 
     def _settle(self, here: _RoundState, stamp: protocol.SnapshotStamp) -> None:
-        """Forget what is later, on all ranks, before any of them goes on and takes it again."""
+        """Drop later snapshots on all ranks, before any rank goes on and takes them again."""
         here.client.go_back(stamp, has_partner=here.partner is not None or here.has_copy_node)
         here.floor = stamp
         here.agreement.wait_for_all()

@@ -1,9 +1,10 @@
-"""Snapshots on storage: one object each, written by a process that has a rank's buffer, and nothing else of the job.
+"""Snapshots on storage: one object each, written by a process that gets only a rank's buffer and credentials.
 
     python -m unified.snapshot.storage BUFFER_FD LENGTH LOCATION FOLDER NAME --parent PID
 
-The process is the snapshot server's, so that neither a store's library nor a job's credentials come into the server. An
-object is the image as it is in memory, and a checksum at its end. Of each rank the last two written are kept.
+The snapshot server starts the process, so that a store's library is not loaded into the server, and a job's credentials
+do not enter its environment. An object is the image as it is in memory, with a checksum at its end. The last two
+objects of each rank are kept.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _CREDENTIALS = ("AWS_", "UNIFIED_STORAGE_", "SSL_CERT_", "HTTPS_PROXY", "NO_PROX
 
 
 def target_of(location: str, series: SnapshotSeries, env: Mapping[str, str], *, is_replicated: bool) -> StorageTarget:
-    """Return where the snapshots of a rank are kept, with the part of an environment that opens it."""
+    """Return the location of a rank's snapshots, with the credentials for it from an environment."""
     if "://" not in location:
         location = os.path.abspath(os.path.expanduser(location))
     folder = "replicated" if is_replicated else f"{series.rank}-of-{series.world_size}"
@@ -54,7 +55,7 @@ def name_of(job_id: str, stamp: SnapshotStamp) -> str:
 
 
 def write_within_s(length: int) -> float:
-    """Return the time after which the write of an image of so many bytes is given up."""
+    """Return the seconds after which the write of an image of `length` bytes is given up."""
     return WRITE_WITHIN_S + length / SLOWEST_BYTES_PER_S
 
 
@@ -67,7 +68,7 @@ class SnapshotStorage(ClosedOnExit):
         self._prefix = str(PurePosixPath(prefix) / folder)
 
     def steps(self) -> list[StoredSnapshot]:
-        """Return the snapshots that there are."""
+        """Return the stored snapshots."""
         parsed = (_parsed(stat.key) for stat in self._backend.list(self._prefix + "/"))
         return [found for found in parsed if found is not None]
 
@@ -87,7 +88,7 @@ class SnapshotStorage(ClosedOnExit):
         return view[:length]
 
     def write(self, descriptor: int, length: int, name: str) -> None:
-        """Write an object from a buffer, and delete all but the newest of the rank; those of other jobs are older."""
+        """Write an object from a buffer, and delete all but the newest of the rank; other jobs' count as older."""
         self._backend.write(f"{self._prefix}/{name}", _chunks(descriptor, length))
         written = _parsed(name)
         ages: dict[str, tuple[bool, SnapshotStamp, float]] = {}
@@ -103,7 +104,7 @@ class SnapshotStorage(ClosedOnExit):
 
 
 def _parsed(key: str) -> StoredSnapshot | None:
-    """Return the snapshot that an object's name says; None: it is none of ours."""
+    """Return the snapshot that an object's name says; None: no snapshot."""
     match = _NAME.fullmatch(key.rpartition("/")[2])
     if match is None:
         return None
@@ -116,7 +117,7 @@ def _opened(location: str) -> tuple[StorageBackend, str]:
         from unified.storage.location import open_storage
 
         return open_storage(location)
-    from unified.storage.local import LocalBackend  # not by `open_storage`, for which brackets are a pattern
+    from unified.storage.local import LocalBackend  # `open_storage` takes brackets as a pattern
 
     return LocalBackend(location.removeprefix("file://")), ""
 

@@ -1,7 +1,7 @@
 """Transfers of snapshots between the servers of two nodes: one offers, the other reads piece by piece.
 
-So neither holds more than a few pieces beside the snapshot itself, and a partner's copy and the state of a rank that
-moved come by the same way. Under a cluster key all of it is encrypted, and peers without the key are refused.
+So neither server holds more than a few pieces besides the snapshot itself. A partner's copy and the state of a rank
+that moved come in the same way. Under a cluster key all traffic is encrypted, and peers without the key are refused.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ STALLED_S = 30.0
 ANSWER_S = 5.0
 """Time for another server to say what it holds."""
 AVOID_S = 30.0
-"""Time for which a server that failed is asked nothing more, so that no snapshot waits for it again."""
+"""Time for which a failed server gets no request, so that no snapshot waits for it again."""
 _BROKEN = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 OnEnd = Callable[[str], None]
-"""Function that is told the end of a transfer: the error, or nothing."""
+"""Function called at the end of a transfer with the error, or ""."""
 OnHeld = Callable[[list[snapshots.HeldSnapshot], str], None]
-"""Function that is told what another server holds, or the error."""
+"""Function called with the snapshots that another server holds, or with the error."""
 Socket = zmq.Socket[bytes]
 
 
@@ -64,7 +64,7 @@ class _Pull:
 
 @dataclass(eq=False)
 class _Question:
-    """A question for what another server holds."""
+    """A request for the list of snapshots that another server holds."""
 
     peer: _Peer
     on_end: OnHeld
@@ -87,7 +87,7 @@ class SnapshotTransfers:
 
     Args:
         listener: where other nodes' servers connect; None: they cannot.
-        pair: of the listener; None: it has the cluster's key.
+        pair: key of the listener; None: the cluster's key.
         on_read: returns the bytes of a piece; LookupError: there are none for that token.
         on_offer: takes a snapshot that is offered, and a function for the answer.
         on_ask: returns what is held of a role; LookupError: the token is wrong.
@@ -111,7 +111,7 @@ class SnapshotTransfers:
         self._peers: dict[str, _Peer] = {}
         self._avoided: dict[str, float] = {}
         self._pulls: dict[int, tuple[_Pull, int, int]] = {}
-        """Pieces that are asked for: the number of the request to its offset and size."""
+        """Requested pieces: number of the request → transfer, offset and size."""
         self._offers: dict[int, _Offer] = {}
         self._questions: dict[int, _Question] = {}
         self._server = self._context.socket(zmq.ROUTER)
@@ -119,10 +119,10 @@ class SnapshotTransfers:
         _prepare(self._server)
         if listener is not None:
             self._server.set(zmq.USE_FD, listener.detach())
-            self._server.bind("tcp://0.0.0.0:0")  # libzmq takes the socket as it is, and does not look at this
+            self._server.bind("tcp://0.0.0.0:0")  # libzmq uses the given socket, and ignores this address
 
     def sockets(self) -> Iterator[Socket]:
-        """Yield what is to be polled for reading."""
+        """Yield the sockets to poll for reading."""
         yield self._server
         for peer in self._peers.values():
             yield peer.socket
@@ -136,7 +136,7 @@ class SnapshotTransfers:
         return min([*pulls, *offers, *(question.deadline for question in self._questions.values())], default=None)
 
     def ready(self, socket: Socket) -> None:
-        """Read what has come to one of the sockets."""
+        """Read the messages that have come to one of the sockets."""
         if socket is self._server:
             self._serve()
             return
@@ -147,7 +147,7 @@ class SnapshotTransfers:
                 self._look(peer)
 
     def tick(self) -> None:
-        """Give up what has stalled."""
+        """Give up stalled transfers and questions."""
         now = time.monotonic()
         stalled = [each.peer for each, _, _ in self._pulls.values() if each.deadline <= now]
         stalled += [each.peer for each in self._offers.values() if each.deadline <= now]
@@ -222,7 +222,7 @@ class SnapshotTransfers:
             elif isinstance(message, snapshots.OfferSnapshot):
                 self._on_offer(message, self._answer_of(frames[0], message.number))
             elif isinstance(message, snapshots.AskHeld):
-                with contextlib.suppress(LookupError):  # no job of ours asks: it is told nothing
+                with contextlib.suppress(LookupError):  # a wrong token gets no answer
                     answer = snapshots.HeldThere(number=message.number, held=self._on_ask(message))
                     self._send(self._server, [frames[0], snapshots.encode_snapshot_message(answer)])
 
@@ -255,7 +255,7 @@ class SnapshotTransfers:
             try:
                 message = snapshots.peer_message.decode(frames[0])
             except UNREADABLE:
-                self._fail(peer, f"the snapshot server at {peer.url} says what nobody here understands")
+                self._fail(peer, f"the snapshot server at {peer.url} sent a message that cannot be read")
                 return
             if isinstance(message, snapshots.OfferTaken):
                 offer = self._offers.pop(message.number, None)
@@ -323,7 +323,7 @@ class SnapshotTransfers:
         peer = _Peer(url, socket, monitor)
         try:
             socket.connect(url)
-        except zmq.ZMQError:  # it is no address
+        except zmq.ZMQError:  # `url` is no address
             self._hang_up(peer)
             return None
         self._peers[url] = peer

@@ -1,4 +1,4 @@
-"""The processes that write a server's snapshots to storage: a few at a time, each with its own end."""
+"""The processes that write a server's snapshots to storage, a few at a time."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ class StorageWriters:
         return min((writer.deadline for writer in self._writers.values()), default=None)
 
     def watched(self) -> dict[int, Callable[[], None]]:
-        """Return the descriptors to poll, with what is to be called."""
+        """Return the descriptors to poll, with the functions to call."""
         return {
             pidfd: lambda writer=writer: self._on_ended(writer)  # type: ignore[misc]
             for pidfd, writer in self._writers.items()
         }
 
     def write(self, descriptor: int, length: int, target: StorageTarget, name: str, on_end: OnEnd) -> None:
-        """Have the first bytes of a buffer written; `on_end` is told the error, or nothing."""
+        """Have the first `length` bytes of a buffer written; `on_end` gets the error, or ""."""
         self._waiting.append(_Order(descriptor, length, target, name, on_end))
         self._go_on()
 
@@ -81,7 +81,7 @@ class StorageWriters:
                 writer.deadline = now + writer.order.within_s
 
     def close(self) -> None:
-        """Kill all that is at work."""
+        """Kill all writers, and drop the waiting orders."""
         self._waiting.clear()
         for writer in list(self._writers.values()):
             writer.process.kill()

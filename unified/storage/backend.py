@@ -12,55 +12,55 @@ from unified.values import ClosedOnExit
 
 Buffer = bytes | bytearray | memoryview
 Source = Buffer | BinaryIO | Iterable[Buffer]
-"""Data to be written: one buffer, an open binary file (read from where it stands), or buffers in a row."""
+"""Data to be written: one buffer, an open binary file (read from its current position), or a sequence of buffers."""
 READ_AHEAD_NBYTES = 1 << 20
 
 
 class Stat(NamedTuple):
-    """One object, as it was when it was looked at."""
+    """Size, time and version of one object when it was looked up."""
 
     key: str
     nbytes: int
     modified_at: float
     """Seconds since the epoch, by the store's clock."""
     etag: str
-    """Entity tag, a new one after each write. Its form is the store's own affair."""
+    """Entity tag, a new one after each write. Each store has its own format."""
 
 
 class StorageBackend(ABC, ClosedOnExit):
-    """Objects by key. Every method may be called from any thread, and by processes forked from the one that made it.
+    """Objects by key. Every method may be called from any thread, and in processes that are forked later.
 
-    A key is made of parts joined by `/`; no part is empty, `.` or `..`. Only whole objects are ever seen: a write that
-    fails, or whose process is killed, leaves what was there before.
+    A key is made of parts joined by `/`; no part is empty, `.` or `..`. A reader sees only whole objects: a write that
+    fails, or whose process is killed, leaves the previous object.
 
-    Every method raises one of these, or for a key that is none `UsageError`:
+    Methods raise `UsageError` for an invalid key, and these errors:
         NotFoundError: there is no such object (also a FileNotFoundError).
-        AlreadyExistsError: `if_absent`, and there is one (also a FileExistsError).
-        StorageDeniedError: the store knows who asks and says no, or nobody gave credentials (also a PermissionError).
-        StorageFullError: no room; what was written in part is gone again.
-        StorageUnavailableError: the store did not answer, also when asked again. Trying later may help.
-        StorageError: anything else.
+        AlreadyExistsError: with `if_absent`, the object exists already (also a FileExistsError).
+        StorageDeniedError: the store refuses this user, or there are no credentials (also a PermissionError).
+        StorageFullError: there is no room; the partial write was removed.
+        StorageUnavailableError: the store did not answer, not even to retries. A later try may succeed.
+        StorageError: any other error.
     """
 
     @abstractmethod
     def write(self, key: str, data: Source, *, if_absent: bool = False) -> Stat:
-        """Make an object of `data`, or put it in the place of the one that is there. It is durable on return.
+        """Make an object of `data`, or replace the existing one. It is durable on return.
 
         Args:
-            if_absent: never replace: of several that write at the same time one succeeds, and the others raise.
+            if_absent: never replace: of several concurrent writes one succeeds, and the others raise.
         """
 
     @abstractmethod
     def read_range(self, key: str, start: int, length: int) -> bytes:
-        """Read at most `length` bytes from `start`; fewer, or none, where the object ends before."""
+        """Read at most `length` bytes from `start`; fewer, or none, if the object ends before."""
 
     @abstractmethod
     def read_into(self, key: str, buffer: bytearray | memoryview, start: int = 0) -> int:
-        """Fill `buffer` from `start` on, as far as the object goes, from one write; return the number of bytes."""
+        """Fill `buffer` with the bytes of one version from `start` on, up to its end; return their number."""
 
     @abstractmethod
     def list(self, prefix: str = "") -> list[Stat]:
-        """Return every object whose key begins with these characters, by key. `prefix` need not end at a `/`."""
+        """Return every object whose key begins with `prefix`, sorted by key. `prefix` need not end at a `/`."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
@@ -68,22 +68,22 @@ class StorageBackend(ABC, ClosedOnExit):
 
     @abstractmethod
     def stat(self, key: str) -> Stat:
-        """Return size and time of one object."""
+        """Return size, time and version of one object."""
 
     def replace(self, key: str, data: Source, etag: str) -> Stat:
-        """Put an object in the place of that one version: of several that do so at the same time one succeeds.
+        """Replace the version `etag` of an object: of several concurrent calls one succeeds.
 
-        A store that does not override this looks first and writes then, which leaves a moment to others.
+        A store that does not override this method checks and then writes: a write in between is lost.
 
         Raises:
-            AlreadyExistsError: there is another version by now, or none.
+            AlreadyExistsError: the object has another version by now, or is gone.
         """
         if not self.exists(key) or self.stat(key).etag != etag:
             raise replaced_meanwhile(key)
         return self.write(key, data)
 
     def read(self, key: str) -> bytes:
-        """Read a whole object. A large one is better read by `read_into`, which needs no second copy."""
+        """Read a whole object. For a large one use `read_into`, which needs no second copy."""
         while True:
             before = self.stat(key)
             buffer = bytearray(before.nbytes)
@@ -101,16 +101,16 @@ class StorageBackend(ABC, ClosedOnExit):
     def open_read(self, key: str) -> BinaryIO:
         """Open an object as a file: seekable, buffered, to be closed by the caller.
 
-        In a bucket, an object that is replaced meanwhile may be read half from one write, half from the other.
+        If an object in a bucket is replaced meanwhile, the file may mix bytes of both versions.
         """
         return cast(BinaryIO, io.BufferedReader(_ObjectFile(self, self.stat(key)), READ_AHEAD_NBYTES))
 
     def close(self) -> None:
-        """Let go of connections and threads. Another use opens them again."""
+        """Close connections and threads. The next use opens them again."""
 
 
 def check_key(key: str) -> str:
-    """Return the same key; raise UsageError if it is none, or could leave its store."""
+    """Return `key`; raise UsageError if it is invalid or could leave its store."""
     if not key or "\0" in key or any(part in ("", ".", "..") for part in key.split("/")):
         raise UsageError(
             f"{key!r} is no key of a store: use parts joined by '/', such as 'run-1/step-000001.json'; no part may be "
@@ -125,9 +125,9 @@ def replaced_meanwhile(key: str) -> AlreadyExistsError:
 
 
 def check_range(start: int, length: int) -> None:
-    """Raise UsageError for a range that begins before the object, or has less than no bytes."""
+    """Raise UsageError for a range with a negative start or length."""
     if start < 0 or length < 0:
-        raise UsageError(f"bytes from {start}, {length} of them, are no range: neither number may be negative")
+        raise UsageError(f"invalid range (start {start}, length {length}): neither number may be negative")
 
 
 class _ObjectFile(io.RawIOBase):

@@ -1,6 +1,4 @@
-"""Data to be written as pieces and blocks of memory, and large files past the page cache: blocks are on their way to
-the disk while the next one is filled.
-"""
+"""Data to be written, as pieces and blocks of memory; large files bypass the page cache, several blocks at once."""
 
 from __future__ import annotations
 
@@ -19,9 +17,9 @@ from unified.storage.backend import Source
 BLOCK_NBYTES = 8 << 20
 """Size of a block: a multiple of any disk's alignment."""
 NUM_IN_FLIGHT = 2
-"""Number of blocks on their way, which keeps a disk busy: it has the next when it is done with one."""
+"""Number of blocks in flight: with two, a disk has the next one when it is done with one."""
 COPY_NBYTES = 1 << 20
-"""Bytes that are copied at a time, since other threads of Python stand still meanwhile."""
+"""Bytes that are copied at a time: a copy blocks the other threads of Python."""
 READ_NBYTES = 4 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -29,9 +27,9 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 def write_pieces(descriptor: int, pieces: Iterable[memoryview]) -> None:
     """Write a new file from its beginning. A piece may change once the next one is asked for.
 
-    What is more than a block goes to the disk directly where the file system can do that, in `NUM_IN_FLIGHT` + 1 blocks
-    of memory. By way of the page cache it would be copied by the system on this thread, and reach the disk at ``fsync``
-    only. Not more than a block is left to that.
+    If the file system can do it, all but the last block goes to the disk directly, through `NUM_IN_FLIGHT` + 1 blocks
+    of memory. Through the page cache, the system would copy the data on this thread, and write them to the disk only at
+    ``fsync``. Only the last block, which may be the only one, goes that way.
     """
     with contextlib.ExitStack() as stack:
         block = mmap.mmap(-1, BLOCK_NBYTES)
@@ -77,7 +75,7 @@ class _BlockWriter:
         return self._idle.pop()
 
     def finish(self) -> None:
-        """Wait for what is under way. From here on the file may be written at any place and length."""
+        """Wait for the blocks under way. After it, writes of any offset and length are allowed."""
         while self._running:
             self._collect()
         with contextlib.suppress(OSError):
@@ -93,7 +91,7 @@ class _BlockWriter:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self._set_direct(0)  # it was allowed, and does not work here
+            self._set_direct(0)  # the flag was accepted, but the write was not
             _write_at(self._descriptor, memoryview(block), start)
         return block
 
@@ -133,7 +131,7 @@ def pieces_of(data: Source) -> Iterator[memoryview]:
 
 
 def size_of(data: Source) -> int | None:
-    """Return the number of bytes that `pieces_of` would give, where that is known before reading them."""
+    """Return the number of bytes that `pieces_of` will yield; None: it is not known before."""
     view = _view(data)
     if view is not None:
         return len(view)
@@ -151,13 +149,12 @@ def size_of(data: Source) -> int | None:
 def blocks_of(
     pieces: Iterable[memoryview], sizes: Iterable[int], spare: list[bytearray] | None = None
 ) -> Iterator[bytearray]:
-    """Yield the same bytes in copies of exactly these sizes, the last one shorter. `sizes` do not end before `pieces`.
+    """Yield the bytes as copies of exactly these sizes, the last one shorter. `sizes` must not end before `pieces`.
 
-    They are copies so that the maker of the pieces may use their memory again for the next one.
+    Copies allow the source of the pieces to reuse the memory of a piece for the next one.
 
     Args:
-        spare: blocks that are not needed any more, put there by other threads: they are used again where they fit, for
-            new memory has to come from the system.
+        spare: free blocks that other threads put there. Blocks of the right size are reused: new memory takes time.
     """
     wanted = iter(sizes)
     spare = [] if spare is None else spare

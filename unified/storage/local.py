@@ -26,24 +26,23 @@ from unified.storage.blocks import pieces_of, write_pieces
 PREFIX = ".unified-"
 SUFFIX = ".part"
 SAFE_AGE_S = 60.0
-"""Age at which a file that is not locked is an orphan: a writer takes its lock at once after making the file."""
+"""Age at which an unlocked temporary file is an orphan: a writer locks its file right after making it."""
 NUM_TRIES = 10
-"""Number of tries to find the folder still there between making it and making a file in it."""
+"""Number of tries to make a folder and a file in it before a delete removes the empty folder."""
 
 
 class LocalBackend(StorageBackend):
     """Objects as files below `root`: the key `a/b` is the file `<root>/a/b`.
 
     Works on any POSIX file system with rename and hard links, also a shared one. Links to files and folders are
-    followed. A write goes to a hidden file in the same folder first, which no listing shows; if the process is killed
-    then, the next writer of that folder removes it.
+    followed. A write first goes to a hidden file in the same folder, which no listing shows. If the process is killed
+    then, the next writer to that folder removes the file.
 
     Args:
         root: the folder; made at the first write if it is not there.
         fsync: a write or a delete has reached the disk when it returns. Without it, a crash of the machine (not of the
             process) may undo it.
-        is_private: only this user may read what is written, and enter folders that are made for it; else the umask
-            says who may.
+        is_private: only this user may read the files and enter the folders that are made; else the umask decides.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, fsync: bool = True, is_private: bool = False) -> None:
@@ -58,7 +57,7 @@ class LocalBackend(StorageBackend):
     def write(self, key: str, data: Source, *, if_absent: bool = False) -> Stat:
         path = self._path(key)
         with _errors(key, path, "write"):
-            if if_absent and path.exists():  # the answer before the work; the link below is what decides
+            if if_absent and path.exists():  # an early answer; the link below decides
                 raise FileExistsError(errno.EEXIST, "it is there", str(path))
 
         def put(temporary: Path, path: Path) -> None:
@@ -71,7 +70,7 @@ class LocalBackend(StorageBackend):
         return self._write(key, data, put)
 
     def replace(self, key: str, data: Source, etag: str) -> Stat:
-        """See `StorageBackend`. On a file system without locks a moment between look and write is left to others."""
+        """See `StorageBackend`. On a file system without locks, a write between check and rename is lost."""
 
         def put(temporary: Path, path: Path) -> None:
             with _locked(path.parent):
@@ -82,7 +81,7 @@ class LocalBackend(StorageBackend):
         return self._write(key, data, put)
 
     def _write(self, key: str, data: Source, put: Callable[[Path, Path], None]) -> Stat:
-        """Write a file beside the object's, which `put` then brings to its place."""
+        """Write a temporary file beside the object's; `put` moves it into place."""
         path = self._path(key)
         with _errors(key, path, "write"):
             temporary, descriptor = self._open_temporary(path)
@@ -92,7 +91,7 @@ class LocalBackend(StorageBackend):
                     if self._fsync:
                         os.fsync(file.fileno())
                     put(temporary, path)
-                    # The descriptor is of this very write, whatever others put at the path since.
+                    # From the descriptor: another write may have replaced the path since.
                     stat = _stat(key, os.fstat(file.fileno()))
             except BaseException:
                 with contextlib.suppress(OSError):
@@ -108,7 +107,7 @@ class LocalBackend(StorageBackend):
     def read_range(self, key: str, start: int, length: int) -> bytes:
         check_range(start, length)
         with self._open(key) as file:
-            # Not more than there is: `length` may be a "to the end" of many terabytes, and that much would be reserved.
+            # A `length` of terabytes may mean "to the end", and `read` would reserve that much memory.
             length = min(length, max(0, os.fstat(file.fileno()).st_size - start))
             file.seek(start)
             return file.read(length)
@@ -171,7 +170,7 @@ class LocalBackend(StorageBackend):
             yield file
 
     def _open_temporary(self, path: Path) -> tuple[Path, int]:
-        """Make a hidden file beside `path`, locked for as long as its writer lives."""
+        """Make a hidden file beside `path`, locked until its writer ends."""
         for tries_left in reversed(range(NUM_TRIES)):
             self._make_folder(path.parent)
             if path.is_dir():
@@ -182,7 +181,7 @@ class LocalBackend(StorageBackend):
             temporary = path.parent / temporary_name(secrets.token_hex(8))
             try:
                 descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, self._file_mode)
-            except FileNotFoundError:  # a delete took the empty folder away again
+            except FileNotFoundError:  # a delete removed the empty folder meanwhile
                 if not tries_left:
                     raise
                 continue
@@ -202,7 +201,7 @@ class LocalBackend(StorageBackend):
         for each in reversed(missing):
             with contextlib.suppress(FileExistsError, FileNotFoundError):
                 each.mkdir(self._folder_mode)
-            # A file that is safe in a folder whose own name is not is lost with it.
+            # If the entry of a new folder is not durable, every file in it may be lost.
             self._sync_folder(each.parent)
 
     def _sync_folder(self, folder: Path) -> None:
@@ -210,12 +209,12 @@ class LocalBackend(StorageBackend):
             return
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:  # a delete took it, with all that was in it
+        except FileNotFoundError:  # a delete removed it
             return
         try:
             os.fsync(descriptor)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # this file system has no such thing
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # this file system cannot sync folders
                 raise
         finally:
             os.close(descriptor)
@@ -224,7 +223,7 @@ class LocalBackend(StorageBackend):
         try:
             here = os.stat(self.root / folder)
             identity = (here.st_dev, here.st_ino)
-            if identity in above:  # a link to a folder that it is in
+            if identity in above:  # a link to a folder above
                 return
             entries = [*os.scandir(self.root / folder)]
         except (FileNotFoundError, NotADirectoryError):  # not there, or gone meanwhile
@@ -248,7 +247,7 @@ def _stat(key: str, found: os.stat_result) -> Stat:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Let writers replace in a folder one at a time."""
+    """Let one writer at a time replace files in a folder."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):  # some file systems have no locks
@@ -266,7 +265,7 @@ def _first_missing(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _errors(key: str, path: Path, action: str) -> Iterator[None]:
-    """Turn errors of the system into errors of a store."""
+    """Turn each OSError into a StorageError."""
     try:
         yield
     except StorageError:
@@ -289,7 +288,7 @@ def _store_error(error: OSError, what: str, path: Path, action: str) -> StorageE
             return NotFoundError(f"{what}: {path} is a folder, not a file")
         case errno.ENOTDIR:
             kind = NotFoundError if action in ("read", "stat") else StorageError
-            return kind(f"{what}: something on the way to {path} is a file, not a folder")
+            return kind(f"{what}: a folder above {path} is a file")
         case errno.EACCES | errno.EPERM | errno.EROFS:
             return StorageDeniedError(f"{what}: {path}: {reason}; check its owner and mode, and those of its folder")
         case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
@@ -306,12 +305,12 @@ def temporary_name(token: str) -> str:
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether it is the name of a file that is being written."""
+    """Return whether `name` is that of a file that is being written."""
     return name.startswith(PREFIX) and name.endswith(SUFFIX)
 
 
 def _remove_orphans(folder: Path) -> None:
-    """Remove files of writers that were killed; the rest is only hidden."""
+    """Remove temporary files of killed writers; others stay hidden."""
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             if is_temporary(name) and _is_orphan(folder / name):
@@ -321,7 +320,7 @@ def _remove_orphans(folder: Path) -> None:
 
 def _is_orphan(path: Path) -> bool:
     try:
-        # For writing: over NFS an exclusive lock asks for that.
+        # Open for writing: NFS requires it for an exclusive lock.
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return False
@@ -329,7 +328,7 @@ def _is_orphan(path: Path) -> bool:
         if time.time() - os.fstat(descriptor).st_mtime < SAFE_AGE_S:
             return False
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # a writer holds it; or no locks on this file system, so that nobody can know
+    except OSError:  # a writer holds the lock, or this file system has no locks
         return False
     finally:
         os.close(descriptor)

@@ -21,7 +21,7 @@ def open_storage(
     endpoint_url: str | None = None,
     is_private: bool = False,
 ) -> tuple[StorageBackend, str]:
-    """Return the store that a path is in, and the key, or beginning of keys, that the path is there.
+    """Return the store of a path, and the key or key prefix of the path in that store.
 
     ====================== ============================= ==================
     path                   store                         key prefix
@@ -32,15 +32,15 @@ def open_storage(
     ``/data/a/*.csv``      ``LocalBackend("/data/a")``   ``*.csv``
     ====================== ============================= ==================
 
-    A slash at the end is left away. ``file://`` may stand before a local path, and `~` is the home folder.
+    A slash at the end is ignored. A local path may begin with ``file://``, and `~` is the home folder.
 
     Args:
-        region: of an S3 bucket; without it, what the environment or the user's AWS configuration says.
-        endpoint_url: of an S3 store that is not Amazon's; without it, likewise.
-        is_private: of a local store, same as of `LocalBackend`.
+        region: of an S3 bucket; by default from the environment or the user's AWS configuration.
+        endpoint_url: of an S3 store other than Amazon's; by default from the same sources.
+        is_private: for a local store; see `LocalBackend`.
 
     Raises:
-        UsageError: no path, no bucket, or a kind of store that is not known.
+        UsageError: no path, no bucket, or an unknown kind of store.
     """
     text = os.fspath(path)
     scheme, separator, rest = text.partition("://")
@@ -52,7 +52,9 @@ def open_storage(
         bucket, _, prefix = rest.partition("/")
         return S3Backend(bucket, region, endpoint_url=endpoint_url), prefix.strip("/")
     elif scheme != "file":
-        raise UsageError(f"{text!r} is in no store that is known: give a local path, file:///path or s3://bucket/path")
+        raise UsageError(
+            f"{text!r} names an unknown kind of store: give a local path, file:///path or s3://bucket/path"
+        )
     if not rest:
         raise UsageError("an empty path is in no store: give a local path or s3://bucket/path")
     local = os.path.abspath(os.path.expanduser(rest))

@@ -13,32 +13,32 @@ from unified.storage.s3_transfer import MIN_PART_NBYTES, Download, Upload
 from unified.threads import after_fork
 
 LIST_PAGE = 1000
-"""Number of objects in one answer of the store; its own limit is the same."""
+"""Number of objects in one answer of the store, which is also the limit of S3."""
 NUM_VERSIONS = 10
-"""Number of times that an object may be replaced while it is read, before it is given up."""
+"""Number of tries to read an object that is replaced meanwhile."""
 
 
 class S3Backend(StorageBackend):
-    """Objects in a bucket of Amazon S3 or any store that speaks its language.
+    """Objects in a bucket of Amazon S3 or any compatible store.
 
     Credentials come from the standard chain (environment, AWS configuration files, the machine's role); they are
-    neither arguments nor logged. Large objects are sent and fetched in parts, several at once. Requests that fail for
-    a passing reason are repeated. A process that is killed leaves at worst parts that no listing shows and the store
-    may charge for: give the bucket a rule that ends incomplete uploads.
+    neither arguments nor logged. Large objects are sent and fetched in parts, several at once. Requests with a
+    transient error are repeated. A killed process may leave parts that no listing shows and the store may charge for:
+    give the bucket a rule that ends incomplete uploads.
 
     Args:
         bucket: its name; it must exist.
-        region: of the bucket, such as ``"us-west-2"``; without it, what the environment or configuration says.
-        endpoint_url: of a store that is not Amazon's; without it, ``AWS_ENDPOINT_URL_S3`` and the configuration.
+        region: of the bucket, such as ``"us-west-2"``; by default from the environment or the configuration.
+        endpoint_url: of a store other than Amazon's; by default from ``AWS_ENDPOINT_URL_S3`` or the configuration.
         prefix: put before each key, with a `/` between.
         part_nbytes: bytes of one part, at least 5 MiB; grows by itself for objects of more than 10 000 parts.
-        num_parallel: parts in flight at one time. One more is held in memory, also from one write to the next.
-        max_attempts: how often a request is made in all, with waits that grow up to 20 s.
+        num_parallel: parts in flight at one time. Memory for one more is held, also between two writes.
+        max_attempts: number of attempts of a request in all; the waits between them grow up to 20 s.
         timeout_s: for a connection, and for the next bytes of an answer.
 
     Raises:
         ImportError: botocore is not installed.
-        UsageError: an argument that cannot be. What is wrong with the store is said by the first request.
+        UsageError: an argument is invalid. Errors of the store come with the first request.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class S3Backend(StorageBackend):
             region=region,
             endpoint_url=check_endpoint(endpoint_url),
             max_attempts=max_attempts,
-            # Several readers may share the backend; a connection too many is only one that is not kept.
+            # Several readers may share the backend. A connection beyond this number works, but is not kept.
             num_connections=2 * num_parallel,
             timeout_s=timeout_s,
         )
@@ -90,7 +90,7 @@ class S3Backend(StorageBackend):
         self._begin()
 
     def _begin(self) -> None:
-        """Share no connection, thread or lock with the parent of a fork: two processes on one mix up answers."""
+        """Share no connection, thread or lock with the parent of a fork: a shared connection mixes up answers."""
         self._lock = threading.Lock()
         self._client: Any = None
         self._threads: ThreadPoolExecutor | None = None
@@ -101,7 +101,7 @@ class S3Backend(StorageBackend):
         return self._send(key, data, if_absent=if_absent)
 
     def replace(self, key: str, data: Source, etag: str) -> Stat:
-        """See `StorageBackend`. A store that ignores the condition ``If-Match`` leaves a moment to others."""
+        """See `StorageBackend`. In a store that ignores ``If-Match``, a concurrent write may be lost."""
         return self._send(key, data, if_match=etag)
 
     def _send(self, key: str, data: Source, *, if_absent: bool = False, if_match: str | None = None) -> Stat:
@@ -121,7 +121,7 @@ class S3Backend(StorageBackend):
 
     def read_range(self, key: str, start: int, length: int) -> bytes:
         check_range(start, length)
-        if length > self._part_nbytes:  # it may be a "to the end" of many terabytes, and that much would be reserved
+        if length > self._part_nbytes:  # terabytes may mean "to the end", and would be reserved
             length = max(0, min(length, self.stat(key).nbytes - start))
         buffer = bytearray(length)
         return bytes(memoryview(buffer)[: self.read_into(key, buffer, start)])
@@ -154,7 +154,7 @@ class S3Backend(StorageBackend):
             for page in pages:
                 for each in page.get("Contents", ()):
                     key = each["Key"][cut:]
-                    if not key.endswith("/"):  # what some tools put there as a folder
+                    if not key.endswith("/"):  # some tools mark a folder so
                         found.append(Stat(key, each["Size"], each["LastModified"].timestamp(), each["ETag"].strip('"')))
         return sorted(found, key=lambda stat: stat.key.encode())
 
@@ -193,7 +193,7 @@ class S3Backend(StorageBackend):
             return self._client, self._threads
 
     def _fill(self, key: str, view: memoryview, start: int, etag: str) -> bool:
-        """Fetch exactly this version into all of `view`, in parts; return False if it is another version by now."""
+        """Fetch the version `etag` into all of `view`, in parts; return False if the version has changed."""
         client, threads = self._connect()
         download = Download(client, self.bucket, self._name(key), etag)
         offsets = range(0, len(view), self._part_nbytes)
@@ -211,4 +211,4 @@ class S3Backend(StorageBackend):
             wait(running)  # nothing may write into the caller's buffer after this
 
     def _restless(self, key: str) -> StorageError:
-        return StorageError(f"cannot read s3://{self.bucket}/{self._name(key)}: it is replaced faster than read")
+        return StorageError(f"cannot read s3://{self.bucket}/{self._name(key)}: it was replaced during each try")

@@ -1,4 +1,4 @@
-"""The client of botocore (the heart of boto3) for any S3 store, and its errors as ours."""
+"""The client of botocore (the core of boto3) for any S3 store, and its errors as storage errors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class S3Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_installed() -> None:
-    """Raise ImportError if botocore is not installed; nothing of it is imported."""
+    """Raise ImportError if botocore is not installed; do not import it."""
     if "botocore" not in sys.modules and importlib.util.find_spec("botocore") is None:
         raise ImportError(NOT_INSTALLED)
 
@@ -66,7 +66,7 @@ def make_client(settings: S3Settings) -> Any:
     except ImportError as error:
         raise ImportError(NOT_INSTALLED) from error
     _keep_credentials_out_of_logs()
-    # A session of its own: one may not be used by several threads while it makes clients.
+    # A new session each time: a session must not make clients in several threads at once.
     session = get_session()
     session.register_component("data_loader", _descriptions())
     options: dict[str, Any] = {
@@ -98,14 +98,14 @@ def make_client(settings: S3Settings) -> Any:
 
 @functools.cache
 def _descriptions() -> Any:
-    """Return botocore's descriptions of S3's calls, whose reading takes nine tenths of the time of making a client."""
+    """Return botocore's descriptions of S3's calls. Reading them takes nine tenths of the time for a new client."""
     from botocore.loaders import create_loader
 
     return create_loader()
 
 
 def check_endpoint(url: str | None) -> str | None:
-    """Return the same address; raise UsageError if it is none, or holds a password, which logs would then show."""
+    """Return `url`; raise UsageError if it is no address, or holds a password, which logs would show."""
     if url is None:
         return None
     parts = urlsplit(url)
@@ -118,7 +118,7 @@ def check_endpoint(url: str | None) -> str | None:
 
 @contextlib.contextmanager
 def s3_errors(bucket: str, key: str, action: str) -> Iterator[None]:
-    """Turn errors of botocore into errors of a store. `key` is the whole one; none: it is about the bucket."""
+    """Turn errors of botocore into storage errors. `key` includes the prefix; empty: the error is about the bucket."""
     from botocore import exceptions as boto
 
     what = f"cannot {action} s3://{bucket}/{key}"
@@ -145,7 +145,7 @@ def s3_errors(bucket: str, key: str, action: str) -> Iterator[None]:
 
 
 def code_of(error: Any) -> str:
-    """Return S3's word for the error, such as ``"NoSuchKey"``; a bare number where there was no body."""
+    """Return S3's code of the error, such as ``"NoSuchKey"``; a bare number if the answer had no body."""
     return str(error.response.get("Error", {}).get("Code", ""))
 
 
@@ -169,7 +169,7 @@ def _refusal(what: str, bucket: str, error: Any) -> StorageError:
     if code in _FULL or status == 507:
         return StorageFullError(said)
     if status == 501:
-        return StorageError(f"{said}; this store lacks something that is needed here")
+        return StorageError(f"{said}; this store does not support the request")
     if code in _BUSY or status >= 500 or status == 429:
         return StorageUnavailableError(f"{said}; try later")
     return StorageError(said)
@@ -181,7 +181,7 @@ def _is_amazon(url: str) -> bool:
 
 
 def _keep_credentials_out_of_logs() -> None:
-    """botocore writes each request's headers, session token included, to its log at level DEBUG."""
+    """Turn off botocore's DEBUG log, which shows each request's headers, session token included."""
     logger = logging.getLogger("botocore")
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)

@@ -21,7 +21,7 @@ from unified.storage.blocks import blocks_of, pieces_of, size_of
 from unified.storage.s3_client import code_of, s3_errors, status_of
 
 NUM_BROKEN = 5
-"""Number of answers that may break off without any byte having come, before it is given up."""
+"""Number of answers in a row that may break off without a byte; one more is an error."""
 PAUSE = Backoff(first_s=0.1, limit_s=5.0)
 
 
@@ -33,12 +33,12 @@ class Download(NamedTuple):
     name: str
     """The object's whole key."""
     etag: str = ""
-    """The version that is wanted; empty: that of the first answer."""
+    """The version to read; empty: the version of the first answer."""
 
     def fill(self, view: memoryview, start: int) -> int | None:
-        """Fill `view` with the bytes from `start` on; return their number, or None: it is another version by now.
+        """Fill `view` with the bytes from `start` on; return their number, or None if the version has changed.
 
-        An answer that breaks off is asked for again from there.
+        If an answer breaks off, the rest is requested again.
         """
         etag, num_read, num_broken = self.etag, 0, 0
         while True:
@@ -83,14 +83,14 @@ MIN_PART_NBYTES = 5 << 20
 MAX_PARTS = 10_000
 MAX_PART_NBYTES = 5 << 30
 NUM_SAME_SIZE = 900
-"""Number of parts of an object of unknown size after which parts are twice as large: so 5 TiB fit, the limit of S3."""
+"""For an object of unknown size, the part size doubles after this number of parts: 5 TiB fit, the limit of S3."""
 TOKEN = "unified-write"
 """Key in an object's metadata that tells which write made it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Upload:
-    """A writer of one object, once."""
+    """One write of one object."""
 
     client: Any
     threads: ThreadPoolExecutor
@@ -100,16 +100,16 @@ class Upload:
     part_nbytes: int
     num_parallel: int
     spare: list[bytearray]
-    """Memory of parts that were sent, to be used again: by the next write too, for new memory takes time."""
+    """Memory of sent parts, which later parts and the next write reuse: new memory takes time."""
     token: str = field(default_factory=partial(secrets.token_hex, 16))
-    """Mark of this write. An answer may be lost, and the repeated request is refused by what the first one made."""
+    """Mark of this write. If an answer is lost, the repeated request is refused, because the object exists already."""
 
     def send(self, data: Source, *, if_absent: bool = False, if_match: str | None = None) -> Stat:
         """Send the object; raise AlreadyExistsError only with `if_absent` or `if_match`, an etag."""
         condition: dict[str, str] = {}
         if if_absent or if_match is not None:
-            # Some stores ignore the condition below; and nobody wants to send gigabytes to be refused at the end.
-            with contextlib.suppress(StorageDeniedError):  # who may write may not always read
+            # Some stores ignore the condition below, others refuse only after gigabytes were sent.
+            with contextlib.suppress(StorageDeniedError):  # a writer may lack the right to read
                 found = self._head()
                 if (found and found["ETag"].strip('"')) != if_match:
                     raise self._taken()
@@ -153,7 +153,7 @@ class Upload:
         except BaseException:
             for each in running:
                 each.cancel()
-            # Parts that come after the end of the upload would stay, and be charged for.
+            # A part that arrives after the abort would stay, and be charged for.
             wait(running)
             with contextlib.suppress(Exception):
                 self.client.abort_multipart_upload(**upload)
@@ -171,7 +171,7 @@ class Upload:
                 found = self._head() if refused else None
                 if found is not None and found["Metadata"].get(TOKEN) == self.token:
                     return Stat(self.where["Key"], nbytes, found["LastModified"].timestamp(), found["ETag"].strip('"'))
-                # "No such key" is said of one that was to be replaced, and is gone.
+                # NoSuchKey: the object to replace is gone.
                 if (found is not None and status_of(error) in (409, 412)) or code_of(error) == "NoSuchKey":
                     raise self._taken() from error
                 raise
@@ -180,14 +180,14 @@ class Upload:
         return Stat(self.where["Key"], nbytes, at, answer["ETag"].strip('"'))
 
     def _head(self) -> Any:
-        """Return the object that is there; None: none."""
+        """Return the headers of the existing object; None: there is none."""
         from botocore.exceptions import ClientError
 
         with self._errors():
             try:
                 return self.client.head_object(**self.where)
             except ClientError as error:
-                if status_of(error) == 404:  # also for a bucket that is not there, which the write will say
+                if status_of(error) == 404:  # also for a missing bucket, which the write reports
                     return None
                 raise
 
@@ -208,7 +208,7 @@ def part_sizes(part_nbytes: int, nbytes: int | None) -> Iterator[int]:
 
 
 def _await_some(running: set[Future[None]]) -> set[Future[None]]:
-    """Wait until one has ended; return those that have not. An error of an ended one is raised."""
+    """Wait until at least one has ended, and raise its error; return those that still run."""
     done, others = wait(running, return_when=FIRST_COMPLETED)
     for each in done:
         each.result()

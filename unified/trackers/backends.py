@@ -12,13 +12,13 @@ from typing import Any
 from unified.trackers.points import Point, TrackedRun, Tracker, Value
 
 _NOT_MLFLOW = re.compile(r"[^\w.\-:/ ]")
-"""Characters that MLflow does not take in a name."""
+"""Characters that MLflow does not accept in a name."""
 _MLFLOW_BATCH = 1000
 _WANDB_BLOCK = 2**15
 
 
 class TensorBoard:
-    """A folder of event files, below the one that is named. Steps that are redone replace what is there."""
+    """A folder of event files below the named folder. Repeated steps replace earlier values."""
 
     rewinds = True
 
@@ -34,7 +34,7 @@ class TensorBoard:
     def write(self, points: list[Point]) -> None:
         """Write numbers; texts make no curve, and are left out."""
         for point in points:
-            if point.rewinds:  # readers forget what earlier files have of this step and of later ones
+            if point.rewinds:  # readers drop earlier values of this step and of later steps
                 self._add(point, session_log=self._events.SessionLog(status=self._events.SessionLog.START))
             values = [self._summaries.Summary.Value(tag=n, simple_value=v) for n, v in _numbers(point.values)]
             self._add(point, summary=self._summaries.Summary(value=values))
@@ -50,14 +50,14 @@ class TensorBoard:
 
 
 class MLflow:
-    """A run of MLflow, found again by its tag. Texts become tags, with their last value."""
+    """A run of MLflow, found again by its tag. The last value of each text becomes a tag."""
 
     rewinds = False
 
     def __init__(self, uri: str, run: TrackedRun) -> None:
         if uri and "://" not in uri and not uri.startswith("file:"):
             uri = Path(uri).absolute().as_uri()
-        if uri.startswith("file:"):  # MLflow 3 refuses folders unless it is told that one is meant
+        if uri.startswith("file:"):  # MLflow 3 refuses folders without this variable
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow import MlflowClient, entities
 
@@ -73,7 +73,7 @@ class MLflow:
         self.highest = max((metric.step for history in histories for metric in history), default=-1)
 
     def write(self, points: list[Point]) -> None:
-        """Send them, a thousand values at a time."""
+        """Send metrics, a thousand values at a time, and texts."""
         metrics = [
             self._entities.Metric(_NOT_MLFLOW.sub("_", name), value, int(point.at * 1000), point.step)
             for point in points
@@ -91,12 +91,12 @@ class MLflow:
 
 
 class WandB:
-    """A run of Weights & Biases. Offline, each incarnation of the worker has a folder, all of one run id."""
+    """A run of Weights & Biases. Offline, each incarnation of the worker has its own folder, with the same run id."""
 
     rewinds = False
 
     def __init__(self, project: str, run: TrackedRun) -> None:
-        # The default is 15 s, which a kill would take.
+        # By default, a kill would lose the values of 15 s.
         os.environ.setdefault("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "1.0")
         import wandb
 
@@ -114,7 +114,7 @@ class WandB:
         self.highest = max([self._run.starting_step - 1, *map(_last_step, earlier)])
 
     def write(self, points: list[Point]) -> None:
-        """Hand them to its service."""
+        """Pass points to the library's own process or thread."""
         for point in points:
             self._run.log(point.values, step=point.step)
 
@@ -130,7 +130,7 @@ class Trackio(WandB):
         import trackio
 
         self._run = trackio.init(project=project or run.job, name=run.id, resume="allow", embed=False)
-        self.highest = self._run._next_step - 1  # it has no public name
+        self.highest = self._run._next_step - 1  # there is no public name for it
 
 
 TRACKERS: dict[str, Callable[[str, TrackedRun], Tracker]]
@@ -142,9 +142,9 @@ def _numbers(values: dict[str, Value]) -> list[tuple[str, float]]:
 
 
 def _last_step(file: Path) -> int:
-    """Return the highest step in an offline file of W&B, of which W&B has no reader in Python; -1: there is none.
+    """Return the highest step in an offline file of W&B, for which W&B has no reader in Python; -1: there is none.
 
-    The file is a log of LevelDB: blocks of records, each 7 bytes, of which length and kind, and a part of a message.
+    The file is a log of LevelDB: blocks of records. A record is 7 bytes, with length and kind, and a part of a message.
     """
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -155,10 +155,10 @@ def _last_step(file: Path) -> int:
             continue
         length, kind = struct.unpack_from("<HB", data, at + 4)
         at += 7 + length
-        if not kind or at > len(data):  # not written to its end
+        if not kind or at > len(data):  # an incomplete record
             break
         message = (b"" if kind in (1, 2) else message) + data[at - length : at]
-        if kind in (1, 4):  # a summary may name a step whose values have not come yet
+        if kind in (1, 4):  # not by summaries: their step may have no values yet
             for item in Record.FromString(message).history.item:
                 if (item.key or "/".join(item.nested_key)) == "_step":
                     highest = max(highest, int(item.value_json))

@@ -1,7 +1,7 @@
-"""Feeds of trackers: what a worker reports, handed to each tracker by a thread of its own, each step once.
+"""Feeds of trackers: a thread for each tracker passes a worker's reports on, each step once.
 
-A report goes into a bounded buffer; the library of the tracker may block as long as it likes. A worker never fails
-because of a tracker: one that raises is said once on stderr, and is switched off.
+A report goes into a bounded buffer, so that the library of the tracker may block. A worker never fails because of a
+tracker: an error is printed once on stderr, and switches the tracker off.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class TrackerFeed:
     """Feed of one tracker: a buffer, and the thread that opens the tracker and empties the buffer.
 
     Args:
-        earlier: returns what the worker reported in earlier incarnations, as far as this node has it. A kill takes
-            what a library had not written; its tracker gets that from here.
+        earlier: returns the reports of earlier incarnations, as far as this node has them. From these, the tracker
+            gets what its library had not written before a kill.
     """
 
     def __init__(self, name: str, connect: Callable[[], Tracker], earlier: Callable[[], Iterable[Point]]) -> None:
@@ -43,17 +43,17 @@ class TrackerFeed:
         self._thread = start_thread(f"unified-{name}", self._work)
 
     def add(self, step: int | None, values: Mapping[str, Value]) -> None:
-        """Have it written; never blocks, nor raises."""
+        """Add a report to the buffer, without blocking or raising."""
         with self._lock:
             if self._buffer is not None:
                 self._buffer.add(step, time.time(), values)
 
     def close(self, within_s: float) -> None:
-        """Have what is left written and the thread ended; wait so long for it."""
+        """Let the thread write the rest and end; wait for it for at most `within_s` seconds."""
         self._closing.set()
         self._thread.join(within_s)
         if within_s and self._thread.is_alive():
-            _say(f"{self._name} did not take all that was reported before this worker had to end")
+            _say(f"{self._name} did not take all reports before this worker had to end")
 
     def _work(self) -> None:
         try:
@@ -80,7 +80,7 @@ class TrackerFeed:
             is_last = self._closing.wait(INTERVAL_S)
             with self._lock:
                 assert self._buffer is not None
-                if is_last and self._buffer.early:  # it has named no step
+                if is_last and self._buffer.early:  # values that never got a step
                     self._buffer.add(highest + 1, time.time(), dict(self._buffer.early))
                 points, is_thinned = order.new(self._buffer.take()), self._buffer.is_thinned
             if is_thinned and not is_said:
@@ -134,12 +134,12 @@ class Trackers:
 
 
 def run_of(launch: Launch, identity: str) -> TrackedRun:
-    """Return the run of a worker, the same one in all its incarnations; a role of several has one of its own."""
+    """Return the run of a worker, the same in all its incarnations. Each of several roles has a run of its own."""
     parts = [launch.role] if len(launch.spec.roles) > 1 else []
     identity = (identity or "{job}").replace("{job}", launch.job_id)
     return TrackedRun("-".join([identity, *parts]), "/".join([launch.job_id, *parts]), launch.spec.name)
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # user code may have closed it
+    with contextlib.suppress(OSError, ValueError):  # user code may have closed stderr
         print(f"unified: {text.rstrip('.')}.", file=sys.stderr, flush=True)

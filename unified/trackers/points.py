@@ -1,4 +1,4 @@
-"""Points that a worker reports to a tracker: which of them are new to it, and how they wait. Pure."""
+"""Points that a worker reports to a tracker: the choice of new ones, and a buffer for them. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Point(NamedTuple):
     """Time, in seconds since 1970."""
     values: dict[str, Value]
     rewinds: bool = False
-    """True if it and what follows replace the values that the tracker has of this step and of later ones."""
+    """True if this point and later ones replace the tracker's values of this step and of later steps."""
 
 
 class TrackedRun(NamedTuple):
@@ -29,23 +29,23 @@ class TrackedRun(NamedTuple):
     id: str
     name: str
     job: str
-    """Name of the job: the project or experiment where none is named."""
+    """Name of the job: the default for the project or experiment."""
 
 
 class Tracker(Protocol):
     """A run that is open in a tracker. Its methods may block and raise."""
 
     highest: int
-    """Last step that it has of earlier incarnations; -1: none."""
+    """Last step that the tracker has of earlier incarnations; -1: none."""
     rewinds: bool
-    """True if it replaces the values of steps that are redone; else it keeps the first ones."""
+    """True if values of repeated steps replace earlier ones; False: the first values stay."""
 
     def write(self, points: list[Point]) -> None: ...
     def close(self) -> None: ...
 
 
 class StepOrder:
-    """Decides what a tracker is given, so that it has each name once for each step. Pure."""
+    """Selects the values for a tracker, so that it has each name once for each step. Pure."""
 
     def __init__(self, highest: int, *, rewinds: bool) -> None:
         self._rewinds, self._floor = rewinds, -1 if rewinds else highest
@@ -53,14 +53,14 @@ class StepOrder:
         self._highest: int | None = None
 
     def new(self, points: Iterable[Point]) -> list[Point]:
-        """Return what is new in these."""
+        """Return the points that have new values, without their old values."""
         return [fresh for point in points if (fresh := self._fresh(point)).values]
 
     def _fresh(self, point: Point) -> Point:
         goes_back = self._rewinds and (
             self._highest is None
             or (point.step < self._highest and any(self._last.get(name, -1) >= point.step for name in point.values))
-        )  # else it is late, such as an evaluation beside the training
+        )  # otherwise the point is late, such as an evaluation beside the training
         if goes_back:
             self._last = {name: step for name, step in self._last.items() if step < point.step}
             self._highest = point.step
@@ -71,9 +71,9 @@ class StepOrder:
 
 
 class PointBuffer:
-    """Points on their way to a tracker, with the parts of a step put together. Pure.
+    """Points on their way to a tracker, with the parts of a step merged. Pure.
 
-    Values before the first step become a part of it. Of more than `MAX_POINTS`, every other one of the older half goes.
+    Values before the first step become a part of it. Above `MAX_POINTS`, every second one of the older half is dropped.
     """
 
     def __init__(self) -> None:
@@ -96,13 +96,13 @@ class PointBuffer:
             del self._points[: MAX_POINTS // 2 : 2]
 
     def take(self) -> list[Point]:
-        """Return the points, which are the caller's now."""
+        """Return and remove all points."""
         points, self._points = self._points, []
         return points
 
 
 def points_of(reports: Iterable[WorkerReport]) -> Iterator[Point]:
-    """Yield what was reported with a step."""
+    """Yield reports that have a step, as points."""
     for report in reports:
         if report.step is not None:
             values = {name: math.nan if value is None else value for name, value in report.metrics.items()}

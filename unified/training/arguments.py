@@ -1,7 +1,7 @@
 """`extra_args`, checked: tables of names with types, defaults and limits, one for each framework.
 
-Names of `transformers.TrainingArguments` that mean the same are accepted everywhere (`ALIASES`). What a table does not
-have is an error that names the nearest; for ``hf`` it is left in `rest`, to be checked against transformers itself.
+Names of `transformers.TrainingArguments` that mean the same are accepted everywhere (`ALIASES`). Any other name
+is an error, which suggests the nearest name; for ``hf`` it stays in `rest`, to be checked against transformers itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ALIASES = {
     "max_length": "max_seq_len",
     "dataloader_num_workers": "dataloader_workers",
 }
-"""Other names of arguments, and our own."""
+"""Other names of arguments, with our own names."""
 
 
 class CommonArguments(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +40,7 @@ class CommonArguments(msgspec.Struct, frozen=True, kw_only=True):
     dataset_text_field: str = "text"
     """Field of each row that holds its text."""
     eval_fraction: Share = 0.05
-    """Share of the rows that is held out; none of less than 20 rows, and by default 1 000 at most."""
+    """Share of the rows that is held out: none of less than 20 rows; by default, at most 1 000."""
     seed: Annotated[int, Meta(ge=0, lt=2**32)] = 42
     """Seed of the weights, of the order of the rows, and of dropout."""
     max_seq_len: Annotated[int, Meta(ge=2)] = 512
@@ -50,21 +50,21 @@ class CommonArguments(msgspec.Struct, frozen=True, kw_only=True):
     batch_size: Count = 8
     """Rows of one rank in one forward pass."""
     num_epochs: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
-    """Passes over the rows; the last one may be a part."""
+    """Passes over the rows; the last pass may be partial."""
     max_steps: int = 0
-    """Optimizer steps in all, above `num_epochs`; 0 or less: as many as the epochs have."""
+    """Optimizer steps in all, which override `num_epochs`; 0 or less: as many as the epochs have."""
     save_steps: CountOrZero = 500
-    """Steps between checkpoints; 0: at the end alone."""
+    """Steps between checkpoints; 0: only at the end."""
     eval_steps: CountOrZero = 0
     """Steps between evaluations; 0: as `save_steps`."""
     save_total_limit: CountOrZero = 0
-    """Checkpoints that are kept, the newest ones; 0: all."""
+    """Number of newest checkpoints that are kept; 0: all."""
     logging_steps: Count = 10
     """Steps between lines of the log and reports of the loss."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """``auto`` is bf16 on a device that has it, else fp32."""
     tokenizer_name: str = ""
-    """Hub id, folder or ``s3://bucket/prefix`` of a tokenizer in the place of the model's own; ``bytes``: UTF-8."""
+    """Hub id, folder or ``s3://bucket/prefix`` of a tokenizer that replaces the model's own; ``bytes``: UTF-8."""
     gradient_accumulation: Count = 1
     """Forward passes of one optimizer step."""
     weight_decay: NotNegative = 0.0
@@ -74,33 +74,33 @@ class CommonArguments(msgspec.Struct, frozen=True, kw_only=True):
     max_grad_norm: NotNegative = 1.0
     """Norm that gradients are clipped to; 0: never."""
     allow_non_finite_loss: bool = False
-    """Train and save on when the loss is NaN or infinite; otherwise the run fails, and that step is not saved."""
+    """Go on to train and save when the loss is NaN or infinite. By default the run fails without saving that step."""
     given: frozenset[str] = frozenset()
-    """Names that were given, rather than being defaults."""
+    """Names that were given; all other arguments are defaults."""
 
 
 class HfArguments(CommonArguments, frozen=True, kw_only=True):
-    """Arguments of the hf framework, whose numbers of steps may be shares of all steps, below 1, as the Trainer's."""
+    """Arguments of the hf framework. A number of steps below 1 is a share of all steps, as in the Trainer."""
 
     warmup_steps: CountOrZero | ShareOfSteps = 0  # type: ignore[assignment]
     """Steps in which the learning rate rises to `lr`, or their share of all."""
     logging_steps: Count | ShareOfSteps = 10  # type: ignore[assignment]
     """Steps between lines of the log and reports of the loss, or their share of all."""
     save_steps: CountOrZero | ShareOfSteps = 500  # type: ignore[assignment]
-    """Steps between checkpoints, or their share of all; 0: at the end alone."""
+    """Steps between checkpoints, or their share of all; 0: only at the end."""
     eval_steps: CountOrZero | ShareOfSteps = 0  # type: ignore[assignment]
     """Steps between evaluations, or their share of all; 0: as `save_steps`."""
     rest: dict[str, Any] = {}
-    """Fields of `transformers.TrainingArguments`, by its names, yet to be checked."""
+    """Other fields of `transformers.TrainingArguments`, not checked yet."""
 
 
 class NemoArguments(CommonArguments, frozen=True, kw_only=True):
     """Arguments of the nemo framework."""
 
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
-    """Course of the learning rate after the warm-up, down to 0."""
+    """Schedule of the learning rate after the warm-up; ``linear`` and ``cosine`` end at 0."""
     dataloader_workers: CountOrZero = 0
-    """Processes that tokenise ahead, of each rank."""
+    """Processes of each rank that tokenise ahead."""
     strategy: str = "auto"
     """Strategy of Lightning's `Trainer`: ``auto``, ``ddp`` or ``fsdp``."""
 
@@ -109,7 +109,7 @@ class MetaArguments(CommonArguments, frozen=True, kw_only=True):
     """Arguments of the meta framework."""
 
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "cosine"
-    """Course of the learning rate after the warm-up, down to 0."""
+    """Schedule of the learning rate after the warm-up; ``linear`` and ``cosine`` end at 0."""
 
 
 TABLES: dict[str, type[CommonArguments]] = {"hf": HfArguments, "nemo": NemoArguments, "meta": MetaArguments}
@@ -118,10 +118,10 @@ T = TypeVar("T", bound=CommonArguments)
 
 
 def parse_arguments(framework: str, extra_args: Mapping[str, Any]) -> CommonArguments:
-    """Check `extra_args`; return them with the defaults of what is not there, as the framework's own class.
+    """Check `extra_args`; return them as the framework's own class, with defaults for missing ones.
 
     Raises:
-        OptionError: a name that is not known, one that is given twice, or a value of the wrong type or out of range.
+        OptionError: an unknown name, a name that is given twice, or a value of the wrong type or out of range.
     """
     table = TABLES[check_framework(framework)]
     fields = {each.name: each for each in msgspec.structs.fields(table) if each.name not in _NOT_GIVEN}

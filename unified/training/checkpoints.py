@@ -1,7 +1,7 @@
-"""Checkpoints of a run in its layout: files first, then ``step-XXXXXX.json``, the mark that makes them one.
+"""Checkpoints of a run in its layout: files first, then ``step-XXXXXX.json``, the mark that makes them a checkpoint.
 
-A process that is killed at any moment leaves the older steps complete: a step counts when its mark can be read and
-every file that the mark names is there with the size that it says. A file that is fetched has its checksum as well.
+A kill at any moment leaves the older steps complete. A step is complete if its mark can be read, and if every file in
+the mark exists with the size in the mark. `fetch` checks the checksums, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 NUM_PARALLEL = 4
 COPY_NBYTES = 32 << 20
-"""Bytes that are asked for at a time: a bucket gives them in parts, several at once."""
+"""Bytes of one read: from a bucket, several parts of it come at once."""
 FileSource = Path | bytes
 
 
@@ -79,8 +79,8 @@ class RunCheckpointManager(ClosedOnExit):
 
     Args:
         layout: folders of the run.
-        world_size: number of ranks, as marks say it.
-        save_total_limit: checkpoints that are kept, the newest ones; 0: all.
+        world_size: number of ranks, for the marks.
+        save_total_limit: number of newest checkpoints that are kept; 0: all.
 
     Every method that reaches the store may raise `StorageError`.
     """
@@ -93,12 +93,11 @@ class RunCheckpointManager(ClosedOnExit):
         self._config = _RunFolder.open(layout.config_uri)
         self._logs = _RunFolder.open(layout.logs_uri)
         self._fetched: dict[Path, MarkedFile] = {}
-        """Files that `fetch` has made."""
         self.moved_at = 0.0
         """Time (`time.monotonic`) at which the store last took a part of a save."""
 
     def close(self) -> None:
-        """Let go of connections. Another use opens them again."""
+        """Close the connections. The next use opens them again."""
         for folder in (self._checkpoints, self._config, self._logs):
             folder.backend.close()
 
@@ -114,7 +113,7 @@ class RunCheckpointManager(ClosedOnExit):
         self._config.backend.write(f"{self._config.prefix}{CONFIG_NAME}", data.encode())
 
     def read_config(self) -> dict[str, Any] | None:
-        """Return ``config/run.json``; None if there is none that can be read."""
+        """Return ``config/run.json``; None if it is missing or invalid."""
         try:
             found = json.loads(self._config.backend.read(f"{self._config.prefix}{CONFIG_NAME}"))
         except (NotFoundError, ValueError):
@@ -135,28 +134,28 @@ class RunCheckpointManager(ClosedOnExit):
             step: optimizer steps done.
             metadata: metrics, such as the loss.
             files: contents, or local files, by the name below ``checkpoints/``; a name may have slashes.
-            state: position of the training, which JSON can say.
+            state: position of the training, in types of JSON.
 
         Raises:
-            UsageError: a name that is taken by marks.
+            UsageError: a file has the name of a mark.
         """
         self.discard(step)
         return self.commit(step, self.upload(files or {}), metadata, state=state)
 
     def discard(self, step: int) -> None:
-        """Delete the mark of a step, if there is one: files of an earlier attempt may then be replaced, since a kill in
-        the middle leaves no mixture that counts."""
-        if self._checkpoints.backend.exists(self._key(step_key(step))):  # else no right to delete is needed
+        """Delete the mark of a step, if there is one. Then a kill, while files of an earlier attempt are replaced,
+        leaves no mixture that counts as a checkpoint."""
+        if self._checkpoints.backend.exists(self._key(step_key(step))):  # a new step needs no right to delete
             self._delete([step_key(step)])
 
     def upload(self, files: Mapping[str, FileSource]) -> list[MarkedFile]:
-        """Write files of a checkpoint, which several ranks may do, between `discard` and `commit` of rank 0.
+        """Write files of a checkpoint. Several ranks may do this between `discard` and `commit` of rank 0.
 
         Raises:
-            UsageError: a name that is taken by marks.
+            UsageError: a file has the name of a mark.
         """
         if taken := [name for name in files if step_of(name) is not None]:
-            raise UsageError(f"a file of a checkpoint cannot be called {taken[0]!r}: marks of checkpoints are.")
+            raise UsageError(f"a file of a checkpoint cannot be called {taken[0]!r}: it is the name of a mark.")
         with ThreadPoolExecutor(NUM_PARALLEL, thread_name_prefix="unified-upload") as threads:
             return list(threads.map(self._upload, files, files.values()))
 
@@ -181,7 +180,7 @@ class RunCheckpointManager(ClosedOnExit):
         )
         self._upload(step_key(step), msgspec.json.format(msgspec.json.encode(mark), indent=2))
         if self._limit:
-            # A step above this one is damaged, since the run went on from an older one: it is not worth a whole one.
+            # Steps above this one are damaged, since the run went on from an older one: they do not count here.
             for old in [each for each in self.complete_steps() if each <= step][: -self._limit]:
                 self.delete(old)
         return mark
@@ -220,7 +219,7 @@ class RunCheckpointManager(ClosedOnExit):
     def fetch_latest(self, folder: Path) -> int | None:
         """Copy the files of the highest complete step to a local folder; return the step, None if there is none.
 
-        A step of which a file is missing, or has another size or checksum, is passed over; a line on stderr says so.
+        A step with a missing file, or with another size or checksum, is skipped, with a line on stderr.
         """
         sizes = self._sizes()
         for step in reversed(_steps(sizes)):
@@ -234,11 +233,11 @@ class RunCheckpointManager(ClosedOnExit):
         return None
 
     def fetch(self, step: int, folder: Path) -> dict[str, Path]:
-        """Copy the files of a checkpoint to a local folder; return them by their names. One that it has copied stays.
+        """Copy the files of a checkpoint to a local folder, unless it has copied them before; return them by name.
 
         Raises:
             CheckpointNotFoundError: the step has no mark.
-            CheckpointCorruptError: a file has not the size and the checksum that the mark says.
+            CheckpointCorruptError: a file differs from the mark in size or checksum.
             NotFoundError: a file that the mark names is gone.
         """
         files = self.read_mark(step).files
@@ -247,7 +246,7 @@ class RunCheckpointManager(ClosedOnExit):
             return {file.name: path for file, path in zip(files, paths, strict=True)}
 
     def delete(self, step: int) -> None:
-        """Delete a checkpoint: its mark first, so that no half of it counts."""
+        """Delete a checkpoint: its mark first, so that the rest does not count as one."""
         names = [file.name for file in self.read_mark(step).files]
         self._delete([step_key(step), *names])
 
@@ -264,7 +263,7 @@ class RunCheckpointManager(ClosedOnExit):
                 raise CheckpointCorruptError(f"{file.name} has {nbytes or 'no'} bytes, {file.nbytes} were saved")
 
     def _sizes(self) -> dict[str, int]:
-        """Return the size of everything below ``checkpoints/``, by name."""
+        """Return the sizes of all files below ``checkpoints/``, by name."""
         backend, prefix = self._checkpoints
         return {stat.key.removeprefix(prefix): stat.nbytes for stat in backend.list(prefix)}
 

@@ -1,8 +1,8 @@
 """The dataset of a run: JSON lines anywhere, checked in one pass, and their texts as rows that are read when needed.
 
-Memory stays flat however large the dataset is. A plain local file is read in place; anything else (in a bucket,
-compressed) is copied to a local file of the node while it is checked. An index has the byte offset of a row about every
-16 KiB, so that a row is one read of so many bytes.
+Memory stays flat for a dataset of any size. A plain local file is read in place; any other file (in a bucket, or
+compressed) is copied to a local file of the node while it is checked. An index has the offset of a row about every
+16 KiB, so that a row takes one read of about 16 KiB.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 BLOCK_NBYTES = 16 << 10
 READ_NBYTES = 32 << 20
-"""Bytes that are asked for at a time: a bucket gives them in parts, several at once."""
+"""Bytes of one read: from a bucket, several parts of it come at once."""
 LONGEST_LINE = 64 << 20
 FEWEST_ROWS = 20
 """A dataset of fewer rows holds none out."""
 MOST_HELD_OUT = 1000
-"""Rows that are held out at most, where nobody says which share: evaluations shall stay short."""
+"""Most rows that are held out by default, so that evaluations stay short."""
 IGNORED = -100
 """Label of a position without a target."""
 
@@ -55,7 +55,7 @@ def load_rows(run: TrainingRun) -> tuple[TextSplit, TextSplit]:
     """Return the rows to train on, and those that are held out. A collective.
 
     Raises:
-        DatasetError: a row is not what it should be, or there is none.
+        DatasetError: a row is invalid, or there is none.
         StorageError: the bucket cannot be read.
     """
     field, folder = run.arguments.dataset_text_field, run.scratch / "dataset"
@@ -68,11 +68,11 @@ def load_rows(run: TrainingRun) -> tuple[TextSplit, TextSplit]:
 
 
 def copy_dataset(uri: str, field: str, folder: Path) -> list[DataPart]:
-    """Check every row of a dataset, copy what cannot be read in place to `folder`, and index all files there.
+    """Check every row of a dataset, copy files that cannot be read in place to `folder`, and index all files there.
 
     Args:
         uri: a file, a folder or a glob: local, ``file://`` or ``s3://``.
-        field: the text of a row.
+        field: name of the field with the text.
     """
     folder.mkdir(parents=True, exist_ok=True)
     parse = row_parser(field)
@@ -85,9 +85,9 @@ def copy_dataset(uri: str, field: str, folder: Path) -> list[DataPart]:
 
 
 def row_parser(field: str) -> Callable[[bytes], str]:
-    """Return the function that gives the text of a line.
+    """Return the function that returns the text of a line.
 
-    It raises DatasetError with the end of a sentence that begins with the line, such as ``is not JSON``.
+    The message of its DatasetError is the end of a sentence about the line, such as ``is not JSON``.
     """
     text = Annotated[str, msgspec.Meta(min_length=1)]
     decoder = msgspec.json.Decoder(msgspec.defstruct("Row", [("text", text)], rename={"text": field}))
@@ -97,7 +97,7 @@ def row_parser(field: str) -> Callable[[bytes], str]:
             row: Any = decoder.decode(line)
             return cast(str, row.text)
         except (msgspec.MsgspecError, UnicodeDecodeError):
-            # The slow way: to say what is wrong, and for the JSON of Python's own (NaN, a byte order mark).
+            # The slow way explains the error, and accepts what only Python's JSON allows (NaN, a byte order mark).
             return _parse_slowly(line, field)
 
     return parse
@@ -216,7 +216,7 @@ class TextRows:
 
 
 class TextSplit(Sequence[str]):
-    """Rows to train on, or those held out: the last of every `every` rows; 0: none is held out."""
+    """Rows to train on, or held-out rows: the last one of every `every` rows; 0: none is held out."""
 
     def __init__(self, rows: TextRows, every: int, *, is_held_out: bool) -> None:
         self._rows = rows
@@ -242,7 +242,7 @@ class TextSplit(Sequence[str]):
 
 
 class TokenRows:
-    """Rows as tokens, made when a row is asked for: a dataset of `torch.utils.data`."""
+    """Rows as tokens, computed on access: a dataset of `torch.utils.data`."""
 
     def __init__(self, texts: TextSplit, tokenizer: Tokenizer, max_seq_len: int) -> None:
         self._texts = texts

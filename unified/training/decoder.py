@@ -1,4 +1,4 @@
-"""A decoder of the Llama family in plain torch: the model from scratch of a run that has no transformers.
+"""A decoder of the Llama family in plain torch: the model from scratch for runs without transformers.
 
 RMS norms before each part (Zhang and Sennrich 2019), rotary positions (Su et al. 2021), grouped-query attention
 (Ainslie et al. 2023), a SwiGLU feed-forward part (Shazeer 2020), and no biases.
@@ -38,10 +38,10 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def parse(cls, given: dict[str, Any], name: str) -> DecoderConfig:
-        """Check a configuration. One with a `model_type` may have keys that are of no use here.
+        """Check a configuration. If it has a `model_type`, it may have keys that are not used here.
 
         Args:
-            name: of the configuration, for errors.
+            name: name of the configuration, for errors.
         """
         unknown = [key for key in given if key not in cls.__struct_fields__ and key != "model_type"]
         if unknown and "model_type" not in given:
@@ -90,7 +90,7 @@ class Decoder(nn.Module):
 
         Args:
             input_ids: shape (rows, positions).
-            attention_mask: not looked at: rows are padded on the right, which no earlier position can see.
+            attention_mask: ignored: rows are padded on the right, and earlier positions do not see the padding.
         """
         hidden = self.embed_tokens(input_ids)
         rotation = _rotation(self.config, input_ids.shape[1], hidden)

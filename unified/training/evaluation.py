@@ -1,4 +1,4 @@
-"""Evaluation of all frameworks: the losses of all held-out tokens, summed up, by the number of those tokens."""
+"""Evaluation of all frameworks: the sum of the losses of all held-out tokens, divided by their number."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class HeldOutRows:
-    """Rows that are held out, of which each rank scores its share."""
+    """Held-out rows; each rank scores its share."""
 
     run: TrainingRun
     rows: TokenRows
@@ -33,12 +33,12 @@ class HeldOutRows:
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, loss_sum: Callable[[Batch], torch.Tensor]) -> float:
-        """Return the mean loss of all tokens that are held out, each row scored once. A collective.
+        """Return the mean loss of all held-out tokens, each row scored once. A collective.
 
-        Ranks make equally many passes, since those of a sharded model wait for one another.
+        All ranks make the same number of passes, since ranks of a sharded model wait for each other.
 
         Args:
-            loss_sum: gives the sum of the losses of a batch on this rank's device.
+            loss_sum: returns the sum of the losses of a batch on this rank's device.
         """
         rank, world_size, device = self.run.rank, self.run.world_size, self.run.device
         totals = torch.zeros(2, dtype=torch.float64, device=device)
@@ -66,5 +66,5 @@ def sum_losses(model: Callable[..., Any], batch: Batch) -> torch.Tensor:
 
 
 def count_targets(batch: Batch) -> torch.Tensor:
-    """Return the number of tokens that a batch has a loss of."""
+    """Return the number of tokens in a batch that have a loss."""
     return (batch["labels"][:, 1:] != IGNORED).sum()

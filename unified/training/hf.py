@@ -1,8 +1,8 @@
 """The hf framework: transformers' `Trainer`, whose checkpoints go to the store as it makes them.
 
-Each rank lets the Trainer write into a folder of its own, so that what is there is what this rank wrote: rank 0 the
-model, the optimizer and the state, every rank its random number generators, and its shards where FSDP saves such. All
-ranks upload, and rank 0 writes the mark when all have. Nothing of it stays on the disk.
+On each rank, the Trainer writes into a separate folder, which has only this rank's files. Rank 0 writes the model, the
+optimizer and the state; every rank writes its random number generators, and its shards if FSDP saves shards. All ranks
+upload; then rank 0 writes the mark. No files stay on the disk.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ def run(run: TrainingRun) -> None:
 
 
 class RunSizes(NamedTuple):
-    """Sizes that a step of the Trainer depends on, which counts steps alone to find its place again."""
+    """Sizes that give a step its meaning: the Trainer finds its place again only by the number of steps."""
 
     num_rows: int
     rows_per_step: int
-    """Number for all ranks together."""
+    """Rows of all ranks together."""
     max_steps: int
     """Below 1: as many as the epochs have."""
 
@@ -97,14 +97,14 @@ class RunSizes(NamedTuple):
 
 
 class RunCallback(transformers.TrainerCallback):
-    """Has checkpoints made at the end and at a stop, brings all of them to the store, and reports progress.
+    """Makes the Trainer save at the end and at a stop, uploads all checkpoints, and reports progress.
 
     Args:
-        sizes: those of this run, which its marks keep.
-        evaluates: the loss of held-out rows is computed at the end, whatever else was asked for.
+        sizes: sizes of this run, which its marks store.
+        evaluates: evaluate held-out rows at the end in any case.
 
     Attributes:
-        trainer: the one that calls this.
+        trainer: the Trainer that calls this callback.
         resumed_from: local folder of the checkpoint to go on from, deleted after the first step.
         is_stopped: all ranks agreed to stop before the last step.
     """
@@ -133,14 +133,14 @@ class RunCallback(transformers.TrainerCallback):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        if self.trainer.order is not None:  # which accelerate hides from the Trainer after it has skipped batches
+        if self.trainer.order is not None:  # accelerate hides it from the Trainer after skipping batches
             self.trainer.order.set_epoch(int(state.epoch or 0))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
-        if self.resumed_from is not None:  # every rank has read it, or it would not have come through a step
+        if self.resumed_from is not None:  # after a step, every rank has read it
             shutil.rmtree(self.resumed_from, ignore_errors=True)
             self.resumed_from = None
-        self._metrics.pop("eval_loss", None)  # that of an earlier step says nothing about this one
+        self._metrics.pop("eval_loss", None)  # a mark has only the eval_loss of its own step
         self._run.report(step=state.global_step, total=state.max_steps)
         is_last = state.global_step >= state.max_steps
         self.is_stopped = self._run.stop.agreed() and not is_last
@@ -149,7 +149,7 @@ class RunCallback(transformers.TrainerCallback):
             control.should_evaluate = False
         if self.is_stopped or is_last:
             control.should_save = True
-        control.should_log |= control.should_save  # for a look at the loss of the steps that are to be saved
+        control.should_log |= control.should_save  # so that `on_log` checks the loss before the save
         if is_last:
             control.should_evaluate = self._evaluates
 
@@ -176,7 +176,7 @@ class RunCallback(transformers.TrainerCallback):
         logs: dict[str, Any] | None = None,
         **_: object,
     ) -> None:
-        """Report what is logged: the loss, or that of the held-out rows."""
+        """Report the logged loss, or the loss of the held-out rows."""
         logs = logs or {}
         found: dict[str, float] = {name: logs[name] for name in ("loss", "grad_norm", "eval_loss") if name in logs}
         if not found:
@@ -188,7 +188,7 @@ class RunCallback(transformers.TrainerCallback):
         self._run.report(step=state.global_step, total=state.max_steps, **found)
         self._run.check_losses(state.global_step, found)
         if "loss" in found and (summed := getattr(self.trainer, "_tr_loss", None)) is not None:
-            summed.zero_()  # which the Trainer does by a subtraction, of NaN from NaN too
+            summed.zero_()  # the Trainer subtracts the sum from itself, which does not clear a NaN
 
     def _start_clock(self, state: TrainerState) -> None:
         self._logged_at = time.monotonic()
@@ -196,7 +196,7 @@ class RunCallback(transformers.TrainerCallback):
         self.trainer.num_tokens = 0
 
     def _rates(self, args: TrainingArguments, state: TrainerState) -> dict[str, float]:
-        """Return samples and tokens a second since the last time, of all ranks, taken to be as fast as this one."""
+        """Return samples and tokens per second of all ranks since the last log, as if all were as fast as this rank."""
         past_s = time.monotonic() - self._logged_at
         rows = args.train_batch_size * args.gradient_accumulation_steps * (state.global_step - self._logged_step)
         return {
@@ -209,8 +209,8 @@ class TokenCountingTrainer(transformers.Trainer):
     """A Trainer that counts the tokens of this rank on its device, so that nothing waits for the device.
 
     Attributes:
-        num_tokens: since somebody set it to 0.
-        order: the rows of an epoch, for all ranks, which accelerate deals out to them; None: one of transformers'.
+        num_tokens: tokens since the last reset to 0.
+        order: sampler of an epoch's rows, which accelerate divides among all ranks; None: a sampler of transformers.
         held_out: rows to evaluate.
     """
 
@@ -220,7 +220,7 @@ class TokenCountingTrainer(transformers.Trainer):
     order: ResumableSampler | None = None
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """Return our sampler in the place of torch's, which makes a list of Python's numbers for each epoch."""
+        """Return our sampler: torch's would make a list of Python numbers for each epoch."""
         rows = self.train_dataset if train_dataset is None else train_dataset
         if self.args.train_sampling_strategy != "random":
             return super()._get_train_sampler(rows)
@@ -240,10 +240,10 @@ class TokenCountingTrainer(transformers.Trainer):
 
 
 def save(run: TrainingRun, step: int, folder: Path, metrics: dict[str, float], state: dict[str, Any]) -> None:
-    """Upload what each rank has in its folder as one checkpoint, below ``checkpoints/<folder's name>/``. A collective.
+    """Upload the folders of all ranks as one checkpoint, below ``checkpoints/<folder's name>/``. A collective.
 
     Raises:
-        UnifiedError: a rank could not upload; older checkpoints are as they were.
+        UnifiedError: a rank could not upload; older checkpoints are unchanged.
     """
     store = run.checkpoints
     files = {f"{folder.name}/{path.relative_to(folder)}": path for path in sorted(folder.rglob("*")) if path.is_file()}

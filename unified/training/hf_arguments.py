@@ -1,6 +1,6 @@
-"""`extra_args` of the hf framework as `transformers.TrainingArguments`: our short names, and all of its own.
+"""`extra_args` of the hf framework as `transformers.TrainingArguments`: our short names, and all names of that class.
 
-A name that is no argument, one that the run decides and a value of the wrong type are errors of one line.
+An unknown name, a name whose value the run decides, and a value of the wrong type are errors of one line.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ REFUSED = {
     "logging_nan_inf_filter": "the loss is reported as it is; allow_non_finite_loss trains on where it is not finite",
     "hub_token": "config/run.json would hold it: give HF_TOKEN in env",
 }
-"""Names that are not taken, and the reason."""
+"""Names that are refused, with the reason."""
 
 
 def training_arguments(run: TrainingRun, output_dir: Path) -> transformers.TrainingArguments:
-    """Return the arguments of `Trainer`: the common ones by its names, then what else was given.
+    """Return the arguments of `Trainer`: common ones under its names, then all others that were given.
 
     Args:
         output_dir: folder of this rank alone.
 
     Raises:
-        OptionError: a name, a type or a combination of values that `TrainingArguments` has not.
+        OptionError: a name, a type or a combination of values that `TrainingArguments` does not accept.
     """
     arguments = cast(HfArguments, run.arguments)
     rest = check_rest(arguments.rest)
@@ -64,7 +64,7 @@ def training_arguments(run: TrainingRun, output_dir: Path) -> transformers.Train
         "warmup_steps": arguments.warmup_steps,
         "max_grad_norm": arguments.max_grad_norm,
         "logging_steps": arguments.logging_steps,
-        "logging_nan_inf_filter": False,  # else such a loss is left out of the sum: a run of NaN has a loss of 0
+        "logging_nan_inf_filter": False,  # else a NaN is left out of the sum: a run of NaN has a loss of 0
         "save_steps": arguments.save_steps,
         "save_strategy": "steps" if arguments.save_steps else "no",
         "eval_steps": eval_steps,
@@ -72,7 +72,7 @@ def training_arguments(run: TrainingRun, output_dir: Path) -> transformers.Train
         "seed": arguments.seed,
         "bf16": precision == "bf16",
         "fp16": precision == "fp16",
-        "ddp_find_unused_parameters": False,  # else DDP looks for some after each step, of which no decoder has any
+        "ddp_find_unused_parameters": False,  # else DDP searches for some after each step; a decoder has none
         "disable_tqdm": not sys.stderr.isatty(),
         "report_to": "none",
     }
@@ -80,12 +80,12 @@ def training_arguments(run: TrainingRun, output_dir: Path) -> transformers.Train
         made = transformers.TrainingArguments(**values | rest)
     except (ValueError, TypeError, ImportError) as error:
         raise OptionError(f"extra_args: {' '.join(str(error).split())}") from error
-    made._n_gpu = min(made.n_gpu, 1)  # several GPUs that one process sees are no reason for its DataParallel
+    made._n_gpu = min(made.n_gpu, 1)  # else Trainer would use DataParallel for several visible GPUs
     return made
 
 
 def check_rest(rest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same values; raise OptionError for the first that `TrainingArguments` would not take."""
+    """Return the same values; raise OptionError for the first one that `TrainingArguments` would refuse."""
     hints = get_type_hints(transformers.TrainingArguments)
     known = {field.name: hints[field.name] for field in fields(transformers.TrainingArguments) if field.init}
     ours = {field.name for field in msgspec.structs.fields(HfArguments)} - {"given", "rest"}
@@ -104,7 +104,8 @@ def check_rest(rest: Mapping[str, Any]) -> dict[str, Any]:
         try:
             adapter.validate_python(value)
         except ValidationError:
-            raise OptionError(f"extra_args: {name}={value!r} is not allowed: {_spelled(known[name])} is.") from None
+            reason = f"it must be {_spelled(known[name])}"
+            raise OptionError(f"extra_args: {name}={value!r} is not allowed: {reason}.") from None
     return dict(rest)
 
 

@@ -1,4 +1,4 @@
-"""The layout of a run in a store: names of its folders, of its checkpoints' commit marks, and what a run id may be.
+"""The layout of a run in a store: names of its folders and of its checkpoints' commit marks, and rules for run ids.
 
     <base>/<run_id>/framework=<framework>/
         checkpoints/step-000001.json    commit mark of a checkpoint, written last
@@ -29,7 +29,7 @@ class RunLayout:
     """Folders of one run of one framework.
 
     Raises:
-        UsageError: a base that is no place for checkpoints, a run id that is none, an unknown framework.
+        UsageError: a base that cannot hold checkpoints, an invalid run id, or an unknown framework.
     """
 
     base_uri: str
@@ -37,7 +37,7 @@ class RunLayout:
     run_id: str
     framework: str
     own_prefix: str = ""
-    """Prefix of the run in the place of the one that base, run id and framework make."""
+    """Prefix of the run, instead of the one made of base, run id and framework."""
     own_logs_uri: str = ""
     own_config_uri: str = ""
 
@@ -51,7 +51,7 @@ class RunLayout:
 
     @property
     def prefix(self) -> str:
-        """Folder of everything of this run and framework."""
+        """Folder of all objects of this run and framework."""
         return self.own_prefix or f"{self.base_uri}/{self.run_id}/framework={self.framework}"
 
     @property
@@ -68,22 +68,20 @@ class RunLayout:
 
 
 def step_key(step: int, kind: str = "json") -> str:
-    """Return the name of a commit mark, ``step-000001.json``, or of a file of another kind beside it; a step of seven
-    digits has all of them.
-    """
+    """Return the name of a commit mark, ``step-000001.json`` (or more digits), or of another kind of file beside it."""
     if step < 0:
-        raise UsageError(f"a step is counted from 0, and {step} is none.")
+        raise UsageError(f"a step is 0 or more, not {step}.")
     return f"step-{step:06}.{kind}"
 
 
 def step_of(name: str) -> int | None:
-    """Return the step of a commit mark's name, None for the name of anything else."""
+    """Return the step of a commit mark's name, None for any other name."""
     found = _STEP.fullmatch(name)
     return int(found[1]) if found and step_key(int(found[1])) == name else None
 
 
 def check_run_id(text: str) -> str:
-    """Return the same run id; raise UsageError if it is none, or could leave its folder."""
+    """Return the same run id; raise UsageError if it is invalid, or could leave its folder."""
     if not _RUN_ID.fullmatch(text) or ".." in text:
         raise UsageError(
             f"run_id {text[:120]!r} is not allowed: up to 100 letters, digits and . _ - that begin with a letter or a "
@@ -93,7 +91,7 @@ def check_run_id(text: str) -> str:
 
 
 def check_framework(text: str) -> str:
-    """Return the same framework; raise UsageError if it is none."""
+    """Return the same framework; raise UsageError if it is unknown."""
     if text not in FRAMEWORKS:
         raise UsageError(
             f"there is no framework {text!r}; there are {', '.join(FRAMEWORKS)}.{nearest(text, FRAMEWORKS)}"
@@ -102,10 +100,10 @@ def check_framework(text: str) -> str:
 
 
 def check_uri(text: str, name: str) -> str:
-    """Return a place without slashes at its end; raise UsageError if it is none, or goes up in the tree.
+    """Return a URI or path without slashes at its end; raise UsageError if it is invalid, or goes up in the tree.
 
     Args:
-        name: of the field, for the error.
+        name: name of the field, for the error.
     """
     scheme, separator, rest = text.partition("://")
     uri = text.rstrip("/")

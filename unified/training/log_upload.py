@@ -16,9 +16,9 @@ from unified.training.stopping import TrainingStopped
 
 INTERVAL_S = 10.0
 CHUNK_NBYTES = 1 << 20
-"""Size at which an object is complete, and the next one begins: no byte is sent very often."""
+"""Size at which the next object begins: each upload sends a whole object again."""
 MAX_WAITING = 16
-"""Complete objects that wait for a store that does not answer; older ones are dropped."""
+"""Most complete objects that wait while the store does not answer; older ones are dropped."""
 CLOSE_WITHIN_S = 20.0
 
 
@@ -26,12 +26,12 @@ class LogUploader:
     """Copies what is printed to stdout and stderr within its ``with`` block to ``<uri>/<name>.log``, and then to
     ``<name>.1.log``, ``<name>.2.log``, … An error that leaves the block is written there too.
 
-    Training goes on when the store takes no logs: the first failure is said, and the next interval tries again. Output
+    Training goes on when the store takes no logs: the first failure is printed, and each interval tries again. Output
     of libraries that does not go through Python's streams is not copied.
 
     Args:
         uri: folder of the logs.
-        name: of this rank's objects.
+        name: name of this rank's objects.
         interval_s: seconds between uploads.
     """
 
@@ -107,8 +107,6 @@ class LogUploader:
 
 
 class _CopiedStream:
-    """A text stream whose writes are copied."""
-
     def __init__(self, stream: Any, copy: Callable[[str], None]) -> None:
         self._stream = stream
         self._copy = copy

@@ -1,4 +1,4 @@
-"""The meta framework: a training loop of our own, sharded by FSDP2 where there are several ranks."""
+"""The meta framework: a training loop of our own, sharded by FSDP2 if there are several ranks."""
 
 from __future__ import annotations
 
@@ -76,7 +76,6 @@ class MetaTrainer:
         self._position = Position()
         self._total = 0
         self._metrics: dict[str, float] = {}
-        """The last values of what is measured."""
         self._saver = UploadingSaver(run)
         torch.manual_seed(arguments.seed + run.rank)  # the weights are the same everywhere; dropout is not
 
@@ -132,7 +131,7 @@ class MetaTrainer:
             self._run.check_losses(self._step, self._metrics)
         if is_saved:
             self._save()
-        self._metrics.pop("eval_loss", None)  # a mark has only that of its own step
+        self._metrics.pop("eval_loss", None)  # a mark has only the eval_loss of its own step
         if is_stopping and not is_last:
             self._saver.finish()
             raise TrainingStopped(self._step)
@@ -156,7 +155,6 @@ class MetaTrainer:
         self._optimizer.zero_grad()
 
     def _loss(self, batch: Batch) -> torch.Tensor:
-        """Return the sum over all targets."""
         with self._autocast():
             return sum_losses(self._model, batch)
 
@@ -175,13 +173,13 @@ class MetaTrainer:
         return {name: values.to(self._run.device, non_blocking=True) for name, values in batch.items()}
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Several ranks compute in FSDP's precision instead."""
+        """Return the autocast of one rank; several ranks compute in FSDP's precision instead."""
         if self._run.precision == "fp32" or self._run.world_size > 1:
             return contextlib.nullcontext()
         return torch.autocast(self._run.device.type, torch.bfloat16)
 
     def _shard(self, model: nn.Module) -> nn.Module:
-        """Bring the model to the device: as a whole, or block by block, of which each rank keeps its share."""
+        """Move the model to the device. With several ranks, shard it block by block."""
         if self._run.world_size == 1:
             return model.to(self._run.device)
         mesh = init_device_mesh(self._run.device.type, (self._run.world_size,))
@@ -216,11 +214,11 @@ class MetaTrainer:
         sizes = self._run.world_size
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=sizes > 1)
         held = self._saver.take_loaded()
-        # Not `set_state_dict`, which leaves the model out on ranks that have nothing to give.
+        # Not `set_state_dict`: it skips the model on ranks that have no state.
         set_optimizer_state_dict(self._model, self._optimizer, held.get("optimizer", {}), options=options)
         set_model_state_dict(self._model, held.get("model", {}), options=options)
         self._step, self._position = state["step"], Position(*state["position"])
-        if len(state["randomness"]) == sizes:  # with other ranks, nobody has a state that was its own
+        if len(state["randomness"]) == sizes:  # otherwise the saved states belong to other ranks
             _set_randomness(self._run.device, state["randomness"][self._run.rank])
 
 
@@ -244,23 +242,23 @@ class UploadingSaver:
             self._threads.shutdown(wait=True)
 
     def save(self, step: int, state: dict[str, Any], metrics: dict[str, float]) -> None:
-        """Write a file now, and upload it soon; an error of the upload before is raised here."""
+        """Write a file now, and upload it in a thread; raise an error of the previous upload."""
         path = self._run.scratch / step_key(step, FILE_KIND)
         torch.save(state, path)
         self.finish()
         self._upload = self._threads.submit(self._send, step, path, dict(metrics), state["position"])
 
     def finish(self) -> None:
-        """Wait until what was saved is in the store."""
+        """Wait until the last saved checkpoint is in the store."""
         if self._upload is not None:
             self._upload.result()
             self._upload = None
 
     def load(self, step: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-        """Read a checkpoint; return what all ranks need of it. `take_loaded` has the rest.
+        """Read a checkpoint; return the part that all ranks need. `take_loaded` returns the rest.
 
         Args:
-            shapes: of the model's parameters, whole.
+            shapes: shapes of the model's whole parameters.
 
         Raises:
             UsageError: the checkpoint is of another model.
@@ -297,7 +295,7 @@ class UploadingSaver:
 
 
 class _Meter:
-    """Loss and tokens since the last look."""
+    """Loss and tokens since the last `take`."""
 
     def __init__(self, run: TrainingRun) -> None:
         self._run = run
@@ -309,7 +307,7 @@ class _Meter:
         self._since = time.monotonic()
 
     def take(self) -> dict[str, float]:
-        """Return the mean loss of all ranks' tokens, and their number a second; begin anew. A collective."""
+        """Return the mean loss of all ranks' tokens, and tokens per second; reset both. A collective."""
         totals = torch.stack((self.loss.double(), self.num_tokens.double()))
         if self._run.world_size > 1:
             distributed.all_reduce(totals)
@@ -320,13 +318,13 @@ class _Meter:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated parts of a model, which are sharded each by itself: the elements of its longest list."""
+    """Return the repeated parts of a model, to be sharded one by one: the elements of its longest list."""
     lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
     return list(max(lists, key=len, default=[]))
 
 
 def lr_factor(step: int, total: int, warmup: int, kind: str) -> float:
-    """Return the share of the learning rate for the step after `step` steps: a linear warm-up, then down to 0."""
+    """Return the factor of the learning rate after `step` steps: a linear warm-up, then the schedule `kind`."""
     if step < warmup:
         return (step + 1) / (warmup + 1)
     done = min(1.0, (step - warmup) / max(1, total - warmup))

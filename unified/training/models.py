@@ -38,7 +38,7 @@ class ModelSource(NamedTuple):
     """Origin of a model: a configuration, or a place that transformers can load."""
 
     config: dict[str, Any] | None
-    """Configuration of a model from scratch, with its `model_type` if it says one."""
+    """Configuration of a model from scratch, with its `model_type` if it has one."""
     place: str = ""
     """Local folder or hub id."""
 
@@ -47,7 +47,7 @@ def find_model(run: TrainingRun) -> ModelSource:
     """Return where the model comes from; a model in a bucket is copied to this node. A collective.
 
     Raises:
-        UsageError: a configuration that is none, a folder that is not there.
+        UsageError: an invalid configuration, or a missing folder.
         StorageError: the bucket cannot be read.
     """
     model_id = run.options.model_id
@@ -71,7 +71,7 @@ def load_model(run: TrainingRun) -> tuple[nn.Module, Tokenizer]:
     tokenizer = load_tokenizer(run, source)
     torch.manual_seed(run.arguments.seed)  # the same weights on every rank
     config = source.config
-    # transformers' Trainer wants a model of transformers.
+    # transformers' Trainer needs a model of transformers.
     is_plain = config is not None and config.get("model_type", "llama") == "llama" and run.options.framework != "hf"
     if config is not None and is_plain:
         from unified.training.decoder import Decoder, DecoderConfig
@@ -87,8 +87,7 @@ def load_model(run: TrainingRun) -> tuple[nn.Module, Tokenizer]:
 
 
 def load_tokenizer(run: TrainingRun, source: ModelSource) -> Tokenizer:
-    """Return the tokenizer that `tokenizer_name` says, else the model's own, which is bytes for one from scratch. A
-    collective."""
+    """Return the tokenizer that `tokenizer_name` names, else the model's own (bytes from scratch). A collective."""
     name = run.arguments.tokenizer_name
     if name == BYTES or (not name and source.config is not None):
         return ByteTokenizer()
@@ -124,7 +123,7 @@ def load_pretrained(source: ModelSource, tokenizer: Tokenizer) -> Any:
 
 @contextmanager
 def from_transformers(what: str, name: str) -> Iterator[None]:
-    """Turn errors of transformers about something that is not there, or is none, into a UsageError of one line."""
+    """Turn transformers' errors about a missing or broken model or tokenizer into a UsageError of one line."""
     try:
         with needed_by(f"a {what} other than config:{{...}}"):
             yield
@@ -158,14 +157,14 @@ def _local(run: TrainingRun, place: str, kind: str) -> str:
 
 
 def _can_download(place: str) -> bool:
-    """Return whether the hub answers. Asked for a file, its client would try for the better part of a minute."""
+    """Return False if the hub does not answer: its own client would try for most of a minute."""
     if os.path.isdir(place) or getproxies():
         return True
     hub = urlsplit(os.environ.get("HF_ENDPOINT") or HUB)
     try:
         socket.create_connection((hub.hostname or "", hub.port or 443), HUB_WITHIN_S).close()
     except OSError as error:
-        print(f"{hub.geturl()} cannot be reached, so this node's cache must do: {error}", flush=True)
+        print(f"{hub.geturl()} cannot be reached; only this node's cache is used: {error}", flush=True)
         return False
     return True
 
@@ -176,7 +175,6 @@ def _check_folder(folder: str, kind: str) -> None:
 
 
 def _copy_folder(uri: str, folder: Path) -> str:
-    """Copy what is below a prefix of a bucket."""
     backend, prefix = open_storage(uri)
     with backend:
         found = backend.list(f"{prefix}/" if prefix else "")

@@ -1,7 +1,7 @@
 """The nemo framework: Lightning's `Trainer` around the model of the run, or around a model of NeMo's toolkit.
 
-Lightning sees one epoch without an end: its own account of epochs needs a loader that keeps its state to be resumed in
-the middle of one. The rows come in the order that `sampling` says, from a position that the mark of a checkpoint holds.
+Lightning sees one endless epoch: to resume within an epoch, it would need a loader that keeps its state. `sampling`
+decides the order of the rows, and the mark of a checkpoint holds the position to go on from.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FILE_KIND = "ckpt"
 """Kind of a checkpoint's file."""
 TOOLKIT_SUFFIX = ".nemo"
 _TOOLKIT = ("nemo.core.classes", "nemo.utils.exp_manager")
-"""Modules of the toolkit. No extra of ours has it: it brings a torch of its own."""
+"""Modules of the toolkit. None of our extras installs it, since it needs a torch of its own."""
 
 
 class _Begin(NamedTuple):
@@ -96,7 +96,7 @@ def run(run: TrainingRun) -> None:
 
 
 def _quieten() -> None:
-    """Leave away what Lightning says about choices that are ours, and about its own use of torch."""
+    """Silence what Lightning says about our choices, and about its own use of torch."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     for message in (".*does not have many workers", ".*no `val_dataloader`", ".*LeafSpec"):
         warnings.filterwarnings("ignore", message=message)
@@ -137,18 +137,18 @@ def make_trainer(run: TrainingRun, total: int, progress: LightningProgress) -> l
             enable_model_summary=False,
             use_distributed_sampler=False,
         )
-    except (ValueError, ImportError, MisconfigurationException) as error:  # a strategy that does not go with the rest
+    except (ValueError, ImportError, MisconfigurationException) as error:  # a strategy that does not fit the rest
         raise OptionError(f"extra_args: strategy {arguments.strategy!r}: {' '.join(str(error).split())}") from error
 
 
 class RankEnvironment(ClusterEnvironment):
-    """Ranks of the run, whose process group is up, as Lightning asks for them: each is a node with one device.
+    """Ranks of the run for Lightning, with a process group that exists. Each rank is a node with one device.
 
-    Lightning gives the ranks of a node the node's devices by number, where a worker sees its own device alone.
+    Lightning would number the devices of a node, but a worker sees only its own device.
     """
 
     main_address = ""
-    """Nobody connects."""
+    """Empty: nobody connects to it."""
     main_port = 0
     creates_processes_externally = True
 
@@ -165,13 +165,13 @@ class RankEnvironment(ClusterEnvironment):
         return self._world_size
 
     def set_world_size(self, size: int) -> None:
-        """Do nothing: the run knows it."""
+        """Do nothing: the run knows the size."""
 
     def global_rank(self) -> int:
         return self._rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing: the run knows it."""
+        """Do nothing: the run knows the rank."""
 
     def local_rank(self) -> int:
         return 0
@@ -225,14 +225,14 @@ class LanguageModule(lightning.LightningModule):
 
 
 class LightningProgress(lightning.Callback):
-    """Reports, evaluates and saves after the steps where that is due; ends the training when all ranks agree to stop.
+    """Reports, evaluates and saves after the steps where it is due; ends the training when all ranks agree to stop.
 
-    Made in the main thread before Lightning takes SIGTERM, and gives it back: Lightning's own handler would begin a
-    collective wherever it interrupts the program, in the middle of another one too.
+    Create it in the main thread before Lightning handles SIGTERM: it restores the earlier handler. Lightning's handler
+    would begin a collective wherever it interrupts the program, also within another collective.
 
     Args:
         total: steps to do.
-        held_out: None: the model has none.
+        held_out: rows to evaluate; None: there are none.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class LightningProgress(lightning.Callback):
         missing = self._arguments.gradient_accumulation / (self._passes_of_step + 1)
         if missing == 1:
             return
-        for parameter in pl_module.parameters():  # the last step of a run: Lightning has divided as for the others
+        for parameter in pl_module.parameters():  # a short last step: Lightning has divided by the full number
             if parameter.grad is not None:
                 parameter.grad *= missing
 
@@ -273,14 +273,14 @@ class LightningProgress(lightning.Callback):
         self._position = self._plan.after(self._position, 1)
         self._passes += 1
         self._passes_of_step += 1
-        self._loss = self._loss + outputs["loss"]  # which Lightning has divided by the number of passes of a step
+        self._loss = self._loss + outputs["loss"]  # Lightning has divided it by the number of passes of a step
         if isinstance(batch, dict) and "attention_mask" in batch:
             self._num_tokens = self._num_tokens + batch["attention_mask"].sum()
         if trainer.global_step == self._step:
             return
         self._step = step = trainer.global_step
         self._passes_of_step = 0
-        if self._resumed_from is not None:  # every rank has read it, or it would not have come through a step
+        if self._resumed_from is not None:  # after a step, every rank has read it
             Path(self._resumed_from).unlink(missing_ok=True)
             self._resumed_from = None
         is_last = step >= self._total
@@ -295,12 +295,12 @@ class LightningProgress(lightning.Callback):
             self._evaluate(trainer, pl_module)
         if is_saved:
             self._save(trainer)
-        self._metrics.pop("eval_loss", None)  # that of this step says nothing about the next
+        self._metrics.pop("eval_loss", None)  # a mark has only the eval_loss of its own step
         if is_stopped:
             raise TrainingStopped(step)
 
     def _measure(self, trainer: lightning.Trainer) -> None:
-        """Report loss and speed since the last time. A collective."""
+        """Report loss and speed since the last report. A collective."""
         steps = self._passes / self._arguments.gradient_accumulation
         sums = [each.to(trainer.strategy.root_device, torch.float64) for each in (self._loss / steps, self._num_tokens)]
         loss, num_tokens = trainer.strategy.reduce(torch.stack(sums)).tolist()
@@ -316,7 +316,7 @@ class LightningProgress(lightning.Callback):
         self._begin_interval()
 
     def _evaluate(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        """Report the mean loss of the tokens that are held out. A collective."""
+        """Report the mean loss of the held-out tokens. A collective."""
         if not self._held_out:
             return
         step = cast(Any, trainer.strategy).validation_step
@@ -324,7 +324,7 @@ class LightningProgress(lightning.Callback):
         self._tell({"eval_loss": self._metrics["eval_loss"]})
 
     def _save(self, trainer: lightning.Trainer) -> None:
-        """Save a checkpoint, and bring it to the store. A collective."""
+        """Save a checkpoint, and upload it. A collective."""
         path = self._run.scratch / step_key(self._step, FILE_KIND)
         trainer.save_checkpoint(path)
         state = {"epoch": self._position.epoch, "row": self._position.row, "num_rows": self._plan.num_rows}
@@ -352,9 +352,9 @@ def train_toolkit_model(run: TrainingRun) -> None:
     """Train a model of NeMo's toolkit: a ``.nemo`` file, which brings its own loss, data loader and optimizer.
 
     NeMo's experiment manager gets the run's temporary folder, and makes neither loggers nor checkpoints: the run has
-    its own. The dataset becomes the model's ``train_ds.manifest_filepath``. A run that is resumed does the right number
-    of steps, on rows in an order that is the toolkit's affair. The toolkit cannot be installed beside our torch: this
-    is written against the source of NeMo 2, and no test has run it with more than a stand-in.
+    its own. The dataset becomes the model's ``train_ds.manifest_filepath``. A resumed run does the right number of
+    steps, but the toolkit decides the order of the rows. The toolkit cannot be installed beside our torch: this code
+    follows the source of NeMo 2, and tests run it only with a stand-in.
     """
     from omegaconf import OmegaConf, open_dict
 
@@ -392,7 +392,7 @@ def train_toolkit_model(run: TrainingRun) -> None:
 
 
 def _begin(run: TrainingRun, num_rows: int | None) -> _Begin:
-    """Return where to begin, with the checkpoint copied to this node. A collective.
+    """Return the place to begin at; copy its checkpoint to this node. A collective.
 
     Raises:
         UsageError: the checkpoint is of a run on another number of rows.

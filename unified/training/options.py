@@ -1,6 +1,6 @@
-"""Options of one training run, as the gateway gives them to its ranks, or the command line and the environment do.
+"""Options of one training run: given by the gateway, or by the command line and the environment.
 
-The ranks of our own master get the record itself, in the config of their job. Pods of Kubeflow get variables.
+Ranks of our own master get the options as a record in the config of their job. Pods of Kubeflow get variables.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ OPTIONS = {
 }
 """Options with a value, and the environment variable that stands in for each."""
 JOB_CONFIG = "training_run"
-"""Key of the record in the config of a job of the gateway's."""
+"""Key of the record in the config of a gateway's job."""
 RESUME = "RESUME_FROM_CHECKPOINT"
 ATTEMPT = "ATTEMPT_ID"
-"""Id of one submission of the run. A process that finds its own in config/run.json is a restart of that submission."""
+"""Id of one submission of the run. A process that finds its own id in config/run.json is a restart of it."""
 _NEEDED = ("framework", "run-id", "dataset-uri", "model-id")
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "": False, "0": False, "false": False, "no": False}
 _BOOLEANS["off"] = False
@@ -57,7 +57,7 @@ _BOOLEANS["off"] = False
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
-    """Options of one run, checked but for `extra_args`."""
+    """Options of one run. All are checked, except `extra_args`."""
 
     layout: RunLayout
     model_id: str
@@ -65,7 +65,7 @@ class TrainingOptions:
     config_path: str = ""
     resume: bool = False
     extra_args: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments as they were given, above the defaults of `config_path`."""
+    """Arguments as they were given; they override the defaults in `config_path`."""
     attempt_id: str = ""
 
     @property
@@ -81,7 +81,7 @@ class TrainingOptions:
         """`extra_args`, checked, with defaults.
 
         Raises:
-            OptionError: one of them is not allowed.
+            OptionError: an argument is not allowed.
         """
         return parse_arguments(self.framework, self.extra_args)
 
@@ -128,12 +128,12 @@ class TrainingOptions:
 
     @classmethod
     def of_job(cls, config: object) -> TrainingOptions | None:
-        """Return the options in a job's config, where the gateway has put them; None: they are not there."""
+        """Return the options that a gateway put into a job's config; None: there are none."""
         record = config.get(JOB_CONFIG) if isinstance(config, Mapping) else None
         return None if record is None else msgspec.convert(record, cls).with_file()
 
     def with_file(self) -> TrainingOptions:
-        """Return the same with what `config_path` says of arguments that were not given.
+        """Return the options, with defaults from `config_path` for arguments that were not given.
 
         Raises:
             OptionError: the file cannot be read, or holds no mapping.
@@ -187,7 +187,7 @@ class TrainingOptions:
 
 
 def parse_extra_args(text: str) -> dict[str, Any]:
-    """Return the object that a JSON text holds; nothing is an empty one."""
+    """Return the object that a JSON text holds; for an empty text, an empty object."""
     if not text.strip():
         return {}
     try:
@@ -219,15 +219,15 @@ def parse_config(text: str, name: str) -> dict[str, Any]:
     """Return the mapping that a YAML or JSON text holds.
 
     Args:
-        name: of the text, for errors.
+        name: name of the text, for errors.
     """
     from omegaconf import OmegaConf
 
-    if "${" in text:  # omegaconf would put variables of this process there, such as the credentials of the store
+    if "${" in text:  # omegaconf would insert variables of this process, such as the store's credentials
         raise OptionError(f"{name} has a reference, ${{…}}: write the value itself.")
     try:
         found = OmegaConf.to_container(OmegaConf.create(text))
-    except Exception as error:  # of yaml, of omegaconf, of Python: one line of it will do
+    except Exception as error:  # of yaml, omegaconf or Python: one line is enough
         raise OptionError(f"{name} is neither YAML nor JSON: {' '.join(str(error).split())}") from error
     if not isinstance(found, dict):
         raise OptionError(f"{name} holds a {type(found).__name__}, not names with values.")
@@ -240,7 +240,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line; a wrong one raises OptionError."""
+    """Return the parser of the command line, which raises OptionError for a wrong one."""
     parser = _Parser(
         prog="unified-train",
         description="Train a model: one rank of a run whose checkpoints, logs and configuration are kept in a store.",

@@ -1,7 +1,7 @@
 """The main of the training program: options, ranks, layout and the decision to resume; then a framework trains.
 
-It runs as a worker of an elastic role, under torchrun, or alone. An error of the user's making ends it with one line,
-which is the reason of the job's failure too, and nobody restarts it: the same would happen again.
+It runs as a worker of an elastic role, under torchrun, or alone. A mistake in options or data ends it with one line,
+which is also the reason of the job's failure. It is not restarted, since the error would happen again.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 NAME = "unified-train"
 EXIT_USAGE = 2
 FILE_WORK_WITHIN = datetime.timedelta(days=1)
-"""Time for which ranks wait for one that copies data, or reads or writes a checkpoint."""
+"""Time for which ranks wait for a rank that copies data, or that reads or writes a checkpoint."""
 REACH_WITHIN_S = 10.0
-"""Seconds for an answer of a store, before the training begins; two tries."""
+"""Seconds for each of two tries to reach a store, before the training begins."""
 _FINAL = (UsageError, DatasetError, StorageDeniedError, NotFoundError, NonFiniteLossError)
 """Errors that would happen again."""
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: command line without the program's name; None: this process's.
 
     Raises:
-        EntryPointError: in a worker: the run cannot be done as asked, in one line.
+        EntryPointError: in a worker, with one line: the run cannot be done as requested.
         SystemExit: with 143 after a stop, its checkpoint saved.
     """
     from unified.training.stopping import TrainingStopped, exit_stopped
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = TrainingOptions.of_job(worker.job_info.user_config) if worker is not None else None
         options = options or TrainingOptions.parse(argv)
-        options.arguments  # noqa: B018  # wrong ones before anything is loaded
+        options.arguments  # noqa: B018  # finds wrong ones before anything is loaded
         _train(options, worker)
     except TrainingStopped as stopped:
         print(f"{NAME}: {stopped}", flush=True)
@@ -83,8 +83,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _RankPlace(NamedTuple):
-    """Place of this process among the ranks."""
-
     device: torch.device
     node: int
     local_rank: int
@@ -149,7 +147,7 @@ def _train(options: TrainingOptions, worker: Worker | None) -> None:
 
 
 def _patient(ranks: Ranks) -> Ranks:
-    """Return the same ranks in a group for work on files, which takes longer than a collective may."""
+    """Return the same ranks in a group with a long timeout, for work on files."""
     from torch import distributed
 
     from unified.rounds.rank_group import ranks_here
@@ -160,10 +158,10 @@ def _patient(ranks: Ranks) -> Ranks:
 
 
 def prepare(run: TrainingRun, *, is_restart: bool = False) -> _RunStart:
-    """Look for checkpoints, copy the one to go on from to this process's folder, and make the layout.
+    """Find the checkpoint to go on from, copy it to this process's folder, and make the layout.
 
     Raises:
-        UsageError: there are checkpoints, and nobody said to resume; a store does not answer.
+        UsageError: there are checkpoints, but the run is not to resume; or a store does not answer.
         StorageUnavailableError: a store does not answer at a restart, which may be tried again.
         StorageError: a store refuses.
     """
@@ -188,7 +186,7 @@ def prepare(run: TrainingRun, *, is_restart: bool = False) -> _RunStart:
 
 
 def _check_reachable(uris: Sequence[str], *, is_restart: bool) -> None:
-    """Raise UsageError soon if a bucket's store does not answer; later requests have minutes for that."""
+    """Raise UsageError soon if a bucket's store does not answer; later requests would wait for minutes."""
     from unified.data.files import is_remote
     from unified.storage import S3Backend
 
@@ -200,7 +198,7 @@ def _check_reachable(uris: Sequence[str], *, is_restart: bool) -> None:
                 if is_restart:
                     raise
                 raise UsageError(str(error)) from error
-            except StorageError:  # it answers; whether it allows what is needed, each request will say by itself
+            except StorageError:  # the store answers; each later request shows whether it is allowed
                 pass
 
 
@@ -219,7 +217,7 @@ def _of_worker(worker: Worker, stack: ExitStack) -> _RankPlace:
 
 
 def _of_environment(stack: ExitStack) -> _RankPlace:
-    """Read the variables of torchrun, and join its process group; without them this is the only rank."""
+    """Read the variables of torchrun, and join its process group. Without variables, this is the only rank."""
     import torch
     from torch import distributed
 
@@ -243,4 +241,4 @@ def _worker() -> Worker | None:
 
 
 def _no_report(step: int | None = None, total: int | None = None, **metrics: Any) -> None:
-    """Tell nobody."""
+    """Report nothing."""

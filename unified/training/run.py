@@ -1,4 +1,4 @@
-"""The run that a framework is given: options, ranks, device, store, and what it shall report to."""
+"""The run that a framework gets: options, ranks, device, store, and the function for reports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 LOOK_EVERY_S = 2.0
 TELL_AFTER_S = 5.0
-"""Time in which a store that works takes a part of a save."""
+"""Seconds within which a working store takes a part of a save."""
 
 
 class FrameworkModule(Protocol):
@@ -48,16 +48,16 @@ class TrainingRun:
 
     options: TrainingOptions
     work: RankWork
-    """Work to do on rank 0, on each node or everywhere, whose errors all ranks share."""
+    """Runs work on rank 0, on each node or on all ranks; all ranks get its errors."""
     local_rank: int
     device: torch.device
     checkpoints: RunCheckpointManager
-    """Rank 0 alone writes, and reads what it then shares."""
+    """Store of the checkpoints; rank 0 alone writes marks and the configuration."""
     resume_step: int | None
     """The complete step to go on from, the same on all ranks; None: from the beginning."""
     stop: StopFlag
     report: Callable[..., None]
-    """``report(step=, total=, loss=, lr=, tokens_per_s=, eval_loss=, …)``: progress, from rank 0; others are silent."""
+    """``report(step=, total=, loss=, lr=, tokens_per_s=, eval_loss=, …)``: progress; only rank 0 reports it."""
     scratch: Path
     """Folder of this process for temporary files, deleted at the end of the run."""
 
@@ -80,10 +80,10 @@ class TrainingRun:
 
     @property
     def precision(self) -> str:
-        """``bf16``, ``fp16`` or ``fp32``: the one asked for, or the best of the device.
+        """``bf16``, ``fp16`` or ``fp32``: the requested one, or the best of the device.
 
         Raises:
-            UsageError: the device has not the one asked for.
+            UsageError: the device does not have the requested one.
         """
         import torch
 
@@ -93,7 +93,7 @@ class TrainingRun:
         if wanted == "auto":
             return "bf16" if has_bf16 else "fp32"
         if (wanted == "fp16" and not is_cuda) or (wanted == "bf16" and is_cuda and not has_bf16):
-            raise UsageError(f"precision={wanted} is not there on {self.device}: give 'auto', or 'fp32'.")
+            raise UsageError(f"{self.device} does not support precision={wanted}: give 'auto', or 'fp32'.")
         return wanted
 
     def resuming(self, step: int | None) -> TrainingRun:
@@ -105,14 +105,14 @@ class TrainingRun:
         for name in ("loss", "eval_loss"):
             if not math.isfinite(metrics.get(name, 0.0)) and not self.arguments.allow_non_finite_loss:
                 raise NonFiniteLossError(
-                    f"{name} is {metrics[name]} at step {step}, which was not saved: look at the rows and lr, and "
-                    "resume the run. If it ends so again at once, the checkpoint before is as bad: delete its "
+                    f"{name} is {metrics[name]} at step {step}, which was not saved: check the rows and lr, then "
+                    "resume the run. If it fails again at once, the last checkpoint is bad, too: delete its "
                     f"step-*.json in {self.layout.checkpoints_uri}. extra_args.allow_non_finite_loss=true trains on."
                 )
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
-        """Have a stop wait while the block saves a step, and report that the store has taken nothing for some time."""
+        """Delay a stop while the block saves a step, and report if the store takes nothing for some time."""
         has_ended = threading.Event()
 
         def watch() -> None:

@@ -1,7 +1,7 @@
 """Order of the rows of a run: the sampler of each rank, a position in it, and the number of steps from there.
 
-A run that goes on from a position sees the rows that it would have seen: the order of an epoch depends on the seed and
-the epoch alone, and a position counts the rows that all ranks have seen, so that their number may change.
+A resumed run sees the same rows as a run without a break. The order of an epoch depends only on the seed and the epoch.
+A position counts the rows that all ranks have seen, so that the number of ranks may change.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class TrainingPlan(NamedTuple):
     """Forward passes of a step; the last step of an epoch may have fewer."""
     num_epochs: float
     max_steps: int
-    """Above `num_epochs`; 0 or less: none."""
+    """Overrides `num_epochs` if it is above 0."""
 
     def rows_of(self, epoch: int) -> int:
-        """Return the number of rows that an epoch has: all, or in the last one a part of them."""
+        """Return the number of rows of an epoch: all, or a part of them in the last epoch."""
         if self.max_steps > 0:
             return self.num_rows
         share = min(1.0, max(0.0, self.num_epochs - epoch))
         return math.ceil(self.num_rows * share - 1e-9)
 
     def total_steps(self, step: int, position: Position) -> int:
-        """Return the number of steps of the whole run that has done `step` at `position`."""
+        """Return the number of steps of the whole run, which has done `step` steps at `position`."""
         if self.max_steps > 0:
             return self.max_steps
         steps = step + self._steps_of(max(0, self.rows_of(position.epoch) - position.row))
@@ -54,7 +54,7 @@ class TrainingPlan(NamedTuple):
         return steps + num_whole * self._steps_of(self.num_rows) + self._steps_of(self.rows_of(last))
 
     def after(self, position: Position, num_passes: int) -> Position:
-        """Return the position after so many forward passes of every rank."""
+        """Return the position after `num_passes` forward passes of every rank."""
         row = position.row + num_passes * self.batch_size * self.world_size
         return Position(position.epoch, row) if row < self.rows_of(position.epoch) else Position(position.epoch + 1)
 
@@ -64,7 +64,7 @@ class TrainingPlan(NamedTuple):
 
 
 def check_rows(step: int, before: int | None, now: int) -> None:
-    """Raise UsageError if a checkpoint is of a run on another number of rows; None: it does not say."""
+    """Raise UsageError if the run of a checkpoint had another number of rows; `before` is None: unknown."""
     if before not in (None, now):
         raise UsageError(
             f"checkpoint {step} is of a run on {before} rows, and there are {now} now: resume it with the same dataset "
@@ -74,7 +74,7 @@ def check_rows(step: int, before: int | None, now: int) -> None:
 
 class Permutation:
     """A pseudo-random order of the numbers below `size` that takes no memory: a Feistel network over the smallest even
-    number of bits that holds them, walked on from where its value is none of them (Black and Rogaway, cycle walking).
+    number of bits that holds them, repeated while its value is too large (Black and Rogaway, cycle walking).
     """
 
     _ROUNDS = 6
@@ -100,8 +100,8 @@ class Permutation:
 
 
 class ResumableSampler(DistributedSampler[int]):
-    """The rows of one rank in an epoch, from a position on. Every rank gets equally many: at the end of an epoch some
-    rows come twice.
+    """The rows of one rank in an epoch, from a position on. Every rank gets the same number of rows: at the end of
+    an epoch, some rows come twice.
     """
 
     def __init__(self, num_rows: int, *, rank: int, world_size: int, seed: int) -> None:
@@ -110,7 +110,7 @@ class ResumableSampler(DistributedSampler[int]):
         self._first, self._last = 0, num_rows
 
     def set_position(self, position: Position, num_rows: int) -> None:
-        """Begin there, and end with this number of rows of the epoch."""
+        """Begin at `position`, and end after `num_rows` rows of the epoch."""
         self.set_epoch(position.epoch)
         self._first, self._last = min(position.row, num_rows), num_rows
 

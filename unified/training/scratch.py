@@ -1,4 +1,4 @@
-"""A folder for temporary files of one process, which the next run on the node removes if this one is killed."""
+"""A folder for temporary files of one process. After a kill, the next run on the node removes the folder."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pathlib import Path
 PREFIX = "unified-train-"
 LOCK = ".lock"
 SAFE_AGE_S = 60.0
-"""Age of the lock file from which on a folder that nobody has locked is an orphan: its process locks it at once."""
+"""Age of a lock file, in seconds, at which an unlocked folder is an orphan: a process locks its folder at once."""
 
 
 @contextlib.contextmanager
 def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
-    """Make a folder, and delete it at the end; delete those of processes that were killed.
+    """Make a folder, and delete it at the end; delete folders of killed processes.
 
     Args:
         parent: None: the folder for temporary files, ``TMPDIR``.

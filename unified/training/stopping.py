@@ -1,4 +1,4 @@
-"""Stop of a run: asked of any rank, agreed on by all, so that they save one checkpoint together and exit."""
+"""Stop of a run: any rank may be asked; all ranks agree, save one checkpoint together and exit."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class TrainingStopped(Exception):
 
 
 class StopFlag(ClosedOnExit):
-    """Flag that a stop sets: the worker's own, or SIGTERM in a process that is no worker, until it is closed.
+    """Flag that the worker's stop sets, or SIGTERM in a process that is no worker, until the flag is closed.
 
     Args:
         world_size: ranks that have to agree.
-        device: of the tensors that the ranks' process group reduces.
+        device: device of the tensors that the ranks' process group reduces.
     """
 
     def __init__(self, world_size: int, device: torch.device) -> None:
@@ -49,7 +49,7 @@ class StopFlag(ClosedOnExit):
                 self._handler_before = signal.signal(signal.SIGTERM, lambda number, frame: self._asked.set())
 
     def close(self) -> None:
-        """Let SIGTERM do what it did before."""
+        """Restore the earlier handler of SIGTERM."""
         if self._handler_before is not None:
             signal.signal(signal.SIGTERM, self._handler_before)
 
@@ -59,9 +59,9 @@ class StopFlag(ClosedOnExit):
         return self._asked.is_set()
 
     def agreed(self) -> bool:
-        """Return whether any rank was asked to stop, the same on all. A collective: every rank calls it each step.
+        """Return True, on all ranks, if any rank was asked to stop. A collective: every rank calls it each step.
 
-        On an accelerator the answer is that of the step before, so that nobody waits for the device to be done.
+        On an accelerator it returns the answer of the previous step, so that no rank waits for the device.
         """
         if self._world_size == 1:
             return self.is_asked
@@ -76,5 +76,5 @@ class StopFlag(ClosedOnExit):
 
 
 def exit_stopped() -> NoReturn:
-    """Exit as SIGTERM ends a program: the run goes on from its checkpoint when it is started again."""
+    """Exit with the code of SIGTERM: the run goes on from its checkpoint when it is started again."""
     sys.exit(EXIT_TERMINATED)

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, for models from scratch, and those of transformers behind the same two methods."""
+"""Tokenizers: bytes, for models from scratch, and tokenizers of transformers, with the same interface."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unified.errors import UsageError
 BOS, EOS, PAD = 256, 257, 258
 BYTE_VOCAB_SIZE = 259
 CHARS_OF_TOKEN = 64
-"""Characters that a token has at most, as far as a text is looked at: the rest of a very long one is not."""
+"""Most characters per token that are assumed: the end of a very long text is not tokenised."""
 
 
 class Tokenizer(Protocol):
@@ -17,18 +17,18 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Number of different tokens; a model has at least so many."""
+        """Number of different tokens; a model has at least as many."""
 
     @property
     def pad_id(self) -> int:
-        """Token of positions that do not count."""
+        """Token for positions that do not count."""
 
     def tokens(self, text: str, limit: int) -> list[int]:
         """Return at least two tokens and at most `limit`."""
 
 
 class ByteTokenizer:
-    """Bytes of UTF-8 as tokens 0 to 255, between a begin and an end of the text."""
+    """Bytes of UTF-8 as tokens 0 to 255, between a token for the begin and one for the end."""
 
     vocab_size = BYTE_VOCAB_SIZE
     pad_id = PAD
@@ -38,7 +38,7 @@ class ByteTokenizer:
         return [BOS, *text[:limit].encode("utf-8", "replace"), EOS][:limit]
 
     def text(self, tokens: list[int]) -> str:
-        """Return the text of tokens; what is no byte is left out."""
+        """Return the text of tokens; tokens that are no bytes are left out."""
         return bytes(token for token in tokens if token < BOS).decode("utf-8", "replace")
 
 
@@ -49,7 +49,7 @@ class PretrainedTokenizer:
         tokenizer: a `PreTrainedTokenizerBase`.
 
     Attributes:
-        tokenizer: the same one, with a token to pad with.
+        tokenizer: the given tokenizer, with a padding token.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -68,9 +68,9 @@ class PretrainedTokenizer:
         return int(self.tokenizer.pad_token_id)
 
     def tokens(self, text: str, limit: int) -> list[int]:
-        """See `Tokenizer`. A text that ends before the limit ends with the token for that."""
+        """See `Tokenizer`. A text that is shorter than `limit` ends with the end token."""
         end = int(self.tokenizer.eos_token_id)
-        begin = text[: limit * CHARS_OF_TOKEN].encode("utf-8", "replace").decode()  # half a surrogate pair is no text
+        begin = text[: limit * CHARS_OF_TOKEN].encode("utf-8", "replace").decode()  # replaces half a surrogate pair
         found: list[int] = self.tokenizer(begin, truncation=True, max_length=limit)["input_ids"]
         if len(found) < limit and found[-1:] != [end]:
             found.append(end)

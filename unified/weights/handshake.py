@@ -22,8 +22,8 @@ from unified.weights.versions import GONE, LATE, TransferFailure, failure_of
 AGAIN = Backoff(first_s=0.005, limit_s=0.25, num_free=0)
 ABORT_WITHIN_S = 5.0
 SHARED_FRACTION = 0.25
-"""Share of a process's shared memory that one version may take and still stay there until the next: with that one, and
-with one that a slow reader keeps, it leaves a quarter. Receivers copy a larger one as it comes."""
+"""Share of a process's shared memory up to which a version may stay there until the next one: with the next one, and
+one that a slow reader keeps, a quarter stays free. Receivers copy a larger version as it comes."""
 
 
 def method(name: str, verb: str) -> str:
@@ -34,7 +34,7 @@ def method(name: str, verb: str) -> str:
 def call_incarnations(
     bus: BusEndpoint, targets: Sequence[WorkerIncarnation], method: str, args: Sequence[Any], *, timeout: float
 ) -> list[RpcFuture[Any]]:
-    """Call each of these, and no other incarnation of their workers. The arguments are encoded once.
+    """Call exactly these incarnations of workers. The arguments are encoded once.
 
     Raises:
         RpcTimeoutError: too many bytes were in flight until the deadline.
@@ -50,7 +50,7 @@ class Attempt(NamedTuple):
     roots: tuple[WorkerIncarnation, ...]
     """Workers that the buckets are sent to."""
     receivers: tuple[WorkerIncarnation, ...]
-    """All workers that will have them."""
+    """All workers that will have the buckets."""
     failures: dict[str, TransferFailure]
     """Failures of workers that were lost meanwhile."""
 
@@ -60,7 +60,7 @@ class Verdict(NamedTuple):
 
     failures: dict[str, TransferFailure]
     again: bool
-    """Another attempt may reach those that failed."""
+    """Another attempt may reach the workers that failed."""
 
 
 class Handshake(NamedTuple):
@@ -85,11 +85,11 @@ class Handshake(NamedTuple):
         force: bool,
         deadline: float,
     ) -> Attempt:
-        """Find the receivers, choose the version, and have them expect it.
+        """Find the receivers, choose the version, and announce it to them.
 
         Args:
             targets: node of each worker; empty: not known.
-            version: None: one more than the newest that anybody has, and than `last`.
+            version: None: one above the newest version of any receiver, and above `last`.
         """
         versions, receivers = self._find(list(targets), deadline)
         newest = max(versions.values())
@@ -98,8 +98,8 @@ class Handshake(NamedTuple):
         elif version < newest and not force:
             there = next(worker for worker, each in versions.items() if each == newest)
             raise WeightsVersionError(
-                f"version {version} of {self.what} was not sent: worker {there} has version {newest}, and versions go "
-                "up. Leave version= out to have the next one, or say force=True to go back."
+                f"version {version} of {self.what} was not sent: worker {there} has version {newest}, and versions "
+                "must increase. Omit version= for the next one, or give force=True to go back."
             )
         roots, children = tree(receivers, targets, self.node)
         plan = TransferPlan(
@@ -133,9 +133,9 @@ class Handshake(NamedTuple):
         return attempt
 
     def finish(self, attempt: Attempt, failures: Mapping[str, TransferFailure], deadline: float) -> Verdict:
-        """Have the version published by all that have it whole, once every bucket was answered."""
+        """Let every receiver that has all buckets publish the version. Called once every bucket was answered."""
         failed = dict(failures)
-        self.abort(attempt, failed, "its sender could not deliver all of it")
+        self.abort(attempt, failed, "its sender could not deliver all buckets")
         whole = [each for each in attempt.receivers if each.worker not in failed]
         answers = self._ask(whole, "commit", [attempt.plan.session], deadline)
         failed |= {worker: answer for worker, answer in answers.items() if isinstance(answer, TransferFailure)}
@@ -143,7 +143,7 @@ class Handshake(NamedTuple):
         return Verdict(failed, bool(failed) and may_come and time.monotonic() < deadline)
 
     def abort(self, attempt: Attempt, workers: Iterable[str], reason: str) -> None:
-        """Have receivers forget it. Nobody waits: a receiver that does not hear of it drops it when its time is up."""
+        """Tell receivers to drop the attempt, without a wait: a receiver that misses this drops it after a timeout."""
         wanted = set(workers)
         receivers = [each for each in attempt.receivers if each.worker in wanted]
         args = [attempt.plan.session, reason]
@@ -158,7 +158,7 @@ class Handshake(NamedTuple):
         return (WeightsTimeoutError if is_late else WeightsError)(f"{what} did not reach:{texts}")
 
     def _find(self, targets: Sequence[str], deadline: float) -> tuple[dict[str, int], list[WorkerIncarnation]]:
-        """Return the newest version of each worker and its incarnation, as soon as each has a receiver."""
+        """Wait until each worker has a receiver; return the newest version and the incarnation of each."""
         found: dict[str, tuple[int, WorkerIncarnation]] = {}
         without: set[str] = set()
         num_tries = 0
@@ -173,7 +173,7 @@ class Handshake(NamedTuple):
                     without.add(worker)
                 except RpcError as error:
                     failure = failure_of(error)
-                    is_known = failure.kind == LATE and worker in without  # the last question had little time left
+                    is_known = failure.kind == LATE and worker in without  # the last call had little time left
                     if failure.kind != GONE and not is_known:
                         raise self.error(None, {worker: failure}) from error
             if len(found) == len(targets):
@@ -204,17 +204,17 @@ class Handshake(NamedTuple):
 
 
 def _can_stay_shared(buckets: Sequence[Bucket], *, is_passed_on: bool) -> bool:
-    """Return whether the senders, or the roots that pass on for them, can spare their shared memory for long."""
+    """Return whether the version can stay in shared memory of the senders, or of the roots that pass it on."""
     limit = default_limit()
-    if limit == 0:  # all goes by the wire, into memory of the receivers
+    if limit == 0:  # all bytes go by the wire, into memory of the receivers
         return True
     of_rank: dict[int, int] = {}
     for bucket in buckets:
-        rank = 0 if is_passed_on else bucket.rank  # who passes on has them all
+        rank = 0 if is_passed_on else bucket.rank  # a root that passes buckets on has all of them
         of_rank[rank] = of_rank.get(rank, 0) + bucket.nbytes
     return max(of_rank.values(), default=0) <= SHARED_FRACTION * limit
 
 
 def left_s(deadline: float) -> float:
-    """Return the seconds to a deadline on the monotonic clock, above zero as a call needs it."""
+    """Return the seconds to a deadline on the monotonic clock, above zero because a call needs that."""
     return max(deadline - time.monotonic(), 0.001)

@@ -16,8 +16,8 @@ from unified.bus.calls.registry import rpc
 from unified.bus.endpoint import BusEndpoint
 from unified.core.directory import Change, IncarnationDied
 from unified.errors import RpcError, UsageError, WeightsError, WeightsTimeoutError
-from unified.memory.host_buffers import BufferPool
 from unified.protocol.records import WorkerIncarnation
+from unified.tensors.host_buffers import BufferPool
 from unified.weights.handshake import call_incarnations, left_s, method
 from unified.weights.state_dict import VersionedStateDict, assemble, check_bucket
 from unified.weights.transfer_plan import TransferPlan
@@ -37,15 +37,15 @@ from unified.weights.versions import (
 GRACE_S = 5.0
 """Seconds for which a receiver keeps a session alive longer than its sender."""
 MAX_IDLE = 2
-"""Buffers kept for versions that are copied: one that the readers still use and one that is being filled make two in
-use; more than that were for slow readers."""
+"""Number of idle buffers kept for copied versions. Two are in use: readers use one, and the other one is filled. More
+than that were for slow readers."""
 
 
 class IncomingVersion:
     """A version that comes in one session.
 
     Args:
-        memory: for copies of what comes; None: it stays where it came to. Tensors on it keep it from being used again.
+        memory: for copies of the tensors; None: they stay where they arrived. It is reused once no tensor refers to it.
     """
 
     def __init__(self, plan: TransferPlan, expires_at: float, memory: Any) -> None:
@@ -56,7 +56,7 @@ class IncomingVersion:
         self._starts = [0, *itertools.accumulate(bucket.nbytes for bucket in plan.buckets)]
 
     def kept(self, index: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors of a bucket that are to be kept: themselves, or copies."""
+        """Return the tensors of a bucket to keep: the received ones, or copies."""
         if self._memory is None:
             return tensors
         bucket, copies = self.plan.buckets[index], []
@@ -75,7 +75,7 @@ class ReceiveService:
     """Receives under one name in one worker.
 
     Args:
-        copy: copy what comes into memory of this process; None: where the sender cannot spare its own.
+        copy: copy tensors into memory of this process; None: only if the sender cannot spare its own memory.
         on_published: called, without a lock, on the thread that completed a version.
     """
 
@@ -91,7 +91,7 @@ class ReceiveService:
         self._coming: dict[str, IncomingVersion] = {}
         self._latest: VersionedStateDict | None = None
         self._spare: VersionedStateDict | None = None
-        """The one before, kept until the next begins to come: its sender would give memory that lies idle back to the
+        """The version before, kept until the next one begins to come: its sender would give idle memory back to the
         system, and sends five times as slowly into fresh memory."""
         self._awaited: dict[str, list[Future[TransferFailure | None]]] = {}
         self._buffers = BufferPool(one_size=True, max_idle=MAX_IDLE)
@@ -131,12 +131,12 @@ class ReceiveService:
                 coming = self._versions.progress()
                 raise WeightsTimeoutError(
                     f"worker {self._me} waited {timeout} s for version {min_version} or newer of weights "
-                    f"{self.name!r}: complete is {there}; on its way {coming or 'nothing'}."
+                    f"{self.name!r}: newest complete: {there}; under way: {coming or 'nothing'}."
                 )
             return latest
 
     def close(self) -> None:
-        """Receive no more and let everything go; a second time changes nothing."""
+        """Stop receiving and drop all versions. Can be called twice."""
         for verb in self._verbs:
             self._bus.registry.unregister(method(self.name, verb))
         with self._changed:
@@ -191,7 +191,7 @@ class ReceiveService:
         return ""
 
     def _bucket(self, session: str, index: int, tensors: Sequence[object]) -> Any:
-        """Return failures by worker: of this one, and of those it passes the bucket on to (a future then)."""
+        """Return failures by worker: of this one, and of its children if it passes the bucket on (a future then)."""
         coming = self._coming.get(session)
         children = () if coming is None else coming.plan.children.get(self._me, ())
         if coming is None or not children:
@@ -199,7 +199,7 @@ class ReceiveService:
         args, timeout_s = [session, index, tensors], left_s(coming.expires_at)
         try:
             passed_on = call_incarnations(self._bus, children, method(self.name, "bucket"), args, timeout=timeout_s)
-        except RpcError as error:  # no room on the way to them
+        except RpcError as error:  # too many bytes are in flight to them
             return self._kept(session, index, tensors) | {child.worker: failure_of(error) for child in children}
         return _all_of(self._kept(session, index, tensors), children, passed_on)
 
@@ -256,7 +256,7 @@ class ReceiveService:
             return do(*args)
 
     def _publish(self, ended: Sequence[SessionEnd]) -> None:
-        """Make versions that are complete the newest one, under the lock and so in one moment."""
+        """Make a complete version the newest one. Called under the lock."""
         for each in ended:
             if each.how is SessionOutcome.PUBLISHED:
                 coming = self._coming[each.session]
@@ -264,7 +264,7 @@ class ReceiveService:
                 self._changed.notify_all()
 
     def _settle(self, ended: Sequence[SessionEnd]) -> None:
-        """Let go of sessions that have ended, without the lock, and answer those who asked."""
+        """Drop ended sessions, and answer the senders that wait. Called without the lock."""
         for each in ended:
             with self._changed:
                 self._coming.pop(each.session, None)
@@ -275,11 +275,11 @@ class ReceiveService:
                 self._on_published(each.version)
 
     def _as_failure(self, ended: SessionEnd) -> TransferFailure | None:
-        """Return the end of a session, for its sender. A superseded one is as good as delivered."""
+        """Return the failure of an ended session, for its sender; None: published, or superseded, which is as good."""
         if ended.how in (SessionOutcome.PUBLISHED, SessionOutcome.SUPERSEDED):
             return None
         if ended.how is SessionOutcome.UNKNOWN:
-            return TransferFailure(GONE, "this incarnation of it never heard of the attempt")
+            return TransferFailure(GONE, "its present incarnation does not know the attempt")
         return TransferFailure(GONE if self._is_closed else FAILED, ended.reason)
 
 
@@ -288,7 +288,7 @@ def _all_of(
     children: Sequence[WorkerIncarnation],
     passed_on: Sequence[Future[dict[str, TransferFailure]]],
 ) -> Future[dict[str, TransferFailure]]:
-    """Return the failures of all, once all calls have ended."""
+    """Return a future of all failures, which is done once all calls have ended."""
     whole: Future[dict[str, TransferFailure]] = Future()
     failures = dict(own)
     lock = threading.Lock()

@@ -25,17 +25,17 @@ logger = logging.getLogger(__name__)
 
 
 class WeightsReceiver(ClosedOnExit):
-    """Receives what `RoleGroup.sync_weights` of another role sends to this one. Make one when the worker starts.
+    """Receives the weights that another role sends with `RoleGroup.sync_weights`. Make one when the worker starts.
 
-    A version becomes visible when all of it has come, in one moment; what is read once stays as it was. Nothing is
-    loaded into a model but by `load_into`.
+    A version becomes visible in one moment, when it is complete. A version that was read stays unchanged. Only
+    `load_into` loads a version into a model.
 
     Args:
-        name: for a worker that receives several models; `sync_weights(…, name=…)` says the same.
-        copy: True: copy each version into memory of this process as it comes. False: keep it where it came to, which
+        name: for a worker that receives several models; `sync_weights(…, name=…)` gives the same name.
+        copy: True: copy each version into memory of this process as it comes. False: keep it where it arrives, which
             on the sender's host is shared memory of the sender. None: keep it, unless the sender says that its model is
-            too large for that. See docs/weights.md for what either costs.
-        bus: for tests; this worker's own.
+            too large for that. See docs/weights.md for the costs.
+        bus: for tests; by default this worker's own.
 
     Raises:
         UsageError: this process has a receiver of that name already.
@@ -47,11 +47,11 @@ class WeightsReceiver(ClosedOnExit):
             from unified.weights.receive_service import ReceiveService  # imports torch
 
         if not isinstance(name, str) or not name:
-            raise UsageError(f"WeightsReceiver({name!r}): a name is wanted.")
+            raise UsageError(f"WeightsReceiver({name!r}): the name must be a non-empty string.")
         self.name = name
         self._callbacks: list[Callable[[int], object]] = []
         self._published = (0, 0)
-        """The number of publications, as a version may be published again, and the newest version."""
+        """The number of publications (a version may be published again), and the newest version."""
         self._lock = threading.Lock()
         self._is_closed = False
         self._notifier = SerialWorker("weights-news", self._notify)
@@ -68,19 +68,18 @@ class WeightsReceiver(ClosedOnExit):
         """Wait until a version of at least `min_version` (None: any) is complete; return its number.
 
         Args:
-            timeout: seconds; None: as long as this worker lives.
+            timeout: seconds; None: no limit.
 
         Raises:
-            WeightsTimeoutError: it did not come in time; the message says what is there and what is on its way.
+            WeightsTimeoutError: it did not come in time; the message names the complete version and those under way.
             WeightsError: the receiver was closed.
         """
         return self._wait(min_version, timeout).version
 
     def state_dict(self) -> VersionedStateDict:
-        """Return the newest complete version, whole: a state dict with its number as `.version`, copied nowhere.
+        """Return the newest complete version, without a copy: a state dict with its number as `.version`.
 
-        Its tensors are for reading alone, and stay as they are for as long as they are kept. ``.clone()`` what is to be
-        changed.
+        Do not change its tensors: ``.clone()`` them first. They stay unchanged for as long as they are kept.
 
         Raises:
             WeightsTimeoutError: no version has come yet.
@@ -106,16 +105,16 @@ class WeightsReceiver(ClosedOnExit):
         """Wait as `wait` does, and copy that version into the model: always all of one version.
 
         Args:
-            model: its parameters and buffers are written to, on whatever device they are, cast to their own dtype; one
-                that is sharded (FSDP2, a DTensor) takes its own part. Or a state dict of tensors to write to.
-            strict: the model has exactly the keys that were sent. Else those that both have are loaded.
-            lock: held while the model is being changed, and not while waiting; for threads that compute with it.
+            model: its parameters and buffers are written to, on their own device and in their own dtype; a sharded one
+                (FSDP2, a DTensor) takes its own part. Or a state dict of tensors to write to.
+            strict: the model must have exactly the keys that were sent. Else only the common keys are loaded.
+            lock: held while the model is changed, but not during the wait; for threads that compute with the model.
 
         Returns:
             The version's number, `min_version` or higher.
 
         Raises:
-            WeightsMismatchError: it does not fit the model; names the keys. Nothing was changed.
+            WeightsMismatchError: the version does not fit the model; names the keys. Nothing was changed.
             WeightsTimeoutError, WeightsError: as `wait`.
         """
         from unified.weights.state_dict import load
@@ -126,9 +125,9 @@ class WeightsReceiver(ClosedOnExit):
         return latest.version
 
     def on_version(self, callback: Callable[[int], object]) -> None:
-        """Have `callback(version)` called after a version has come, in a thread that is kept for that.
+        """Call `callback(version)` after a version has come, in a thread for callbacks.
 
-        Versions that come while a callback runs are told once, as the newest of them. What it raises is logged.
+        Of the versions that come while a callback runs, only the newest is reported. An error of a callback is logged.
         """
         with self._lock:
             if self._is_closed:
@@ -139,8 +138,8 @@ class WeightsReceiver(ClosedOnExit):
         self._notifier.start()
 
     def close(self) -> None:
-        """Receive no more and let go of all versions. Who waits gets a WeightsError; senders are told that there is no
-        receiver. A second time changes nothing."""
+        """Stop receiving and drop all versions. Waiting calls raise WeightsError; senders are told that there is no
+        receiver. Can be called twice."""
         self._service.close()
         with self._lock:
             self._is_closed = True

@@ -1,4 +1,4 @@
-"""The sending end of a transfer: a process by itself, or as one of the ranks that send a model together."""
+"""The sending end of a transfer: a process by itself, or one of the ranks that send a model together."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from unified.errors import (
     WeightsTimeoutError,
     WeightsVersionError,
 )
-from unified.memory.host_buffers import BufferPool, HostCopy, is_lazy, stage
 from unified.protocol.records import WorkerIncarnation
 from unified.rounds.rank_group import Alone, MeshGroup, Ranks, WholeGroup, lead
+from unified.tensors.host_buffers import BufferPool, HostCopy, stage
+from unified.tensors.walk import is_lazy
 from unified.threads import start_thread
 from unified.weights.handshake import AGAIN, Attempt, Handshake, call_incarnations, left_s, method
 from unified.weights.state_dict import OutgoingStateDict, is_replicated
@@ -45,7 +46,7 @@ _lock = threading.Lock()
 
 
 class SyncOptions(NamedTuple):
-    """Options of `RoleGroup.sync_weights`, which see."""
+    """Options of `RoleGroup.sync_weights`, which describes them."""
 
     version: int | None
     dtype: torch.dtype | None
@@ -67,9 +68,9 @@ def sync_weights(
     if not actors:
         raise UsageError("No actors in the role group.")
     if options.version is not None and (type(options.version) is not int or options.version < 1):
-        raise UsageError(f"version={options.version!r}: a whole number from 1 up is wanted.")
+        raise UsageError(f"version={options.version!r}: it must be a whole number from 1 up.")
     if options.bucket_bytes < 1 or options.timeout <= 0:
-        raise UsageError("sync_weights: bucket_bytes and timeout are to be more than zero.")
+        raise UsageError("sync_weights: bucket_bytes and timeout must be above zero.")
     worker = current_worker()
     targets = {actor.name: actor.node for actor in actors}
     with _lock:
@@ -81,8 +82,6 @@ def sync_weights(
 
 
 class _SendTask(NamedTuple):
-    """One call of `send`."""
-
     source: OutgoingStateDict
     buckets: tuple[Bucket, ...]
     senders: tuple[WorkerIncarnation, ...]
@@ -130,12 +129,12 @@ class WeightsSender:
     def _agree(
         self, ranks: Ranks, digest: str, buckets: Sequence[Bucket], deadline: float
     ) -> tuple[WorkerIncarnation, ...]:
-        """Check that every rank sends the same model and that the last one was sent; return the senders."""
+        """Check that all ranks send the same model, and that the previous version was sent; return the senders."""
         mine = WorkerIncarnation(self._bus.worker, self._bus.incarnation)
         said: list[tuple[WorkerIncarnation, str, str]] = ranks.gather((mine, digest, self._end_of_background(deadline)))
         for rank, (sender, theirs, error) in enumerate(said):
             if error:
-                raise WeightsError(f"the version before, which was not waited for: {error}")
+                raise WeightsError(f"the previous version, sent with wait=False, failed: {error}")
             if theirs != said[0][1]:
                 raise UsageError(
                     f"the ranks are about to send different models: the keys, shapes, dtypes or bucket_bytes of rank "
@@ -145,7 +144,7 @@ class WeightsSender:
         return tuple(sender for rank, (sender, _, _) in enumerate(said) if rank in wanted)
 
     def _send(self, task: _SendTask, targets: Mapping[str, str]) -> int:
-        """Make attempts until all have the version; the later ones are for workers that died on the way."""
+        """Make attempts until all targets have the version; later attempts are for targets that failed."""
         version = task.options.version
         num_tries = 0
         while True:
@@ -220,7 +219,7 @@ class WeightsSender:
         self._background = start_thread("weights-sender", work)
 
     def _end_of_background(self, deadline: float) -> str:
-        """Return the error of the version that was not waited for; empty: none."""
+        """Wait until the version in the background was sent; return its error, or an empty string."""
         if self._background is not None:
             self._background.join(left_s(deadline))
             if self._background.is_alive():
@@ -230,7 +229,7 @@ class WeightsSender:
         return error
 
     def _stage(self, task: _SendTask, *, keep: bool) -> Iterator[tuple[int, HostCopy]]:
-        """Yield copies of this rank's buckets. Others' buckets it helps to gather: that is a collective."""
+        """Yield copies of this rank's buckets; help to gather the buckets of other ranks, which is a collective."""
         for index, bucket in enumerate(task.buckets):
             if bucket.rank != task.ranks.rank:
                 for entry in bucket.entries:
@@ -257,7 +256,7 @@ class BucketPipeline:
     deadline: float
     """Time on the monotonic clock."""
     failures: dict[str, TransferFailure] = field(default_factory=dict)
-    """Failures by worker; a worker in there gets no more."""
+    """Failures by worker; a failed worker gets no more buckets."""
     _superseded: set[str] = field(default_factory=set)
     _under_way: deque[tuple[HostCopy, dict[WorkerIncarnation, RpcFuture[Any]]]] = field(default_factory=deque)
 
@@ -278,7 +277,7 @@ class BucketPipeline:
         self._under_way.append((copy, dict(zip(roots, futures, strict=False))))
 
     def drain(self) -> None:
-        """Wait until every bucket was answered, or cannot be."""
+        """Wait until every bucket was answered, or has failed."""
         while self._under_way:
             self._take_oldest()
 
@@ -297,7 +296,7 @@ class BucketPipeline:
                 is_over = False
                 self._fail(root, failure_of(error))
         if is_over:
-            copy.release()  # else a message that reads it may still be waiting: the memory goes with it
+            copy.release()  # else a queued message may still read the memory, which then stays with it
 
     def _learn(self, root: WorkerIncarnation, failures: dict[str, TransferFailure]) -> None:
         """Note a root's answer, which is about itself and its children."""
@@ -316,12 +315,12 @@ class BucketPipeline:
 
     def _lose_children(self, root: WorkerIncarnation, failure: TransferFailure) -> None:
         for child in self.attempt.plan.children.get(root.worker, ()):
-            text = f"worker {root.worker}, which passes buckets on to it, did not: {failure.text}"
+            text = f"worker {root.worker}, which should pass buckets on to it, failed: {failure.text}"
             self.failures.setdefault(child.worker, TransferFailure(failure.kind, text))
 
 
 def _convey(pipeline: BucketPipeline, stream: Stream) -> None:
-    """Send each bucket while the next is being copied off the model."""
+    """Send each bucket while the next one is copied from the model."""
     before: tuple[int, HostCopy] | None = None
     for each in stream:
         if before is not None:
@@ -342,13 +341,12 @@ def stage_bucket(
 ) -> HostCopy:
     """Make a bucket's tensors ready to be sent: copies, unless they can be sent from the model's own memory.
 
-    Copies off a GPU go through pinned memory, on a stream of their own beside the model's computation; casts happen on
-    the GPU.
+    Copies from a GPU go through pinned memory, on a stream of their own beside the computation; casts run on the GPU.
 
     Args:
         tensors: those of the bucket, in its order, cast or not.
         streams: see `stage`.
-        keep: the model's own memory may change before they were sent.
+        keep: the model's own memory may change before the tensors are sent.
     """
     dtypes = [getattr(torch, entry.dtype) for entry in bucket.entries]
     if not keep and all(map(_is_ready, tensors, dtypes)):
@@ -368,9 +366,7 @@ def ranks_for(source: OutgoingStateDict, *, together: bool) -> Ranks:
     if not (together or source.is_sharded):
         return Alone()
     if not (distributed.is_available() and distributed.is_initialized()):
-        raise UsageError(
-            "sync_weights was to be called by all ranks together, and this process is in no process group."
-        )
+        raise UsageError("sync_weights needs all ranks here, but this process is in no process group.")
     mesh = source.mesh
     if mesh is not None and mesh.size() != distributed.get_world_size():
         return MeshGroup(mesh)

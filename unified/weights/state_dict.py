@@ -1,8 +1,7 @@
-"""State dicts: the model that is sent, and a complete version as its reader has it and loads it into a model."""
+"""State dicts: the model that is sent, and the complete version that a reader loads into a model."""
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import torch
 
 from unified.bus.codec.tensors import is_dense
 from unified.errors import UsageError, WeightsMismatchError, listed
+from unified.tensors.walk import identity_of, is_sharded, local_part
 from unified.weights.transfer_plan import Bucket, TensorEntry, TransferPlan, cut, digest
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def is_replicated(weights: object) -> bool:
-    """Return whether each rank of the process group has the same copy of a model: DistributedDataParallel says so."""
+    """Return whether `weights` is a DistributedDataParallel model: each rank of the process group has the same copy."""
     module = weights
     while isinstance(getattr(module, _COMPILED, None), torch.nn.Module):
         module = getattr(module, _COMPILED)
@@ -44,7 +44,7 @@ class OutgoingStateDict:
 
     Args:
         weights: a module, or a state dict of one.
-        dtype: what floating-point tensors are cast to; None: nothing.
+        dtype: floating-point tensors are cast to it; None: no cast.
     """
 
     def __init__(self, weights: torch.nn.Module | Mapping[str, Any], dtype: torch.dtype | None = None) -> None:
@@ -69,7 +69,7 @@ class OutgoingStateDict:
     @property
     def mesh(self) -> DeviceMesh | None:
         """The mesh that all sharded tensors lie on; None if there are none, or they differ."""
-        meshes: list[DeviceMesh] = [tensor.device_mesh for tensor in self._tensors.values() if _is_sharded(tensor)]  # type: ignore[attr-defined]
+        meshes: list[DeviceMesh] = [tensor.device_mesh for tensor in self._tensors.values() if is_sharded(tensor)]  # type: ignore[attr-defined]
         return meshes[0] if meshes and all(mesh == meshes[0] for mesh in meshes) else None
 
     @property
@@ -84,8 +84,8 @@ class OutgoingStateDict:
 
     @torch.no_grad()
     def collect(self, entry: TensorEntry) -> torch.Tensor:
-        """Return the tensor itself; a sharded one is gathered, which is a collective of all its ranks. It is cast
-        only if it was gathered: fewer bytes travel then."""
+        """Return the tensor itself; gather a sharded one, which is a collective of all its ranks. Only a sharded one is
+        cast, before it is gathered: fewer bytes travel then."""
         tensor = self._tensors[entry.key]
         if not entry.is_sharded:
             return tensor
@@ -95,7 +95,7 @@ class OutgoingStateDict:
 
     def is_models(self, entry: TensorEntry, tensor: torch.Tensor) -> bool:
         """Return whether a collected tensor is the model's own memory, and no copy."""
-        own = _local(self._tensors[entry.key])
+        own = local_part(self._tensors[entry.key])
         return bool(tensor.untyped_storage()._cdata == own.untyped_storage()._cdata)
 
     def _add(self, key: str, value: Any, seen: dict[object, str]) -> None:
@@ -105,24 +105,22 @@ class OutgoingStateDict:
         tensor = value.detach()
         if tensor.is_meta:
             raise UsageError(f"tensor {key!r} is on the meta device and has no values to send.")
-        is_sharded = _is_sharded(tensor)
-        if not is_sharded and (type(tensor) is not torch.Tensor or not is_dense(torch, tensor)):
-            self.others[key] = tensor  # sparse, quantized, or of a library's own class: pickled as it likes
+        has_parts = is_sharded(tensor)
+        if not has_parts and (type(tensor) is not torch.Tensor or not is_dense(torch, tensor)):
+            self.others[key] = tensor  # sparse, quantized, or of a library's own class: pickled
             return
-        first = seen.setdefault(_identity(tensor), key)
+        first = seen.setdefault(identity_of(tensor), key)
         if first != key:
             self.aliases[key] = first
             return
         dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
         nbytes = tensor.numel() * dtype.itemsize
         self._tensors[key] = tensor
-        self.entries.append(
-            TensorEntry(key, str(dtype).removeprefix("torch."), tuple(tensor.shape), nbytes, is_sharded)
-        )
+        self.entries.append(TensorEntry(key, str(dtype).removeprefix("torch."), tuple(tensor.shape), nbytes, has_parts))
 
 
 def check_bucket(plan: TransferPlan, index: int, tensors: Sequence[object]) -> list[torch.Tensor]:
-    """Return the tensors of a bucket that came; raise UsageError unless they are those that the plan announced."""
+    """Return the tensors of a received bucket; raise UsageError if the plan announced others."""
     entries = plan.buckets[index].entries
     found = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
     for entry, tensor in zip(entries, found, strict=False):
@@ -136,33 +134,14 @@ def check_bucket(plan: TransferPlan, index: int, tensors: Sequence[object]) -> l
     return found
 
 
-def _is_sharded(tensor: torch.Tensor) -> bool:
-    """Return whether it is a DTensor, whose module takes long to import; where nobody did there is none."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def _identity(tensor: torch.Tensor) -> object:
-    """Return a key, the same for two tensors only if they are one memory, seen in one way; on every rank, also
-    where its part is empty."""
-    local = _local(tensor)
-    storage = local.untyped_storage()._cdata
-    return storage, local.storage_offset(), local.dtype, tuple(tensor.shape), local.stride(), local.is_conj()
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a sharded tensor; another tensor itself."""
-    return tensor.to_local() if _is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-
-
 MAX_NAMED = 10
 
 
 class VersionedStateDict(OrderedDict[str, Any]):
     """A state dict as torch knows it, and the number of its version.
 
-    Its tensors are for reading: everybody in this process who asks for this version gets the same. ``.clone()`` one to
-    change it. They stay as they are, and in memory, as long as they are referred to, whatever comes later.
+    Do not change its tensors: all readers of this version in this process share them. ``.clone()`` one to change it.
+    They stay unchanged and in memory as long as they are referred to, also when newer versions come.
     """
 
     version: int
@@ -188,7 +167,7 @@ def load(
 ) -> None:
     """Copy a version into the parameters and buffers of a model, or into the tensors of its state dict.
 
-    A tensor of `target` that is sharded (a DTensor) takes its own part; nobody else is asked for that.
+    A sharded tensor of `target` (a DTensor) takes its own part, without communication.
 
     Args:
         strict: the keys must be the same on both sides.
@@ -213,7 +192,7 @@ def load(
 
 
 def _matched(state: VersionedStateDict, own: Mapping[str, Any], *, keep_rest: bool) -> VersionedStateDict:
-    """Return `state` with its tensors laid out as those of `own` are."""
+    """Return `state` with its tensors sharded like those of `own`."""
     matched = VersionedStateDict()
     for key, value in state.items():
         if key in own:
@@ -226,12 +205,13 @@ def _matched(state: VersionedStateDict, own: Mapping[str, Any], *, keep_rest: bo
 
 
 def _sharded_like(mine: Any, value: Any) -> Any:
-    module = sys.modules.get("torch.distributed.tensor")
-    if module is None or not isinstance(mine, module.DTensor) or not isinstance(value, torch.Tensor):
+    if not is_sharded(mine) or not isinstance(value, torch.Tensor):
         return value
+    from torch.distributed.tensor import distribute_tensor
+
     # Every rank has the whole tensor, so each cuts its own part out of it: no collective.
     whole = value.to(mine.device, dtype=mine.dtype)
-    return module.distribute_tensor(whole, mine.device_mesh, mine.placements, src_data_rank=None)
+    return distribute_tensor(whole, mine.device_mesh, mine.placements, src_data_rank=None)
 
 
 def _check(state: Mapping[str, Any], own: Mapping[str, Any], *, strict: bool, what: str) -> None:
@@ -258,7 +238,7 @@ def _differ(key: str, mine: Any, value: Any) -> str:
 
 
 def _kind(tensor: torch.Tensor) -> tuple[bool, bool]:
-    """Return the kind of a tensor: between those of one kind a copy loses no more than precision."""
+    """Return the kind of a tensor: a copy between tensors of one kind loses no more than precision."""
     return tensor.is_floating_point(), tensor.is_complex()
 
 

@@ -23,7 +23,7 @@ class TensorEntry(NamedTuple):
     shape: tuple[int, ...]
     nbytes: int
     is_sharded: bool = False
-    """The tensor lies over several ranks, which gather it together."""
+    """The tensor is spread over several ranks, which gather it together."""
 
 
 class Bucket(NamedTuple):
@@ -44,7 +44,7 @@ class Bucket(NamedTuple):
 
 
 class TransferPlan(NamedTuple):
-    """All about one version but its tensors' values; the sender's first message."""
+    """A description of one version, without the values of its tensors; the sender's first message."""
 
     session: str
     version: int
@@ -56,7 +56,7 @@ class TransferPlan(NamedTuple):
     others: Mapping[str, Any]
     """Entries that are no dense tensors, by key."""
     metadata: Any
-    """The part that torch keeps beside a state dict (the versions of its modules)."""
+    """Metadata that torch keeps beside a state dict (the versions of its modules)."""
     senders: tuple[WorkerIncarnation, ...]
     children: Mapping[str, tuple[WorkerIncarnation, ...]]
     """Workers on a root's node that it passes buckets on to, by root."""
@@ -71,9 +71,9 @@ class TransferPlan(NamedTuple):
 
 
 def cut(entries: Iterable[TensorEntry], bucket_bytes: int, num_ranks: int = 1) -> tuple[Bucket, ...]:
-    """Return buckets of at most `bucket_bytes`, in the order given; a larger tensor is one by itself.
+    """Return buckets of at most `bucket_bytes`, in the order given; a larger tensor has a bucket of its own.
 
-    Tensors that no rank has alone are spread over the ranks; rank 0, which has the rest as well as any, sends that.
+    The ranks take turns with the buckets of sharded tensors. Rank 0 sends all other buckets.
     """
     entries = list(entries)
     plain = [entry for entry in entries if not entry.is_sharded]
@@ -84,7 +84,7 @@ def cut(entries: Iterable[TensorEntry], bucket_bytes: int, num_ranks: int = 1) -
 
 
 def digest(buckets: Iterable[Bucket], aliases: Mapping[str, str], others: Iterable[str]) -> str:
-    """Return a digest, the same for ranks that are about to send the same model in the same way."""
+    """Return a digest, the same for ranks that send the same model in the same way."""
     text = repr((list(buckets), sorted(aliases.items()), sorted(others)))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -94,11 +94,11 @@ def tree(
 ) -> tuple[list[WorkerIncarnation], dict[str, tuple[WorkerIncarnation, ...]]]:
     """Return the roots that the sender sends to, and for each root the children that it passes buckets on to.
 
-    Workers on the sender's own node read one copy in shared memory. Of those on another node the first gets the bytes
+    Workers on the sender's own node read one copy in shared memory. On another node, the first worker gets the bytes
     over the network, once, and passes them on through shared memory there.
 
     Args:
-        nodes: of each target; empty: not known.
+        nodes: node of each target; empty: not known.
         here: the sender's node.
     """
     direct: list[WorkerIncarnation] = []

@@ -1,8 +1,8 @@
 """The versions of the weights at one receiver: the complete one, and those on their way.
 
-Pure: no torch, no clock, no memory. The receive service asks it about everything that comes, keeps the tensors beside
-it, and does as the answers say. A *session* is one attempt of one sender to deliver one version here: it begins, its
-buckets come in any order, its sender commits it, and it ends in exactly one way.
+Pure: no torch, no clock, no tensors. The receive service asks this module about every message, keeps the tensors, and
+does as the answers say. A *session* is one attempt of one sender to deliver one version here. It begins, its buckets
+come in any order, its sender commits it, and it ends in exactly one way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from unified.protocol.records import WorkerIncarnation
 from unified.values import Value
 
 MAX_OPEN = 2
-"""Number of sessions at a time: their memory is a model each."""
+"""Number of sessions at a time: each takes the memory of one model."""
 MAX_REMEMBERED = 64
 """Number of ended sessions whose end can still be asked for."""
 
@@ -36,13 +36,13 @@ class TransferFailure(NamedTuple):
     """The reason why one receiver did not get a version."""
 
     kind: str
-    """`GONE`: the next incarnation of it, or the next attempt, may. `LATE`: time was up. `FAILED`: trying again is no
-    use. `SUPERSEDED`: it has a newer one, which is as good."""
+    """`GONE`: its next incarnation, or the next attempt, may get it. `LATE`: time was up. `FAILED`: another try is
+    useless. `SUPERSEDED`: it has a newer version, which is as good."""
     text: str
 
 
 def failure_of(error: BaseException) -> TransferFailure:
-    """Return what an error of a call means for the worker that was called."""
+    """Return the failure of the called worker that an error of a call means."""
     match error:
         case WorkerDiedError(is_final=is_final):
             return TransferFailure(FAILED if is_final else GONE, str(error))
@@ -61,11 +61,11 @@ class TransferOffer(Value, frozen=True, kw_only=True):
     version: int
     num_buckets: int
     senders: tuple[WorkerIncarnation, ...]
-    """Workers that will send buckets; the first answers for the session, which is over when one of them dies."""
+    """Workers that will send buckets; the first is in charge of the session. It ends when one of them dies."""
     expires_at: float
-    """Time after which nobody sends any more."""
+    """Time after which no worker sends any more."""
     force: bool = False
-    """The version is taken though a newer one is there."""
+    """The version is accepted even if a newer one is there."""
 
 
 class SessionOutcome(StrEnum):
@@ -78,11 +78,11 @@ class SessionOutcome(StrEnum):
     DROPPED = "dropped"
     """The version will never be complete."""
     UNKNOWN = "unknown"
-    """No sender ever began it here, in this incarnation."""
+    """No sender began the session here, in this incarnation."""
 
 
 class SessionEnd(NamedTuple):
-    """The end of a session: its tensors are the newest version, or to be let go."""
+    """The end of a session: its tensors are the newest version, or are to be dropped."""
 
     session: str
     how: SessionOutcome
@@ -94,7 +94,7 @@ class OfferReply(NamedTuple):
     """The answer to a `TransferOffer`."""
 
     refusal: str = ""
-    """The reason of a refusal; empty: buckets are welcome."""
+    """The reason of a refusal; empty: the offer is accepted."""
     ended: list[SessionEnd] = []
 
 
@@ -104,7 +104,7 @@ class BucketVerdict(StrEnum):
     STORE = "store"
     DUPLICATE = "duplicate"
     UNWANTED = "unwanted"
-    """The bucket is of a session that is over or never began, or beyond its last bucket."""
+    """The session of the bucket is over or never began, or has no bucket of this index."""
 
 
 class _Session:
@@ -131,10 +131,10 @@ class VersionTable:
         self._open: dict[str, _Session] = {}
         self._past: OrderedDict[str, SessionEnd] = OrderedDict()
         self._over: dict[str, int] = {}
-        """Newest incarnation that is over, by worker."""
+        """Newest dead incarnation, by worker."""
 
     def begin(self, now: float, offer: TransferOffer) -> OfferReply:
-        """Answer a sender that wants to deliver a version. A second time changes nothing."""
+        """Answer a sender that wants to deliver a version. A repeated offer changes nothing."""
         if offer.session in self._open:
             return OfferReply()
         ended = self.expire(now)
@@ -167,10 +167,10 @@ class VersionTable:
         return self._publish(incoming) if incoming.is_complete else []
 
     def commit(self, session: str) -> list[SessionEnd]:
-        """Publish a session's version as soon as all its buckets are stored, in either order: its sender stands by it.
+        """Note that the sender confirms a session; its version is published once all its buckets are stored as well.
 
-        Without this a bucket that was read from the sender's memory late, after the sender had given up and gone on to
-        change the model, could complete a version.
+        Without this step, a late bucket could complete a version after the sender gave up and changed the model, from
+        whose memory the bucket is read.
         """
         incoming = self._open.get(session)
         if incoming is None:
@@ -179,12 +179,12 @@ class VersionTable:
         return self._publish(incoming) if incoming.is_complete else []
 
     def abort(self, session: str, reason: str) -> list[SessionEnd]:
-        """Give a session up; one that is over stays as it ended."""
+        """Drop a session, unless it is over already."""
         incoming = self._open.get(session)
         return [] if incoming is None else [self._end(incoming, SessionOutcome.DROPPED, reason)]
 
     def incarnation_died(self, dead: WorkerIncarnation, reason: str) -> list[SessionEnd]:
-        """Note that a worker's incarnation, and all before it, is over, and so the sessions to which it was to send."""
+        """Note that a worker's incarnation and all before it are dead; end the sessions in which they were to send."""
         if dead.number <= self._over.get(dead.worker, -1):
             return []
         self._over[dead.worker] = dead.number
@@ -241,13 +241,13 @@ class VersionTable:
     def _refusal(self, offer: TransferOffer) -> str:
         dead = self._first_dead(offer.senders)
         if dead is not None:
-            return f"{dead.worker} was to send it, and its incarnation {dead.number} is over"
+            return f"{dead.worker} should send it, but its incarnation {dead.number} is dead"
         if offer.session in self._past:
             return f"this attempt is over: {self._past[offer.session].reason or 'it was complete'}"
         if offer.version < 1:
             return "versions are numbered from 1"
         if offer.version < self.version and not offer.force:
-            return f"version {self.version} is there already, and versions go up"
+            return f"version {self.version} is there already, and versions must increase"
         first = offer.senders[0].worker
         rest = [each.offer for each in self._open.values() if each.offer.senders[0].worker != first]
         for other in rest:

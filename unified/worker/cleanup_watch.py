@@ -1,8 +1,8 @@
-"""A watch on the main thread: an exception that it handles while it stands in a collective is told.
+"""Watch on the main thread: report an exception that it handles while it is in a collective.
 
-A rank that fails runs its ``finally`` blocks and ``__exit__`` methods before anybody hears of the failure. One that
-waits in a collective there waits for peers that stand in another, and without this watch nothing is said until the
-process group's own timeout, ten minutes and more.
+A failing rank runs its ``finally`` blocks and ``__exit__`` methods before its failure is known. If it enters a
+collective there, it waits for peers that are in another one. Without this watch nothing is reported until the process
+group's own timeout, ten minutes and more.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from unified.threads import TimerThread
 from unified.worker.failure import first_words, render, where
 
 EVERY_S = 2.0
-"""Time between two looks; the second one in the same collective tells."""
+"""Time between two looks; the second look in the same collective reports."""
 
 
 class CleanupWatch:
     """Looks at the main thread until it is closed.
 
     Args:
-        open_collective: name and number of the collective that this rank is in; empty: none.
+        open_collective: returns name and number of the collective that this rank is in; empty: none.
         tell: takes the exception in words, and an empty text once the main thread has gone on.
     """
 
@@ -33,16 +33,16 @@ class CleanupWatch:
         self._tell = tell
         self._seen: tuple[int, str] | None = None
         self._reported: int | None = None
-        """The exception that was told."""
+        """Id of the exception that was reported."""
         self._is_reported = False
         self._timer = TimerThread("unified-cleanup-watch", self._look, stays=True)
 
     def start(self) -> None:
-        """Look from now on."""
+        """Start to look."""
         self._timer.set(time.monotonic() + EVERY_S)
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop the looks."""
         self._timer.close(0.0)
 
     def _look(self) -> None:
@@ -56,7 +56,7 @@ class CleanupWatch:
         if self._is_reported and is_new:
             self._is_reported = False
             self._tell("")
-        # Once: a program that runs within an ``except`` block goes on, and handles its exception all the time.
+        # Only once: a program that goes on inside an ``except`` block handles its exception all the time.
         if error is not None and seen is not None and not is_new and self._reported is None:
             self._reported, self._is_reported = id(error), True
             print(

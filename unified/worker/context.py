@@ -1,4 +1,4 @@
-"""`current_worker()`: the identity of this process, its job's configuration, and whether it shall stop."""
+"""`current_worker()`: the identity of this process, its job's configuration, and its stop."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ActorInfo:
     def spec(self) -> WorkloadDesc:
         """The workload that describes the role: `backend`, `resource`, `group`, `total`, … as the job has them.
 
-        The `config` is decoded, and the `envs` hold the job's own environment too. Put together at first use.
+        The `config` is decoded, and the `envs` hold the job's own environment too. Built at first use.
         """
         from unified.job.from_spec import workload_of  # loads pydantic, which most workers do without
 
@@ -83,7 +83,7 @@ class Worker:
         self._pid = os.getpid()
         self._finishers: list[Callable[[], None]] = []
         from unified.worker.rounds import (
-            RoundChanges,  # loads much that a driver, which imports this module, does without
+            RoundChanges,  # not at the top: drivers import this module, too, and need none of it
         )
 
         self._changes = RoundChanges(rounds)
@@ -124,8 +124,8 @@ class Worker:
         return [role.name for role in self._spec.roles]
 
     def workers_of(self, role: str) -> list[ActorInfo]:
-        """The workers of a role, by rank; empty when there is no such role. Of a role with a range of nodes, those that
-        are there now."""
+        """Return the workers of a role, by rank; empty if there is no such role. Of a role with a range of nodes,
+        return those that are there now."""
         return [
             self._actor(spec, rank)
             for spec in self._spec.roles
@@ -138,8 +138,8 @@ class Worker:
     def should_stop(self) -> bool:
         """True once this worker was asked to stop.
 
-        A loop that looks here gets the job's grace period (10 s unless set) to end by itself. A worker that never
-        looks, and registers no callback, is ended at once.
+        A loop that reads this gets the job's grace period (10 s unless set) to end by itself. A worker that never reads
+        it, and registers no callback, is ended at once.
         """
         self._stop.watch()
         return self._stop.is_asked
@@ -159,10 +159,10 @@ class Worker:
         self._stop.on_stop(callback)
 
     def saving(self) -> AbstractContextManager[None]:
-        """Return a context in which a checkpoint is written: a stop or suspend waits until it is left, if need be for
-        the job's `save_grace_s` (60 s unless set) beyond the grace period.
+        """Return a context in which a checkpoint is written: a stop or suspend waits until the context is left.
 
-        `CheckpointManager` and the training programs enter it by themselves. A restart after a failure does not wait.
+        The wait may exceed the grace period by the job's `save_grace_s` (60 s unless set). `CheckpointManager` and the
+        training programs enter the context by themselves. A restart after a failure does not wait.
         """
         return self._stop.saving()
 
@@ -181,49 +181,49 @@ class Worker:
         self._changes.on_change(callback)
 
     def ready_for_round_change(self) -> None:
-        """Say that an announced change may come now, since whatever shall outlast this process has been saved.
+        """Say that an announced change may come now: everything that must outlast this process has been saved.
 
-        It comes when all workers of the role have said so. Without an announced change, this does nothing.
+        The change comes when all workers of the role have said so. Without an announced change, this does nothing.
         """
         self._changes.ready()
 
     def on_finish(self, callback: Callable[[], None]) -> None:
-        """Have `callback()`, which should be quick, called in the main thread once the entry point has returned; not if
-        it raises. Given twice, it is called once."""
+        """Call `callback()` in the main thread once the entry point has returned; not if it raises. The callback should
+        be quick. If it is given twice, it is called once."""
         if callback not in self._finishers:
             self._finishers.append(callback)
 
     def snapshot(self, state: Any, step: int) -> None:
         """Copy a state into memory that outlives this process and, by copies on other nodes, this node.
 
-        Returns when the copy is made: once the memory is there (from the third time on), that takes as long as a copy
-        of so many bytes. It is never written to a file, and no other job can read it. `snapshots.configure` sets how
+        Returns when the copy is made. From the third time on the memory is there, and this takes as long as a copy
+        of that many bytes. It is never written to a file, and no other job can read it. `snapshots.configure` sets how
         often copies go to another node.
 
         Args:
-            state: a nest of dicts, lists and tuples of tensors (on any device, in pieces, too), arrays and whatever can
+            state: nested dicts, lists and tuples of tensors (on any device, also in pieces), arrays and values that can
                 be pickled; at its top there may be modules, optimizers and other objects with a `state_dict`.
             step: steps done, from 0 up. Ranks of one round take the same steps, and are never more than one apart.
 
         Raises:
-            SnapshotQuotaError: the node gives snapshots less memory than that.
+            SnapshotQuotaError: the snapshot exceeds the memory that the node gives to snapshots.
             SnapshotError: the node's snapshot server cannot be reached.
             UsageError: the state cannot be pickled.
         """
         self.snapshots.take(state, step)
 
     def restore(self, state: Any = None, *, step: int | None = None) -> Restored | None:
-        """Give back the newest state that all ranks of the round have a snapshot of; all of them call this together.
+        """Return the newest state of which all ranks of the round have a snapshot; all ranks call this together.
 
         Each rank takes its part from its node's memory, else from another node's, else from storage.
 
         Args:
             state: is filled in place: tensors are copied into, objects with `load_state_dict` are given theirs, other
                 values are replaced. Without it a new state is returned, all in host memory.
-            step: the only one that will do.
+            step: the only step to restore; None: the newest.
 
         Returns:
-            Step, source and state; None: there is no snapshot that all have, as at the first start.
+            Step, source and state; None: no snapshot is common to all ranks, as at the first start.
 
         Raises:
             SnapshotError: the snapshot does not fit `state`, or there is none of `step`.
@@ -246,25 +246,26 @@ class Worker:
 
         actor, environ = self.actor_info, os.environ
         within_s = actor.role_spec.communication.timeout_s or STORE_WITHIN_S
-        if actor.sub_master is None:  # it is started again by itself, and goes on alone
+        if actor.sub_master is None:  # this worker restarts alone, so it restores alone
             return RoundPlace(actor.name, self.round, 0, 1, None, within_s)
         store = partial(connect, environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), within_s)
         alone = actor.world_size == 1
         return RoundPlace(actor.role, self.round, actor.rank, actor.world_size, None if alone else store, within_s)
 
     def report(self, step: int | None = None, total: int | None = None, **metrics: Any) -> None:
-        """Say how far this worker is; shown by the driver and by `unified status`.
+        """Report the progress of this worker, for the driver and `unified status`.
 
-        Cheap: they are sent together, every tenth of a second and at the end. What is shown of a value that is not
-        named is its last. The series (`unified metrics JOB WORKER`) has a point for each new step, with what
-        was reported since that step was named, and without steps one for each report; old points are thinned. Trackers
-        that `report_to=` names get them, too. In a process that this worker forked (a data loader) it does nothing.
+        Cheap: reports are sent together, every tenth of a second and at the end. A value that is not named keeps its
+        last content. The series (`unified metrics JOB WORKER`) has one point for each new step, with all that was
+        reported since that step was named; without steps, one for each report. Old points are thinned. Trackers that
+        `report_to=` names get the reports, too. In a process that this worker forked (a data loader), this does
+        nothing.
 
         Args:
             step: steps done.
             total: steps to do.
             metrics: numbers, texts, or tensors and arrays with one element. 256 names are kept; a line on stderr says
-                if there are more. Of a text 200 characters are kept.
+                if there are more. Of a text, 200 characters are kept.
 
         Raises:
             TypeError: a value of another kind.
@@ -274,12 +275,12 @@ class Worker:
             self._reporter.report(step, total, metrics)
 
     def _finish(self) -> None:
-        """The entry point has returned."""
+        """Call the `on_finish` callbacks once the entry point has returned."""
         finishers, self._finishers = self._finishers, []
         for callback in finishers:
             try:
                 callback()
-            except Exception:  # the others are still owed their call
+            except Exception:  # the other callbacks are still called
                 traceback.print_exc()
 
     def _begin_round(self, order: RunOrder) -> None:
@@ -323,7 +324,7 @@ _current: Worker | None = None
 
 
 def current_worker() -> Worker:
-    """The worker that this process is.
+    """Return the worker that this process is.
 
     Raises:
         NotInWorkerError: this process is not a worker of a job.

@@ -1,7 +1,7 @@
 """The worker's end of the socket to its agent: orders come in, reports go out.
 
-End of file on it means that the agent is gone. Nobody watches this worker then and nobody would ever stop it, so the
-process ends at once, whatever its main thread is doing.
+End of file means that the agent is gone. Nobody could watch or stop this worker then, so the process ends at once, even
+while its main thread is busy.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ class ControlChannel:
         start_thread("unified-control", self._serve, handlers)
 
     def disown(self) -> None:
-        """In a process that user code forked: it has no agent, and what it says goes nowhere."""
+        """Close the channel in a process that user code forked: it has no agent, and `send` does nothing."""
         self._is_disowned = True
         self._socket.close()
 
     def send(self, word: worker_agent.WorkerWord) -> None:
-        """Say one word to the agent. Blocks while the socket is full; ends the process if the agent is gone."""
+        """Send one word to the agent. Blocks while the socket is full; ends the process if the agent is gone."""
         if self._is_disowned:
             return
         data = encode_stream(word)
@@ -92,7 +92,7 @@ class ControlChannel:
     def _serve(self, handlers: Handlers) -> None:
         while True:
             for order in self._waiting:
-                match order:  # a worker is launched once: saying it again changes nothing
+                match order:  # a further Launch is ignored: a worker is launched once
                     case worker_agent.Run():
                         handlers.on_run(order.order)
                     case worker_agent.DirectoryNews():
@@ -126,6 +126,7 @@ class ControlChannel:
         try:
             self.before_exit()
             if reason is not None:
-                print(f"unified: this worker ends, its agent speaks otherwise: {reason}.", file=sys.stderr, flush=True)
+                text = f"this worker ends: it cannot read its agent's messages: {reason}."
+                print(f"unified: {text}", file=sys.stderr, flush=True)
         finally:
             os._exit(1)

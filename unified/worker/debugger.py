@@ -1,4 +1,4 @@
-"""Breakpoints of a worker: pdb, for which ``unified attach`` types by calls over the bus, or debugpy."""
+"""Breakpoints of a worker: pdb, driven by ``unified attach`` through calls over the bus, or debugpy."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ POLL_S = 20.0
 
 
 class DebugTerminal:
-    """Terminal of this worker's pdb. `wait_for` is told what the worker waits for; nothing once it goes on."""
+    """Terminal of this worker's pdb. `wait_for` gets what the worker waits for, and "" once it goes on."""
 
     def __init__(self, launch: Launch, stop: StopState, wait_for: Callable[[str], None]) -> None:
         self.who = f"job={launch.job_id} worker={launch.name}"
         self.command = f"unified attach {launch.job_id} {launch.role}-{launch.rank}"
         self.wait_for = wait_for
-        self.turn = threading.RLock()  # of several threads one is at the prompt; those at no breakpoint answer calls
+        self.turn = threading.RLock()  # one thread at a time is at the prompt; threads at no breakpoint answer calls
         self.state = "running"
         """`running`; `busy` until the first prompt, and while pdb carries out a line; `asking`; `off` after `q`."""
         self.output = io.StringIO()  # since the program ran last
-        self.num_left = self._first = launch.incarnation << 32  # and one for each stop that the program has left
+        self.num_left = self._first = launch.incarnation << 32  # plus one for each breakpoint left
         self._typed = ""
         self._stop, self._pid = stop, os.getpid()
         self._changed = threading.Condition()
@@ -41,30 +41,30 @@ class DebugTerminal:
 
     def on_breakpoint(self, *_: object, **__: object) -> None:
         """Stop the calling thread."""
-        if os.getpid() != self._pid:  # it has neither bus nor agent
+        if os.getpid() != self._pid:  # a forked child has neither bus nor agent
             print("unified: a child of the worker passes over its breakpoint()", file=sys.stderr)
         elif not (self.state == "off" or self._stop.is_asked):
-            _WorkerPdb(self).set_trace(sys._getframe(1))  # last: what is called from here on is traced
+            _WorkerPdb(self).set_trace(sys._getframe(1))  # last: pdb traces every call from here on
 
     def readline(self, *_: object) -> str:
-        """Wait for a line; a program that has to end leaves the debugger."""
+        """Wait for a line; return ``quit`` if the program has to end."""
         with self._changed:
             self.become("asking")
-            may_end = threading.current_thread() is not threading.main_thread()  # it gets no interrupt
+            may_end = threading.current_thread() is not threading.main_thread()  # only the main thread is interrupted
             while not (self._typed or (self._stop.is_asked and (may_end or not self._stop.is_interrupt))):
                 self._changed.wait(LOOK_S)
             line, self._typed, self.state = self._typed or "quit\n", "", "busy"
         return line
 
     def become(self, state: str) -> None:
-        """Change the state, and tell it those who are attached."""
+        """Change the state, and wake up the attached callers."""
         with self._changed:
             self.state = state
             self._changed.notify_all()
 
     def _attach(self, after: int, typed: str = "", num_left: int = 0) -> tuple[str, int, str, int]:
-        """Hand pdb a line, if one was typed; return its output from there on, the length of all, the state, and how
-        many stops the program has left, `num_left` at the last answer. After `POLL_S` pdb may still be busy."""
+        """Give pdb the typed line, if any. Return the output from `after` on, the length of all output, the state, and
+        the `num_left` to pass next time. After `POLL_S` pdb may still be busy."""
         with self._changed:
             if typed and num_left < self._first:
                 raise UsageError(f"{self.who} was restarted since: attach to it once more.")
@@ -76,7 +76,7 @@ class DebugTerminal:
                 lambda: self.num_left not in same or (self.state != "busy" and after != len(self.output.getvalue())),
                 POLL_S,
             )
-            if self.num_left not in same and self.state != "off":  # it may have stopped again by now
+            if self.num_left not in same and self.state != "off":  # the program may have stopped again by now
                 return "--running--\n", 0, "running", self.num_left
             text = self.output.getvalue()
             return text[max(0, after) :] or f"--{self.state}--\n", len(text), self.state, self.num_left
@@ -112,12 +112,12 @@ class _WorkerPdb(pdb.Pdb):
         return self.do_continue(arg, "off")
 
     do_q = do_exit = do_EOF = do_quit
-    _cmdloop = pdb.Pdb.cmdloop  # an interrupt is the program's, not pdb's
+    _cmdloop = pdb.Pdb.cmdloop  # an interrupt goes to the program, not to pdb
 
 
 def await_debugpy(launch: Launch, wait_for: Callable[[str], None]) -> None:
     """Wait for a client of debugpy, if the job says so. EntryPointError: there is no debugpy, or no such port."""
-    if not (given := os.environ.pop(DEBUGPY, "")):  # jobs that this worker submits are not meant
+    if not (given := os.environ.pop(DEBUGPY, "")):  # popped: not for jobs that this worker submits
         return
     everybody = [name for role in launch.spec.roles for name in role.workers]
     port = int(given) + everybody.index(launch.name) if given.isdecimal() else 0

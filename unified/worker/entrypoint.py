@@ -1,8 +1,7 @@
-"""The entry point that a worker runs: found, checked and called.
+"""Entry point of a worker: find, check and call it.
 
-Everything that can be wrong with an entry point itself is an `EntryPointError`, raised before any of it runs where
-possible: the same would happen again, so nobody restarts a worker for it. An error that the user's code raises while it
-runs goes through as it is.
+A fault of the entry point itself is an `EntryPointError`, raised before any of its code runs where possible. A restart
+would fail in the same way, so there is none. An error that the user's code raises while it runs goes through as it is.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from unified.job.spec import EntryPoint
 _RUNTIME = str(Path(__file__).parent)
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 _NOTICES = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that end only a process that does not handle them: a program of that kind never gets them."""
+"""Signals passed on only to a program that handles them, since they would end any other."""
 _NEVER_SHADOWED = ("__main__", "encodings", "unified")
 """Modules that the interpreter, or the runtime, is made of."""
 
@@ -50,8 +49,8 @@ class LoadedEntry(ABC):
     Attributes:
         module: the module whose `@rpc` functions are exported.
         instance: the object whose `@rpc` methods are exported, once `construct` was called; None for other kinds.
-        only_serves: it has nothing to run, so that its work begins after `run`: calls, or threads of its own.
-        is_program: its module's functions are defined by `run`, and not before.
+        only_serves: it has nothing to run: its work begins after `run`, as calls or in threads of its own.
+        is_program: only `run` defines its module's functions.
     """
 
     only_serves = False
@@ -63,7 +62,7 @@ class LoadedEntry(ABC):
 
     @abstractmethod
     def construct(self, config: Callable[[], Any]) -> None:
-        """Make the instance, if this kind has one. `config` gives the user's configuration to those that take it."""
+        """Make the instance, if this kind has one. `config` returns the user's configuration."""
 
     @abstractmethod
     def run(self, config: Callable[[], Any]) -> None:
@@ -75,7 +74,7 @@ def load(entry: EntryPoint, *, is_driver: bool, is_elastic: bool = False) -> Loa
 
     Args:
         is_driver: the job waits until it has run, unless it is a service.
-        is_elastic: its ranks train together, so that it is no service only because it has nothing to run.
+        is_elastic: its ranks train together: a driver with nothing to run is then no service, but an error.
     """
     if entry.kind != "script":
         _forget_shadowed(_front_path())
@@ -128,7 +127,7 @@ class _Class(LoadedEntry):
 
 
 def _load_attribute(entry: EntryPoint, is_driver: bool, is_elastic: bool) -> LoadedEntry:
-    sys.argv = [entry.target, *entry.argv]  # not those of the process that was started for it
+    sys.argv = [entry.target, *entry.argv]  # not the arguments of this process
     module = _import(entry.target)
     found: Any = module
     for depth, name in enumerate(entry.attribute.split(".")):
@@ -143,7 +142,7 @@ def _load_attribute(entry: EntryPoint, is_driver: bool, is_elastic: bool) -> Loa
 
 
 def _load_value(entry: EntryPoint, is_driver: bool, is_elastic: bool) -> LoadedEntry:
-    """Load a function or class that came with its code. `__main__` has it and the `@rpc` functions, no more."""
+    """Load a function or class that came with its code. `__main__` holds only it and the `@rpc` functions."""
     sys.argv = [entry.target]
     sys.modules["__main__"] = module = ModuleType("__main__")
     what = f"entry point '{entry.attribute}'"
@@ -164,7 +163,7 @@ def _entry_of(found: Any, module: ModuleType, what: str, is_driver: bool, is_ela
 
 
 def _caller(function: Callable[..., Any], what: str) -> Callable[[Callable[[], Any]], Any]:
-    """Return the call of a function or class that takes nothing, or the user's configuration."""
+    """Return a caller for a function or class that takes no argument, or the user's configuration."""
     if _is_generator(function):
         raise EntryPointError(_generator(what))
     needed = _required(function)
@@ -205,7 +204,6 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _required(function: Callable[..., Any]) -> list[str]:
-    """Names of the parameters that a caller must give."""
     return [
         name
         for name, parameter in _parameters(function).items()
@@ -267,10 +265,10 @@ def _is_library(entry: str) -> bool:
 
 
 def _forget_shadowed(folders: Sequence[str]) -> None:
-    """Forget the imported modules of whose names these folders, the first of `sys.path`, have others.
+    """Forget imported modules that have another module of the same name in these folders, the first of `sys.path`.
 
-    A zygote has imported much before the user's folders were known. In plain Python a ``calendar.py`` beside the script
-    is what the script imports. The interpreter's built-in and frozen modules come first there, too.
+    A zygote imports modules before the user's folders are known. In plain Python a script imports the ``calendar.py``
+    beside it; only the interpreter's built-in and frozen modules come first there, too.
     """
     for found in pkgutil.iter_modules(folders):
         loaded = getattr(sys.modules.get(found.name), "__spec__", None)
@@ -339,7 +337,7 @@ def _load_script(entry: EntryPoint) -> LoadedEntry:
 
 
 def is_executable(entry: EntryPoint) -> bool:
-    """Return True if the entry point is a program that is no Python: it makes its own process group, if any."""
+    """Return True if the entry point is a program that is not Python: it makes its own process group, if any."""
     if entry.kind != "script":
         return entry.kind == "program"
     try:
@@ -352,7 +350,7 @@ def is_executable(entry: EntryPoint) -> bool:
 
 
 class _Executable(LoadedEntry):
-    """A program that is no Python: a child of this process, which passes signals on and ends as the child does."""
+    """A program that is not Python: a child. This process passes signals on to it, and ends as the child does."""
 
     def __init__(self, command: list[str]) -> None:
         super().__init__(_new_main(command[0]))
@@ -371,7 +369,7 @@ class _Executable(LoadedEntry):
             elif number in _STOPS or process.is_handled(children[0].pid, number):
                 children[0].send_signal(number)
 
-        for number in (*_STOPS, *_NOTICES):  # first, so that none is lost that comes as soon as the program runs
+        for number in (*_STOPS, *_NOTICES):  # before the start, so that no early signal is lost
             signal.signal(number, pass_on)
         try:
             children.append(subprocess.Popen(self._command))
@@ -381,7 +379,7 @@ class _Executable(LoadedEntry):
         while early:
             pass_on(early.pop(0))
         code = _wait(children[0])
-        if code < 0:  # end as it did, so that whoever looks sees the signal
+        if code < 0:  # end by the same signal, so that the parent sees it
             with contextlib.suppress(OSError):  # SIGKILL has no handler
                 signal.signal(-code, signal.SIG_DFL)
             os.kill(os.getpid(), -code)
@@ -390,9 +388,9 @@ class _Executable(LoadedEntry):
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int:
-    """Return the exit code of a child once it has ended; handlers of signals run meanwhile.
+    """Wait for a child and return its exit code; signal handlers run meanwhile.
 
-    The kernel may give a signal to another thread, which wakes no main thread that waits in `waitpid`.
+    The kernel may give a signal to another thread, which does not wake a main thread in `waitpid`.
     """
     read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -407,7 +405,7 @@ def _wait(child: subprocess.Popen[bytes]) -> int:
 
 
 def _load_container(entry: EntryPoint, path: Path) -> LoadedEntry:
-    """A folder or a zip file, whose `__main__.py` runs and whose modules it may import."""
+    """Load a folder or a zip file: its `__main__.py` runs, and may import its modules."""
     spec = importlib.machinery.PathFinder.find_spec("__main__", [str(path)])
     if spec is None or spec.loader is None:
         raise EntryPointError(
@@ -455,7 +453,7 @@ def _new_main(file: str) -> ModuleType:
 
 
 def _is_top_level(error: BaseException) -> bool:
-    """Was it raised by an import statement at the top level of the program, so that it would be again?"""
+    """Return True if an import at the program's top level raised the error: it would fail again."""
     frame = error.__traceback__
     while frame is not None:
         code = frame.tb_frame.f_code

@@ -26,7 +26,7 @@ _SHORT_NAMES = ("JOB", "NAME", "ROLE")
 
 
 def apply(launch: Launch) -> None:
-    """Put a launch into this process: variables, directory, module path."""
+    """Apply a launch to this process: variables, directory, module path."""
     environ = os.environ
     given = variables(launch, environ)
     environ.update(given)
@@ -48,10 +48,10 @@ def apply(launch: Launch) -> None:
 
 
 def variables(launch: Launch, inherited: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
-    """All that a launch sets: what the node says, what the user set for the role, and who the worker is.
+    """Return all variables of a launch: the node's, those that the user set for the role, and the worker's identity.
 
-    The later wins: nobody may set a rank, and the user may set anything else. A script, which was written for any
-    launcher, may have a `NAME`, a `ROLE` or a `JOB` of its own.
+    Later ones win: the user can set anything except the identity. A script is written for any launcher, so it keeps a
+    `NAME`, `ROLE` or `JOB` of its own.
     """
     if launch.kind == "store":
         return dict(launch.env)
@@ -78,7 +78,7 @@ def identity(launch: Launch) -> dict[str, str]:
 
 
 def elastic(launch: Launch, role: RoleSpec, order: RunOrder, store_port: int) -> dict[str, str]:
-    """The variables of a rank in a round, by the names torchrun gives them."""
+    """Return the variables of a rank in a round, under torchrun's names."""
     return {
         **_ranks(launch, order.rank, order.world_size),
         "ROLE_RANK": str(order.rank),
@@ -108,14 +108,13 @@ def _ranks(launch: Launch, rank: int, world_size: int) -> dict[str, str]:
 
 
 def device(environ: Mapping[str, str]) -> str:
-    """The worker's first device as torch names it. The agent counted it among those that it made visible."""
+    """The worker's first device as torch names it. Its number counts the devices that the agent made visible."""
     return environ.get("ACCELERATE_TORCH_DEVICE") or "cpu"
 
 
 def with_shipped_code(launch: Launch) -> Launch:
-    """Return the launch with the paths of the submitter that lead into the code which travels with its job as paths of
-    this node; the working directory is its folder if it is none of these.
-    """
+    """Return the launch with the submitter's paths into the shipped code replaced by paths of this node. A working
+    directory outside that code is replaced by the code's folder."""
     code = launch.spec.code
     if code is None:
         return launch
@@ -159,12 +158,12 @@ def new_path_entries(
 ) -> list[str]:
     """Return what goes in front of `sys.path`: the driver's path, the working directory, and the job's own PYTHONPATH.
 
-    A script finds its own folder there, as in plain Python, and neither of the first two, which could hide a library;
-    but for a working directory that ``DLROVER_WORKING_DIR`` chose.
+    A script gets neither of the first two, which could hide a library, except a working directory that
+    ``DLROVER_WORKING_DIR`` chose. It finds its own folder there, as in plain Python.
 
-    The driver's path begins with its script's folder, as in plain Python, so that a module that happens to lie in the
-    working directory does not hide one that lies beside the script. A working directory that was chosen (by
-    ``DLROVER_WORKING_DIR``, or because it is none of the driver's) comes first all the same.
+    The driver's path begins with its script's folder, as in plain Python: a module in the working directory must not
+    hide one beside the script. A working directory still comes first if ``DLROVER_WORKING_DIR`` chose it, or if it is
+    not in the driver's path.
 
     A forked worker's interpreter was started before its environment was known, so PYTHONPATH is read here.
     """
@@ -183,7 +182,7 @@ def new_path_entries(
 
 
 def last_path_entries(launch: Launch, path: Sequence[str]) -> list[str]:
-    """Return what goes behind `sys.path`: for a script the driver's path, where a driver's value may have its class."""
+    """Return what goes behind `sys.path`: for a script the driver's path, for classes of the driver's values."""
     if launch.spec.role(launch.role).entry_point.kind != "script":
         return []
     return [entry for entry in dict.fromkeys(_driver_path(launch)) if entry not in path]

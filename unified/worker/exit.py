@@ -1,7 +1,7 @@
-"""Exit of a worker: the end of its program, as the interpreter would do it, and an end of the process without a hang.
+"""Exit of a worker: end its program in the interpreter's order, then its process without a hang.
 
-Python's order is kept: threads and executors are joined, `atexit` functions run, globals are cleared, so that files are
-flushed and closed and `__del__` runs. The runtime's own exit functions are left for the end of the process.
+Threads and executors are joined, `atexit` functions run, and globals are cleared. This flushes and closes files and
+runs `__del__`. The runtime's own exit functions run at the end of the process.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from unified.worker.failure import exit_code
 from unified.worker.stop import flush_output
 
 WITHIN_S = 5.0
-"""Time for a worker that has failed; one that is stopped has its grace period."""
+"""Time for the end of a failed worker; a stopped worker has its grace period."""
 EXIT_CUT = 1
 LOOK_S = 0.1
 NOTICE_S = 10.0
-"""An end that takes longer says what it waits for."""
+"""After this time the end of a program reports what it waits for."""
 _RUNTIMES: tuple[Callable[[], object], ...] = (pool._close_all, reader._leave_all)
-"""Exit functions that would take away what other workers still read."""
+"""Exit functions that would remove memory that other workers still read."""
 _EXECUTORS = ("concurrent.futures.thread", "concurrent.futures.process")
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _OWN = ("unified", "unified_agent", "unified_master")
-_NOT_USERS = (*_LIBRARIES, str(Path(__file__).parent.parent) + os.sep)  # ours also under names of `unified.compat`
+_NOT_USERS = (*_LIBRARIES, str(Path(__file__).parent.parent) + os.sep)  # our files, also for names of `unified.compat`
 
 
 def _nothing(*_: object) -> None:
@@ -54,15 +54,15 @@ def exit_process(
     clear: Callable[[], object] = _nothing,
     on_cut: Callable[[str], object] = _nothing,
 ) -> NoReturn:
-    """End the program as Python does, and the process with `code`.
+    """End the program in Python's order, then the process with `code`.
 
-    A forked worker must not unwind into the zygote's stack, so this never returns and never raises. The interpreter is
-    left standing (as multiprocessing does): destructors of libraries that hang at exit get no chance to.
+    This function never returns and never raises: a forked worker must not unwind into the zygote's stack. It does not
+    finalize the interpreter (like multiprocessing), because destructors of some libraries hang at exit.
 
     Args:
-        left_s: returns how many seconds are left before the process ends all the same; default: `WITHIN_S` in all.
-        last, clear: as of `end_program`.
-        on_cut: told what the end was waiting for, if it is cut short.
+        left_s: returns the seconds left until the process ends in any case; default: `WITHIN_S` in all.
+        last, clear: as for `end_program`.
+        on_cut: called with what the end was waiting for, if it is cut short.
     """
     until = time.monotonic() + WITHIN_S
     try:
@@ -79,8 +79,7 @@ def exit_process(
 
 
 def exit_fork(error: BaseException | None) -> NoReturn:
-    """End a process that user code forked and that came back out of it, with this error or by returning: what follows
-    is for its parent to do."""
+    """End a process that user code forked, once that code has raised `error` or returned: only its parent goes on."""
     code = 0
     try:
         if isinstance(error, SystemExit):
@@ -96,7 +95,7 @@ def exit_fork(error: BaseException | None) -> NoReturn:
 
 
 def cut_after(left_s: Callable[[], float], code: int, on_cut: Callable[[str], object]) -> None:
-    """End the process with `code` as soon as no seconds are left, whatever it does then."""
+    """Start a thread that ends the process with `code` as soon as no time is left."""
     with contextlib.suppress(RuntimeError):  # no more threads for this user; the agent has a deadline of its own
         start_thread("unified-exit-watchdog", _cut, left_s, code, on_cut)
 
@@ -108,18 +107,18 @@ def _cut(left_s: Callable[[], float], code: int, on_cut: Callable[[str], object]
     text = f"its end was cut short after {time.monotonic() - began:.1f} s: it was waiting for {_waited_for()}"
     try:
         on_cut(text)
-        print(f"unified: {text}. What that had not written is lost.", file=sys.stderr)
+        print(f"unified: {text}. Output that was not written yet is lost.", file=sys.stderr)
         flush_output(within_s=0.2)
     finally:
         os._exit(code)
 
 
 def end_program(last: Callable[[], object], clear: Callable[[], object]) -> None:
-    """End the user's program. Takes as long as its threads and `atexit` functions take; a second call ends the rest.
+    """End the user's program. Takes as long as its threads and `atexit` functions; a second call ends the rest.
 
     Args:
         last: called when non-daemon threads and executors have been joined and the user's `atexit` functions have run.
-        clear: lets go of the program's globals; called after that, and before files are flushed.
+        clear: drops the program's globals; called after `last`, and before files are flushed.
     """
     with _saying_what_it_waits_for():
         _run(threading._shutdown)  # type: ignore[attr-defined]  # there is no public name; unknown to typeshed
@@ -132,11 +131,11 @@ def end_program(last: Callable[[], object], clear: Callable[[], object]) -> None
 
 
 def finish_work() -> None:
-    """Wait for the non-daemon threads of a program that goes on answering calls, and for what its executors have to do
-    as of now. The executors go on, and `atexit` functions run when the process ends."""
+    """Wait for the non-daemon threads of a program that still answers calls, and for the present work of its executors.
+    The executors go on, and `atexit` functions run when the process ends."""
     pooled = _pooled_threads()
     threads = [thread for thread in _unended_threads() if thread not in pooled]
-    kinds = [getattr(module, "_WorkItem", None) for module in _executors()]  # what an executor has begun or will
+    kinds = [getattr(module, "_WorkItem", None) for module in _executors()]  # work begun or queued
     items = [each for each in gc.get_objects() if type(each) in kinds]
     if not threads and not items:
         return
@@ -147,10 +146,9 @@ def finish_work() -> None:
 
 
 def clear_program(main: str, known: Collection[str]) -> None:
-    """Clear the globals of the user's modules, the newest first: of `main`, and of those that were not `known` before
-    the program began.
+    """Clear the globals of the user's modules, newest first: `main`, and modules not `known` before the program began.
 
-    Whatever refers to them should have let go before. Threads that run on do so without them, as at Python's own end.
+    References to the modules should be dropped before. Threads that run on lose the globals, as at Python's own end.
     """
     for name in ("last_exc", "last_type", "last_value", "last_traceback"):
         if hasattr(sys, name):
@@ -161,10 +159,10 @@ def clear_program(main: str, known: Collection[str]) -> None:
     for name, module in reversed(list(sys.modules.items())):
         if name == main or (name not in known and _is_users(name, module)):
             cleared.append(weakref.ref(_Globals(vars(module))))
-            sys.modules[name] = ModuleType(name) if name == "__main__" else None  # type: ignore[assignment]  # as Python does
+            sys.modules[name] = ModuleType(name) if name == "__main__" else None  # type: ignore[assignment]
         del module
-    _flush_files()  # a collection may close a file's inner buffer before its outer one has written to it
-    gc.collect()  # with their globals intact, which a `__del__` may need
+    _flush_files()  # a collection may close a file's inner buffer before the outer one is flushed
+    gc.collect()  # while globals are intact: a `__del__` may need them
     for reference in cleared:
         if (survivor := reference()) is not None:
             _clear(survivor.names)
@@ -172,15 +170,14 @@ def clear_program(main: str, known: Collection[str]) -> None:
 
 
 def _flush_files() -> None:
-    """Flush every file that is open for writing, whoever still refers to it."""
+    """Flush every file that is open for writing, also if user code still refers to it."""
     for each in gc.get_objects():
         if issubclass(type(each), io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom):
             _run(each.flush, is_quiet=True)
 
 
 def _waited_for() -> str:
-    """Return what the end of a program is waiting for, as text for a message."""
-    threads = dict.fromkeys([*_unended_threads(), *_pooled_threads()])  # those of an executor may be daemons
+    threads = dict.fromkeys([*_unended_threads(), *_pooled_threads()])  # an executor's may be daemons
     names = [thread.name for thread in threads if thread.is_alive()]
     return f"threads {', '.join(names)}" if names else "its exit functions"
 
@@ -199,7 +196,7 @@ def _pooled_threads() -> list[threading.Thread]:
 
 
 class _Globals:
-    """Lives as long as the globals of a module, which themselves cannot be referred to weakly."""
+    """Marker that ends with the globals of a module; the globals themselves take no weak reference."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         self.names = names
@@ -214,7 +211,7 @@ def _is_users(name: str, module: ModuleType | None) -> bool:
 
 
 def _clear(names: dict[str, Any]) -> None:
-    """Clear names as the interpreter clears a module that is still held, but objects before code that they may need."""
+    """Clear names as the interpreter clears a referenced module, but objects before the code that they may need."""
     code = (ModuleType, FunctionType, type)
     for is_code in (False, True):
         for name, value in list(names.items()):

@@ -49,7 +49,7 @@ _BROKEN_PEER = (
 
 
 def describe(error: BaseException, *, category: str = "user", has_process_group: bool = False) -> Failure:
-    """The failure that an exception of the entry point amounts to, of this category unless it says another itself.
+    """Return the failure record of an exception; `category` holds unless the exception implies another.
 
     In a torch.distributed group an error of a collective probably means that another rank died.
     """
@@ -58,7 +58,7 @@ def describe(error: BaseException, *, category: str = "user", has_process_group:
     shown: BaseException | None = error
     if isinstance(error, EntryPointError):
         category = "setup"
-        shown = error.__cause__  # what the user's code raised, if it did: ours says all in its message
+        shown = error.__cause__  # the user's exception, if any: ours says all in its message
     return Failure(
         summary=first_words(error),
         category=category,
@@ -69,7 +69,7 @@ def describe(error: BaseException, *, category: str = "user", has_process_group:
 
 
 def with_written(failure: Failure, path: str) -> Failure:
-    """The failure with the reason that the worker itself wrote down in its error file, if it did."""
+    """Return the failure with the reason from the worker's error file, if there is one."""
     written = error_file.read(path) if path else None
     if written is None or written.message == failure.summary:
         return failure
@@ -87,15 +87,15 @@ def exit_code(error: SystemExit) -> int:
 
 
 def where(error: BaseException) -> str:
-    """Return the place where it was raised, `` in train, train.py:12``; empty if that is not known."""
+    """Return the place where the error was raised, `` in train, train.py:12``; empty if unknown."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def render(error: BaseException) -> str:
-    """Return its traceback without our frames, with the far side's if it came from there; cut in the middle if long."""
+    """Return the error's traceback without our frames, plus a remote one if any; cut in the middle if long."""
     frames = _skip_ours(error.__traceback__)
-    if frames is None and not isinstance(error, SyntaxError):  # which names its place itself
+    if frames is None and not isinstance(error, SyntaxError):  # a SyntaxError names its place itself
         frames = error.__traceback__
     lines = traceback.TracebackException(type(error), error, frames, compact=True).format()
     text = "".join(lines)
@@ -121,7 +121,7 @@ def _exit(error: SystemExit) -> Failure:
 
 
 def first_words(error: BaseException) -> str:
-    """Return the exception's type and the first line of its message; for an error of an entry point the line alone."""
+    """Return the exception's type and the first line of its message; for an EntryPointError only the line."""
     try:
         text = str(error)
     except Exception as broken:
@@ -138,7 +138,7 @@ def _first_line(text: str) -> str:
 
 
 def _clip(line: str, limit: int) -> str:
-    """At most `limit` characters, the last of which say how many more there were; all of them can be sent."""
+    """Cut a line to `limit` characters, with the number of dropped ones at its end; escape what UTF-8 cannot hold."""
     line = line.encode("utf-8", "backslashreplace").decode()
     if len(line) <= limit:
         return line
@@ -151,7 +151,7 @@ def _type_name(kind: type[BaseException]) -> str:
 
 
 def _skip_ours(frames: TracebackType | None) -> TracebackType | None:
-    """Drop the leading frames: the runtime's, and those of what it calls user code through."""
+    """Drop the leading frames: of the runtime, importlib and asyncio."""
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_MACHINERY):
         frames = frames.tb_next
     return frames

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from unified.protocol.worker_agent import Launch
 
 LIBRARY_GENERATORS = {"sympy.core.random": ("rng", "_assumptions_rng"), "sympy.core.symbol": ("Dummy._prng",)}
-"""Generators that libraries, which a zygote has imported, keep beside those of `random`, numpy and torch."""
+"""Random generators of libraries that a zygote imports, besides those of `random`, numpy and torch."""
 _SET_BLAS_THREADS = ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_", "openblas_set_num_threads")
 VARIABLE = "UNIFIED_KEEP_FREED_MB"
 DEFAULT_MB = 512
@@ -42,8 +42,8 @@ LATER = (
     "torch._inductor.utils",
     "torch._dynamo",
 )
-"""Imports of torch itself when a model is first wrapped in DDP or an optimizer takes its first step: 800 modules, more
-than a second, in every rank anew. In pieces of some tenths of a second, since no worker is forked meanwhile."""
+"""Modules that torch imports when a model is first wrapped in DDP or an optimizer takes its first step: 800 in all,
+more than a second, in every rank. In pieces of some tenths of a second, since no worker is forked meanwhile."""
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -64,28 +64,28 @@ def settle_libraries(threads: int) -> None:
 
 
 def renew_randomness() -> None:
-    """Seed anew, from the kernel, all that a zygote seeded once: else every fork would draw the same random numbers.
+    """Seed again, from the kernel, all generators that a zygote seeded: otherwise all forks draw the same numbers.
 
-    Some need no help: the names of `tempfile` (it looks at the pid), whatever reads the kernel's entropy each time
-    (`secrets`, `uuid4`, `ssl`, `numpy.random.default_rng`), and the generators of accelerators, which are made and
-    seeded when CUDA and its like are initialised; no zygote does that. The hash seed belongs to the interpreter.
+    Not needed for the names of `tempfile` (it looks at the pid), for sources that read the kernel's entropy each time
+    (`secrets`, `uuid4`, `ssl`, `numpy.random.default_rng`), and for the generators of accelerators: these are seeded
+    when CUDA and the like are initialised, and no zygote does that. The hash seed belongs to the interpreter.
     """
     random.seed()
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
     if (torch := sys.modules.get("torch")) is not None:
-        torch.default_generator.seed()  # not torch.seed(), which gives the accelerators' generators this very seed
+        torch.default_generator.seed()  # not torch.seed(), which gives the accelerators' generators the same seed
     for module, names in LIBRARY_GENERATORS.items():
         for name in names if module in sys.modules else ():
-            with contextlib.suppress(AttributeError):  # of another release of the library
+            with contextlib.suppress(AttributeError):  # another release of the library lacks it
                 operator.attrgetter(name)(sys.modules[module]).seed()
     if (processes := sys.modules.get("multiprocessing.process")) is not None:
         processes.current_process().authkey = os.urandom(32)  # a secret of this process and its children
-    tempfile.tempdir = None  # it was found by the zygote's TMPDIR
+    tempfile.tempdir = None  # the zygote chose it by its own TMPDIR
 
 
 def _set_blas_threads(threads: int) -> None:
-    """Set the threads of the OpenBLAS of numpy's wheels, which read its variables when loaded. Any other is left."""
+    """Set the threads of the OpenBLAS in numpy's wheels, which read its variables when loaded; skip any other."""
     folder = Path(str(sys.modules["numpy"].__file__)).parent.parent / "numpy.libs"
     for path in folder.glob("*openblas*"):
         with contextlib.suppress(OSError):
@@ -99,9 +99,10 @@ def _set_blas_threads(threads: int) -> None:
 def keep_freed(env: Mapping[str, str]) -> int:
     """Have this process keep up to ``UNIFIED_KEEP_FREED_MB`` (512) MiB of freed memory for its next arrays; 0: none.
 
-    glibc gives an array of 32 MiB back to the system when it is freed, and the next one is made of pages that have to
-    be cleared anew, which takes longer than filling it. Threads then share one arena, since only the first can hold
-    large arrays; so call it before there are threads. With another C library nothing is done. Returns the kept MiB.
+    glibc gives an array of 32 MiB back to the system when it is freed. The next array then gets pages that must be
+    cleared first, which takes longer than filling them. Threads share one arena afterwards, since only the first arena
+    can hold large arrays; so call this before there are threads. With another C library this does nothing. Returns the
+    kept MiB.
     """
     given = env.get(VARIABLE, str(DEFAULT_MB))
     if not given.isdecimal():
@@ -110,20 +111,20 @@ def keep_freed(env: Mapping[str, str]) -> int:
     if kept_mb == 0 or not _has_glibc():
         return 0
     mallopt = ctypes.CDLL(None).mallopt
-    nbytes = min(kept_mb * 1024 * 1024, 2**31 - 1)  # it takes an int
+    nbytes = min(kept_mb * 1024 * 1024, 2**31 - 1)  # mallopt takes an int
     mallopt(_M_MMAP_THRESHOLD, nbytes)
     mallopt(_M_TRIM_THRESHOLD, nbytes)
-    mallopt(_M_TOP_PAD, nbytes)  # else all is given back once it is more than the threshold
+    mallopt(_M_TOP_PAD, nbytes)  # otherwise all is given back once it exceeds the threshold
     mallopt(_M_ARENA_MAX, 1)
     return kept_mb
 
 
 def give_back_idle() -> None:
-    """Give the system what importing needed once: freed memory, and pages of libraries' files.
+    """Give back to the system what only imports needed: freed memory, and pages of libraries' files.
 
-    Loading torch's libraries reads 70 MB, most of it never again. A page that is needed after all is read anew, from
-    the system's cache of files. Only pages that are the same as in the file are given back. Children find nothing
-    missing: a fork does not pass such pages on.
+    Loading torch's libraries reads 70 MB, most of it only once. The system reads a page again, from its file cache, if
+    it is needed after all. Only pages that equal their file are given back. Children miss nothing: a fork does not pass
+    such pages on.
     """
     libc = ctypes.CDLL(None)
     if _has_glibc():
@@ -136,7 +137,7 @@ def give_back_idle() -> None:
 
 
 def _unchanged_pages() -> Iterator[tuple[int, int]]:
-    """Addresses of mappings of files that cannot be written to, and of which no page was changed before that was so."""
+    """Yield the addresses of read-only mappings of files of which no page was changed."""
     start = end = 0
     is_fixed_file = False
     with open("/proc/self/smaps") as lines:
@@ -154,9 +155,9 @@ def _has_glibc() -> bool:
 
 
 def preload(entry_module: str) -> None:
-    """Import the entry's module, and what it names in `PRELOAD` as far as that is installed and not broken.
+    """Import the entry's module, and the modules of its `PRELOAD` that are installed and not broken.
 
-    A job's own cluster may have said that its workers need less of that, or `PRELOAD_LATER`, too.
+    The variable `settings.PRELOAD` of a job's own cluster may ask for fewer of them, or for `PRELOAD_LATER`, too.
     """
     wanted = os.environ.get(settings.PRELOAD, "")
     with _single_threaded():
@@ -169,12 +170,12 @@ def preload(entry_module: str) -> None:
 
 
 def preload_later(entry_module: str) -> list[str]:
-    """Modules worth importing when there are jobs and nobody waits: what `PRELOAD_LATER` names, else torch's own."""
+    """Return modules to import when there are jobs and nobody waits: `PRELOAD_LATER`, else torch's own."""
     return list(getattr(sys.modules[entry_module], "PRELOAD_LATER", LATER if "torch" in sys.modules else ()))
 
 
 def import_if_there(name: str) -> None:
-    """Import a module if it is there; whatever is wrong with it is no reason not to fork."""
+    """Import a module if it is there; a broken one must not prevent a fork."""
     with _single_threaded():
         _try_import(name)
 
@@ -184,7 +185,7 @@ def _try_import(name: str) -> None:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            traceback.print_exc()  # it is installed, and something that it needs is not
+            traceback.print_exc()  # the module is installed, but not one that it needs
     except Exception:  # a broken installation of a library that the job may not even use
         traceback.print_exc()
 
@@ -214,10 +215,10 @@ class _UnbufferedWriter(io.BufferedWriter):
 
 
 def open_output() -> None:
-    """Make stdout and stderr as torchrun's workers have them, who run with ``python -u``.
+    """Set up stdout and stderr as in torchrun's workers, which run with ``python -u``.
 
-    All of a `print` has left the process when it returns, the beginning of a line as well: it can be seen at once, and
-    whatever ends the process does not take it along. No character is an error.
+    A `print` has written all its text when it returns, even an unfinished line: it is visible at once, and is not lost
+    when the process ends. No character is an error.
     """
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         raw = io.FileIO(descriptor, "w", closefd=False)
@@ -230,10 +231,10 @@ def open_output() -> None:
 
 
 def take_stdin(launch: Launch) -> None:
-    """Let rank 0 of the job's first role read what its driver would, where both are on one host; others read nothing.
+    """Give rank 0 of the job's first role the driver's stdin if both are on one host; other workers read nothing.
 
-    The file behind the driver's stdin is opened again, which the kernel allows for terminals, pipes and files, and
-    refuses for sockets, and for other users' processes: the worker then reads nothing either.
+    The file behind the driver's stdin is opened again. The kernel allows this for terminals, pipes and files, and
+    refuses it for sockets and for other users' processes: the worker then reads nothing either.
     """
     given = launch.spec.stdin
     is_first = launch.kind == "worker" and launch.rank == 0 and launch.role == launch.spec.roles[0].name
@@ -245,6 +246,6 @@ def take_stdin(launch: Launch) -> None:
         return
     os.dup2(descriptor, 0)
     os.close(descriptor)
-    stream = open(0, closefd=False)  # noqa: SIM115  # open for good
+    stream = open(0, closefd=False)  # noqa: SIM115  # stays open
     for name in ("stdin", "__stdin__"):
         setattr(sys, name, stream)

@@ -1,7 +1,7 @@
 """Variables that a program sets before its first ``import torch``, though the process has imported torch already.
 
-In a plain interpreter torch reads them then. Here they are applied at that statement as far as they can be; of the
-others a line on stderr says that they have no effect.
+In a plain interpreter torch would read them at that import. Here the import statement applies them as far as possible;
+a line on stderr names the others, which have no effect.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from unified.worker.environment import thread_count
 from unified.worker.fork_setup import settle_libraries
 
 _OF_THE_INTERPRETER = ("PYTHON", "LD_", "MALLOC_", "GLIBC_")
-"""Beginnings of variables that have no effect in a plain interpreter either, once it runs."""
+"""Prefixes of variables that have no effect in a running plain interpreter either."""
 _READERS = {"TORCHDYNAMO_": "torch._dynamo", "TORCHINDUCTOR_": "torch._inductor", "TORCH_COMPILE_": "torch._dynamo"}
-"""Beginnings of variables, and the module of torch that reads them when it is imported."""
+"""Prefix of variables → module of torch that reads them at its import."""
 
 
 def apply_at_import() -> None:
-    """Apply what changes in the environment from now on, when a program imports torch for the first time."""
+    """Apply later changes of the environment when the program first imports torch."""
     if "torch" not in sys.modules:
         return
     before, plain = dict(os.environ), builtins.__import__
@@ -43,7 +43,7 @@ def _is_ours(module: Mapping[str, Any] | None) -> bool:
 
 
 def apply(before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Apply the variables that differ, and say which cannot be."""
+    """Apply the variables that differ, and print which have no effect."""
     changed = {name for name in (*now, *before) if now.get(name) != before.get(name)}
     if changed & _THREADS:
         settle_libraries(thread_count(now))

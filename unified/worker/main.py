@@ -1,7 +1,7 @@
 """The main of a worker process, from its first order to its exit.
 
-A forked worker comes here from the zygote, which calls `main`; a spawned one by ``python -m unified.worker.main`` with
-the number of its control socket in ``UNIFIED_CONTROL_FD``.
+The zygote calls `main` in a forked worker. A spawned worker runs ``python -m unified.worker.main``, with the number of
+its control socket in ``UNIFIED_CONTROL_FD``.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ from unified.worker.stop import EXIT_INTERRUPTED, EXIT_TERMINATED, StopState, fl
 from unified.worker.store_host import serve_stores
 
 SWITCH_S = 0.001
-"""A thread that computes in Python lets others, such as the one that answers calls, in after so long; Python's 5 ms
-would be the wait of one call in a hundred."""
+"""Time after which a computing thread lets others run, such as the one that answers calls. With Python's 5 ms, one call
+in a hundred would wait that long."""
 TRACKERS_WITHIN_S = 60.0
-"""Time for trackers to take what is left once a program has returned."""
+"""Time for trackers to take the remaining reports once a program has returned."""
 PRELOAD = (
     "numpy",
     "numpy.random",
@@ -83,13 +83,13 @@ PRELOAD = (
     "unified.api.builder.builder",
     "unified.elastic.loop",
 )
-"""Imports of a zygote, where they are installed, so that a forked worker need not. None starts a thread."""
+"""Modules that a zygote imports for its workers, if they are installed. None starts a thread."""
 
 
 def main(control: socket.socket) -> NoReturn:
-    """Live as the worker that the agent at the other end of `control` launches; never returns."""
+    """Run the worker that the agent at the other end of `control` launches; never returns."""
     open_output()
-    # A crash in C++ leaves a Python traceback in the log: of its thread, as our own threads would fill the screen.
+    # A crash in C++ leaves a Python traceback in the log: only of its thread, as our threads would fill the screen.
     faulthandler.enable(all_threads=False)
     disown_finalizers()
     channel = ControlChannel(control)
@@ -163,8 +163,8 @@ class _WorkerProcess:
         environment.apply(launch)
         if level := asked_level(os.environ):
             log_from(level)
-        compat.apply(os.environ)  # the zygote was started before it was known what this worker's job wants
-        keep_freed(os.environ)  # before there is a second thread, which would get memory of its own to allocate from
+        compat.apply(os.environ)  # not in the zygote, which started before the job was known
+        keep_freed(os.environ)  # before a second thread exists, which would get its own malloc arena
         self._stop.install()
         self._stacks.install()
         renew_randomness()
@@ -222,7 +222,7 @@ class _WorkerProcess:
             self._reporter.trackers.close(min(within_s, self._stop.left_s() / 2) if self._stop.is_asked else within_s)
 
     def _load(self) -> None:
-        """Import the user's code while the master gathers the other workers: it need not wait for the order to run."""
+        """Import the user's code before the order to run comes: the master still gathers the other workers."""
         entry = self._role.entry_point
         if self._role.kind == "elastic" and not is_executable(entry) and not needs_no_torch():
             require_torch(self._role.name)
@@ -268,13 +268,13 @@ class _WorkerProcess:
             _export(self._entry, late)
 
     def _exit_if_forked(self, error: BaseException | None = None) -> None:
-        """Exit in a process that user code forked and that came back here: all that follows is the worker's to do."""
+        """Exit if user code forked this process: only the worker itself does what follows."""
         if os.getpid() != self._pid:
             exit_fork(error)
 
     def _finish(self) -> None:
         if self._stop.is_asked and not self._stop.await_order():
-            # A signal alone, as of a SLURM that ends a step: what the program left may be anything but finished.
+            # Only a signal came, for example from SLURM at the end of a step: the program's work may be unfinished.
             self._exit(EXIT_TERMINATED)
         self._stop.on_stop(self._hasten_end)
         self._cleanup_watch.close()
@@ -283,7 +283,7 @@ class _WorkerProcess:
             self._reporter.end_program(self._stacks.num_collectives())
         current_worker()._finish()
         if not self._goes_on():
-            self._close_trackers(TRACKERS_WITHIN_S)  # before `atexit` functions, which end their libraries
+            self._close_trackers(TRACKERS_WITHIN_S)  # before `atexit` functions end the trackers' libraries
             end_program(self._end_calls, self._clear)
         else:
             if not self._only_serves:
@@ -293,7 +293,7 @@ class _WorkerProcess:
         self._reporter.flush()
         flush_output(within_s=1.0)
         self._channel.send(worker_agent.Finished(is_serving=self._is_service))
-        if not self._only_serves and not RPC_REGISTRY.users_names():  # whoever answers calls may need it for them
+        if not self._only_serves and not RPC_REGISTRY.users_names():  # handlers of calls may need the group
             process_group.end()
 
     def _end_calls(self) -> None:
@@ -312,11 +312,11 @@ class _WorkerProcess:
         self._exit(0, is_stopped=True, last=last)
 
     def _goes_on(self) -> bool:
-        """Do others need what the program has made: its rpc methods, a queue that it owns, threads of its own?"""
+        """Return True if the program serves others after its end: by rpc methods, a queue of its own, or threads."""
         return self._only_serves or not self._own_methods.issuperset(RPC_REGISTRY)
 
     def _hasten_end(self) -> None:
-        """The stop came while the program was ending: it has the grace period for that."""
+        """Limit the program's end to the grace period, since a stop came meanwhile."""
         if not self._stop.is_finished:
             self._channel.send(worker_agent.Running(round=0, is_ending=True))
             cut_after(self._stop.left_s, EXIT_CUT, self._report_cut)
@@ -337,12 +337,12 @@ class _WorkerProcess:
             error, category=self._category, has_process_group=self._rounds.is_of_many or process_group.is_set_up()
         )
         failure = with_written(failure, error_file.beside(self._launch.log_file))
-        with contextlib.suppress(OSError, ValueError):  # user code may have closed it; the failure is told all the same
-            if isinstance(error, KeyboardInterrupt) and self._stop.is_asked_soon():  # a line a rank will do
+        with contextlib.suppress(OSError, ValueError):  # user code may have closed stderr
+            if isinstance(error, KeyboardInterrupt) and self._stop.is_asked_soon():  # one line per rank is enough
                 print(f"unified: interrupted{where(error)}", file=sys.stderr)
-            elif failure.is_collateral:  # the one that broke first is worth reading; this one can be asked for
+            elif failure.is_collateral:  # only the first failure is worth reading; the report has this traceback
                 print(f"unified: another worker broke this one: {failure.summary}", file=sys.stderr)
-            elif failure.exit_code != EXIT_TERMINATED or not self._stop.is_asked_soon():  # that is how a stop ends
+            elif failure.exit_code != EXIT_TERMINATED or not self._stop.is_asked_soon():  # a stop ends so
                 print(failure.traceback, end="", file=sys.stderr)
             if failure.category == "setup":
                 print(f"unified: {failure.summary}", file=sys.stderr)
@@ -352,7 +352,7 @@ class _WorkerProcess:
             self._reporter.end_program(self._stacks.num_collectives())
         self._reporter.flush()
         self._channel.send(worker_agent.Failed(failure=failure))
-        clear_frames(error.__traceback__)  # what their variables hold ends as the globals do
+        clear_frames(error.__traceback__)  # so that objects in their variables are freed with the globals
         code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         self._exit(exit_code(error) if isinstance(error, SystemExit) else code, is_stopped=self._stop.is_asked)
 
@@ -365,7 +365,7 @@ class _WorkerProcess:
         exit_process(code, last=last, clear=self._clear)
 
     def _report_unread(self, *, settle: bool) -> None:
-        """Have the errors of calls logged and counted that user code never read."""
+        """Log and count the errors of calls that user code never read."""
         if self._bus is None or not self._bus.inbox_id:
             return
         if settle and not self._stop.is_asked:
@@ -395,7 +395,7 @@ class _WorkerProcess:
 
 
 def _present(launch: worker_agent.Launch) -> None:
-    """Name the process for `ps` and `top`, as forks look like their zygote, and let daemons be scheduled before it."""
+    """Name the process for `ps` and `top`, where forks look like their zygote, and give daemons priority over it."""
     if launch.kind == "store":
         process.set_title("unified-store")
     else:
@@ -419,7 +419,7 @@ def _export(entry: LoadedEntry, late: LateExports | None = None) -> None:
 def _spawned() -> NoReturn:
     process.die_with_parent(signal.SIGKILL, os.getppid())
     if sys.path and sys.path[0] in ("", os.getcwd()):
-        del sys.path[0]  # put there by `-m`: where the agent keeps its sockets
+        del sys.path[0]  # put there by `-m`: the folder of the agent's sockets
     main(socket.socket(fileno=int(os.environ.pop("UNIFIED_CONTROL_FD"))))
 
 

@@ -1,7 +1,7 @@
-"""`current_worker().names`: names that a worker claims in its job, so that others find whoever holds them.
+"""`current_worker().names`: names that a worker claims in its job, so that others find their holders.
 
-The master decides: the first to claim a name holds it while its incarnation lasts, and anybody else's claim is refused.
-The answer, and who holds what, come with the job's directory, so that a look-up costs no message.
+The master decides: the first worker to claim a name holds it while its incarnation lasts, and other claims are refused.
+Answers and holders come with the job's directory, so that a look-up costs no message.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Watcher = Callable[[str, WorkerIncarnation | None], None]
 
 @dataclass
 class NameClaim:
-    """One claim of this worker. Neither granted nor refused: there is no answer yet."""
+    """One claim of this worker, neither granted nor refused until the answer comes."""
 
     number: int
     is_granted: bool = False
@@ -46,10 +46,10 @@ class NameClaim:
 
 
 class ClaimTable:
-    """The names that one incarnation claims, and what became of each claim. Pure.
+    """Names that one incarnation claims, with the answer to each claim. Pure.
 
-    A claim has a number, and the master's answer carries it, so that an answer that is late, doubled or meant for an
-    earlier claim of the same name is never taken for this one's.
+    Each claim has a number, which the master's answer carries. A late or repeated answer to an earlier claim of the
+    name is therefore never taken for the answer to this one.
     """
 
     def __init__(self, worker: str, incarnation: int) -> None:
@@ -63,12 +63,12 @@ class ClaimTable:
 
     @property
     def claims(self) -> NameClaims:
-        """The set to tell the agent: a higher number than before means that it changed."""
+        """The claims to send to the agent; their number rises with each change."""
         names = {name: claim.number for name, claim in self._claims.items()}
         return NameClaims(number=self._number, names=names, journals=dict(self._journals))
 
     def claim(self, name: str) -> NameClaim:
-        """The claim of a name, made now unless it stands already. The answer comes with `answer`."""
+        """Return the claim of a name, made now unless it exists. `answer` takes in the master's answer to it."""
         if name in self._claims:
             return self._claims[name]
         if not name or len(name) > MAX_NAME_LENGTH:
@@ -89,13 +89,13 @@ class ClaimTable:
         return claim
 
     def keep_journal(self, name: str, path: str) -> None:
-        """Have it remembered where the file of a held name is."""
+        """Record where the file of a held name is."""
         if name in self._claims and self._journals.get(name) != path:
             self._journals[name] = path
             self._number += 1
 
     def withdraw(self, name: str, why: str = "") -> bool:
-        """Claim or hold the name no longer; whether it was claimed or held. `why` is told to whoever waits for it."""
+        """Drop the name; return True if it was claimed or held. Threads that wait for it get the refusal `why`."""
         claim = self._claims.pop(name, None)
         if claim is None:
             return False
@@ -129,11 +129,11 @@ class ClaimTable:
 
 
 class Names:
-    """The names of this worker's job. Every method but `learn` is for any thread.
+    """The names of this worker's job. Every method except `learn` is for any thread.
 
     Args:
         directory: says who holds which name, and what the master answers.
-        say: takes the whole set of claims to the agent; an older set that comes after a newer one is ignored there.
+        say: sends the whole set of claims to the agent, which ignores a set older than the last.
     """
 
     def __init__(
@@ -160,15 +160,16 @@ class Names:
     def claim(self, name: str, timeout_s: float = 60.0) -> None:
         """Hold `name` from now on, until `release` or the end of this incarnation. Blocks until the master has agreed.
 
-        A name that this incarnation holds already is no error. The worker's next one has to claim its names again.
+        A name that this incarnation holds already is no error. The next incarnation has to claim its names again.
 
         Args:
             name: 1 to 200 characters; at most 1000 names a worker.
-            timeout_s: how long to wait for the master's answer, in seconds. It takes milliseconds, but for a master
-                that is being restarted, and while the job's other workers have not all started.
+            timeout_s: how long to wait for the master's answer, in seconds. It takes milliseconds; longer while the
+                master is being restarted, and until all workers of the job have started.
 
         Raises:
-            UsageError: another worker holds the name; or it cannot be a name; or this is no place to wait.
+            UsageError: another worker holds the name; or it cannot be a name; or an `on_change` callback or a forked
+                process calls this.
             RpcTimeoutError: no answer came in time; the claim is withdrawn.
         """
         self._check_may_wait("claim a name")
@@ -188,14 +189,14 @@ class Names:
             )
 
     def journal(self, name: str) -> JournalPlace | None:
-        """Return where the file of a name that this incarnation holds was last; None: nowhere. For the runtime."""
+        """Return the last place of the file of a name that this incarnation holds; None: nowhere. For the runtime."""
         return self._answered.journals.get(name) if self._answered is not None else None
 
     def keep_journal(self, name: str, path: str, timeout_s: float) -> None:
         """Have the master remember the file of a name that this incarnation holds, on this node; return when it does.
 
         Raises:
-            RpcTimeoutError: the master did not say so in time.
+            RpcTimeoutError: the master did not confirm it in time.
         """
         self._check_may_wait("keep a journal")
 
@@ -214,7 +215,7 @@ class Names:
                 )
 
     def release(self, name: str) -> None:
-        """Hold `name` no longer. Returns at once: it is free for others when the master has heard of it.
+        """Release `name`. Returns at once; others can claim the name when the master has heard of it.
 
         A name that this worker has not claimed is no error.
         """
@@ -225,14 +226,14 @@ class Names:
                 self._news.notify_all()
 
     def find(self, name: str, timeout_s: float | None = None) -> str:
-        """Full name of the worker that holds `name`; waits until there is one.
+        """Return the full name of the worker that holds `name`; waits until there is one.
 
         Args:
-            timeout_s: in seconds; None: as long as this worker lives.
+            timeout_s: in seconds; None: no limit.
 
         Raises:
-            RpcTimeoutError: nobody has claimed it in time.
-            UsageError: this is no place to wait.
+            RpcTimeoutError: nobody has claimed the name in time.
+            UsageError: an `on_change` callback or a forked process calls this.
         """
         if (holder := self.holder(name)) is not None:
             return holder.worker
@@ -242,13 +243,13 @@ class Names:
         if holder is None:
             raise RpcTimeoutError(
                 f"worker {self._worker} waited {timeout_s:g} s for the holder of the name {name!r}, and no living "
-                f"worker of job {self._job_id} has claimed it: see whether the one that should is running (`unified "
-                "status`), and whether both spell the name alike."
+                f"worker of job {self._job_id} has claimed it: check that the worker that should claim it is "
+                "running (`unified status`), and that both use the same name."
             )
         return holder.worker
 
     def holder(self, name: str) -> WorkerIncarnation | None:
-        """(worker, incarnation) of the holder of `name`, as far as is known here; None if there is none."""
+        """Return (worker, incarnation) of the holder of `name`, as far as this worker knows; None if there is none."""
         return self._directory.holder(name)
 
     def on_change(self, callback: Watcher) -> Callable[[], None]:
@@ -256,9 +257,9 @@ class Names:
 
         Death of the holder is a loss; its next incarnation, once it claims the name, is another holder. The callback
         runs in the thread that reads the agent's orders: it must be quick, and can neither claim nor wait for a name.
-        An exception of its own is printed.
+        Its exceptions are printed.
 
-        Ask `holder` after this for what is true already.
+        Call `holder` afterwards for the present holder.
 
         Returns:
             A function without arguments that ends the calls.
@@ -293,7 +294,7 @@ class Names:
             self._learning_thread = 0
 
     def _tell_agent(self) -> None:
-        """Say the claims if they have changed. Holds the lock: an agent that is gone ends the process."""
+        """Send the claims if they have changed. The lock is held: without an agent the process ends anyway."""
         claims = self._table.claims
         if claims.number > self._said:
             self._said = claims.number
@@ -301,7 +302,7 @@ class Names:
 
     @contextmanager
     def _waiting_for(self, name: str, claim: NameClaim) -> Iterator[None]:
-        """At the end of the wait, however it ends, a claim for which nobody waits any more is withdrawn."""
+        """Withdraw an unanswered claim when the last thread ends its wait."""
         claim.num_waiting += 1
         try:
             yield
@@ -330,5 +331,5 @@ class Names:
 def _call(watcher: Watcher, change: NameMoved) -> None:
     try:
         watcher(change.name, change.holder)
-    except Exception:  # the others, and the news that follow, are still owed their turn
+    except Exception:  # the other watchers and later changes still have to be served
         traceback.print_exc()

@@ -1,6 +1,6 @@
 """Progress of this worker: `current_worker().report(…)`, its newest values and its series, and signs of activity.
 
-The latter, collectives and calls, are looked at only where a role has a `hang_timeout`.
+Signs of activity are collectives and calls, which are checked only for a role with a `hang_timeout`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 INTERVAL_S = 0.1
 LOOKS = 8
-"""Looks in one `hang_timeout`."""
+"""Number of checks of the counters in one `hang_timeout`."""
 LONGEST_S = 10.0
 _LARGEST = 2**63
 
 
 class Reporter:
-    """Keeps the newest progress and the points of the series, and sends them to the agent once in `interval_s`, and
-    sooner where there are many, from a thread of its own; `flush` sends what is left.
+    """Keeps the newest progress and the points of the series, and sends them to the agent from a thread of its own.
 
-    Where the agent does not take them as fast as they come, every other one of the older half is left out.
+    It sends once in `interval_s`, and sooner when there are many points; `flush` sends the rest. If the agent is too
+    slow, every other point of the older half is dropped.
     """
 
     def __init__(self, send: Callable[[Reported], None], interval_s: float = INTERVAL_S) -> None:
@@ -47,7 +47,7 @@ class Reporter:
         self._num_values = 0
         self._number = -1
         self._step: int | None = None
-        """Step of the current point, which has this number."""
+        """Step of the current point; `_number` is the point's number."""
         self._is_full = False
         self._sent = self._newest
         self._next_at = 0.0
@@ -57,7 +57,7 @@ class Reporter:
         self.recorder: StepRecorder | None = None
 
     def report(self, step: Any, total: Any, metrics: dict[str, Any]) -> None:
-        """Merge into the newest progress, where what is not named keeps its last value, and add to the series."""
+        """Merge values into the newest progress, and add them to the series. Other names keep their last value."""
         checked = {_text(name): _plain(name, value) for name, value in metrics.items()}
         given = (("step", step), ("total", total))
         before = self._newest.step
@@ -80,7 +80,7 @@ class Reporter:
         self._change({}, waits_for=what[:MAX_METRIC_TEXT])
 
     def clean_up(self, error: str) -> None:
-        """Report an exception that the main thread handles within a collective; empty: it does no longer."""
+        """Report an exception that the main thread handles within a collective; empty: none any more."""
         self._change({}, cleans_up=error)
 
     def end_program(self, num_collectives: int | None) -> None:
@@ -107,7 +107,7 @@ class Reporter:
         self._timer.set(0.0 if self._num_values > MAX_POINTS // 4 else self._next_at)
 
     def _add(self, metrics: dict[str, float | int | str]) -> None:
-        """Add to the current point of the series, or begin the next: each step is one, and each report without any."""
+        """Add to the current point of the series, or begin one: for each step, or for each report without a step."""
         newest = self._newest
         if self._number < 0 or newest.step is None or newest.step != self._step:
             self._number, self._step = self._number + 1, newest.step
@@ -124,7 +124,7 @@ class Reporter:
             self._num_values = sum(1 + len(point.metrics) for point in self._points)
 
     def flush(self) -> None:
-        """Send the newest progress now, unless it was sent already. Blocks until it is out."""
+        """Send the newest progress now, unless it was sent already. Blocks until it is sent."""
         with self._sending:
             with self._lock:
                 newest, points, self._points, self._num_values = self._newest, self._points, [], 0
@@ -138,11 +138,11 @@ class Reporter:
 
 
 class ActivityWatch:
-    """Looks at counters again and again, and calls `on_activity` when they have changed.
+    """Polls counters, and calls `on_activity` when they have changed.
 
     Args:
         timeout_s: `hang_timeout` of the role.
-        num_messages: counter of calls and answers that have come.
+        num_messages: returns the number of calls and answers received.
         on_activity: must be quick.
     """
 
@@ -154,12 +154,12 @@ class ActivityWatch:
         self._timer = TimerThread("unified-activity", self._look, stays=True)
 
     def start(self) -> None:
-        """Look for the first time, and from now on; a second call changes nothing."""
+        """Start to poll; a second call changes nothing."""
         self._timer.set(time.monotonic())
 
     def _look(self) -> None:
         self._timer.set(time.monotonic() + self._every_s)
-        # Who trains is asked for its state as well, by calls that its other threads answer while it hangs.
+        # Collectives first: the other threads of a hanging rank still answer calls for its state.
         seen: object = collectives() or self._num_messages()
         if seen != self._seen:
             self._seen = seen
@@ -179,7 +179,7 @@ def collectives() -> dict[str, Any]:
 
 
 def _plain(name: str, value: Any) -> float | int | str:
-    if hasattr(value, "item"):  # a numpy scalar, a 0-d array or tensor (one on a GPU is waited for)
+    if hasattr(value, "item"):  # a numpy scalar, a 0-d array or tensor; `item` waits for a GPU
         count = value.numel() if hasattr(value, "numel") else getattr(value, "size", 1)
         if count != 1:
             raise TypeError(f"report({name}=…) takes one number; this {type(value).__name__} has {count}.")
@@ -196,7 +196,6 @@ def _plain(name: str, value: Any) -> float | int | str:
 
 
 def _text(text: str) -> str:
-    """Return a name or text that can be sent."""
     if len(text) > MAX_METRIC_TEXT:
         raise UsageError(f"report({text[:20]}…=…): a name has {MAX_METRIC_TEXT} characters at most, not {len(text)}.")
     try:

@@ -1,8 +1,8 @@
-"""Rounds of this worker: the control thread hears of them, the main thread joins and leaves them.
+"""Rounds of this worker: the control thread receives orders and notices, the main thread joins and leaves rounds.
 
-A worker takes part in one round as long as it runs, unless its code says that it can do with others (`begin_loop`, an
-elastic loop). Then a round that breaks ends for the process alone: it leaves the process group, keeps all else, and
-waits for its order into the next round.
+A process takes part in one round, unless its code can join further ones (`begin_loop`, an elastic loop). In a loop, a
+broken round does not end the process: it leaves the process group, keeps all other state, and waits for its order into
+the next round.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from unified.worker.stop import EXIT_TERMINATED
 
 _LOST_S = 0.5
 _AGAIN_S = (0.02, 1.0)
-"""Seconds between two attempts to abort, at first and at most: what was not made yet cannot be aborted."""
+"""Seconds between two attempts to abort, at first and at most. A group that is not made yet cannot be aborted."""
 
 
 class Rounds:
@@ -52,7 +52,7 @@ class Rounds:
         self._on_join = on_join
         self._orders: queue.SimpleQueue[RunOrder | None] = queue.SimpleQueue()
         self._changing = threading.Condition()
-        """Held to change what is below, and to abort, so that no abort meets the group of a later round."""
+        """Held to change the fields below, and to abort: no abort may hit the group of a later round."""
         self._current: RunOrder | None = None
         self._stores: list[Address] = []
         self._notice: RoundNotice | None = None
@@ -75,13 +75,13 @@ class Rounds:
 
     @property
     def is_of_many(self) -> bool:
-        """True if the present round has other ranks, whose failure a collective may tell this worker of."""
+        """True if the present round has other ranks: then their failure may break a collective of this worker."""
         current = self._current
         return current is not None and current.world_size > 1
 
     @property
     def end_reason(self) -> str:
-        """The reason why the round that was left last has ended, as the master told it; empty if it did not."""
+        """The master's reason for the end of the round that was left last; empty if it gave none."""
         with self._changing:
             notice = self._notice
         return notice.reason if notice is not None and notice.round >= self._left_round else ""
@@ -93,11 +93,11 @@ class Rounds:
         self._orders.put(order)
 
     def on_stop(self) -> None:
-        """Take in that the worker stops: nobody waits for an order any more."""
+        """End the wait for an order: the worker stops."""
         self._orders.put(None)
 
     def on_notice(self, notice: RoundNotice) -> None:
-        """Take in that a round ends; a broken one is left by a main thread that is stuck in it, too."""
+        """Take in that a round ends. A broken round is aborted, so that a stuck main thread leaves it, too."""
         with self._changing:
             self._notice = notice
         self._abort_if_broken()
@@ -119,7 +119,7 @@ class Rounds:
         with self._changing:
             self._current = order
             self._stores = [Address(order.store_host, order.store_port)]
-        self._abort_if_broken()  # its notice may have come before it was begun
+        self._abort_if_broken()  # the notice may have come before the round began
         communication = self._role.communication
         port = open_round(order, self._role.name, communication.timeout_s or process_group.OPEN_ROUND_WITHIN_S)
         with self._changing:
@@ -132,7 +132,7 @@ class Rounds:
             process_group.set_up(order, port, communication, device)
 
     def _check_nodes(self, order: RunOrder, port: int, device: str) -> None:
-        """Check the nodes of the round together with its other ranks; where they are not good, wait to be stopped."""
+        """Check the nodes of the round together with its other ranks; after a failed check, wait for a stop."""
         report = NodeCheck(order, port, self._launch.node, device, self._role.communication.backend).run()
         self._say(NodesChecked(report=report))
         if report.is_good:
@@ -149,7 +149,7 @@ class Rounds:
         self._tell()
 
     def end_loop(self) -> None:
-        """Say that it no longer can."""
+        """Say that this process can take part in no further round."""
         with self._changing:
             self._in_loop = False
         self._tell()
@@ -167,10 +167,10 @@ class Rounds:
         return is_collateral(error, self.is_of_many) or (is_notified and isinstance(error, RuntimeError))
 
     def rejoin(self, device: str) -> RunOrder:
-        """Leave the round and join the next one that does not break before it has begun.
+        """Leave the round and join the next one; skip rounds that break before they have begun.
 
-        The wait for an order has no limit of its own: it ends with the agent, whose death ends this process, and with a
-        stop of this worker.
+        The wait for an order has no timeout. It ends at a stop of this worker, or with the agent, whose death ends this
+        process.
         """
         while True:
             self._leave()
@@ -192,7 +192,7 @@ class Rounds:
         self._tell()
 
     def _next(self) -> RunOrder:
-        """Wait for an order into a round after those that were left and those that are known to be broken."""
+        """Wait for an order into a round that was not left and is not known to be broken."""
         while True:
             order = self._orders.get()
             if order is None:
@@ -204,7 +204,7 @@ class Rounds:
                 return order
 
     def _give_up(self, round_: int) -> NoReturn:
-        """End this process, whose main thread will not come out of its collective; another takes its place."""
+        """End this process, whose main thread hangs in a collective for ever; a new incarnation replaces it."""
         text = f"could not leave round {round_}: Gloo lost an operation when a peer hung up (as of torch 2.13)"
         self._say(Failed(failure=Failure(summary=text, category="crash", is_collateral=True)))
         print(f"unified: this worker {text}, and ends.", file=sys.stderr, flush=True)
@@ -214,7 +214,7 @@ class Rounds:
         self._say(Rejoins(is_able=self._in_loop, left_round=self._left_round))
 
     def _abort_if_broken(self) -> None:
-        """Begin to abort the present round if it is known to be broken, and this process can do without it."""
+        """Begin to abort the present round if it is known to be broken, and this process can join another."""
         with self._changing:
             current, notice = self._current, self._notice
             if not self._in_loop or current is None or notice is None:
@@ -229,7 +229,7 @@ class Rounds:
         pause, longest = _AGAIN_S
         num_peers = 1
         with self._changing:
-            self._changing.wait(pause)  # a peer's death is mostly told by the collective itself
+            self._changing.wait(pause)  # mostly the collective itself fails when a peer dies
             while self._is_in(round_):
                 call_guarded("abort-failed", abort_groups, self._stores, num_peers)
                 was_lost = is_gloo_lost()
@@ -240,10 +240,10 @@ class Rounds:
 
 
 class RoundChanges:
-    """The planned changes that one worker was told, for its own code.
+    """Planned changes of a round, for the code of one worker.
 
-    A worker in an elastic loop need not care, as its loop leaves the round at the next step. Anybody else is restarted
-    as a process: as soon as all workers of the role are ready, or when the time of the notice is over.
+    A worker in an elastic loop need not react: its loop leaves the round at the next step. Other workers are restarted
+    as processes, as soon as all workers of the role are ready, or when the time of the notice is over.
 
     Args:
         rounds: the rounds of this process; None in a test that needs none.
@@ -270,7 +270,7 @@ class RoundChanges:
             callback(notice)
 
     def ready(self) -> None:
-        """Say that the round may end; without an announced change it says nothing."""
+        """Say that the round may end; without an announced change this does nothing."""
         if (notice := self._notice()) is not None and self._rounds is not None:
             self._rounds.release(notice.round)
 

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def shared_empty(shape: SupportsIndex | Sequence[SupportsIndex], dtype: DTypeLike = "float32") -> NDArray[Any]:
-    """A numpy array in shared memory, to fill and then send to workers of the same host without a copy.
+    """Return a numpy array in shared memory, to fill and then send to workers of the same host without a copy.
 
-    Each receiver gets it as a read-only view of that same memory: as argument, result, item of a stream or a queue,
-    alone or inside other values, whole or any contiguous part from 32 KiB on. Sending gives it away: the array that was
-    sent is read-only from then on, and what shows the same memory (other views, a tensor: torch has none that are
-    read-only) must not be written to either. Receivers would see it.
+    Each receiver gets a read-only view of the same memory: as argument, result, item of a stream or a queue, alone or
+    inside other values, whole or any contiguous part from 32 KiB on. Sending gives the array away: it is read-only from
+    then on. Do not write to the memory through other views or a tensor either (torch has no read-only tensors):
+    receivers would see it.
 
     For torch, ``torch.from_numpy(shared_empty(shape))`` is a tensor over it, to fill in place (``copy_``, ``out=``);
     ``torch.from_numpy(shared_empty(shape, "int16")).view(torch.bfloat16)`` has a type that numpy lacks.
@@ -29,11 +29,11 @@ def shared_empty(shape: SupportsIndex | Sequence[SupportsIndex], dtype: DTypeLik
     has no Unix sockets) this is an array like any other, and is copied when it is sent.
 
     Args:
-        shape: as in `numpy.empty`. The items are not set: what was in the memory before is there.
-        dtype: any but those that hold Python objects.
+        shape: as in `numpy.empty`. The items are not set: they hold what was in the memory before.
+        dtype: any dtype without Python objects.
 
     Raises:
-        UsageError: such a dtype, a negative size, or numpy is not installed.
+        UsageError: a dtype with Python objects, a negative size, or numpy is not installed.
     """
     try:
         import numpy

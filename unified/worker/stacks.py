@@ -1,9 +1,9 @@
-"""Stacks of this worker, for its agent, which asks when somebody wants to know where the worker stands.
+"""Stacks of this worker, which its agent asks for when somebody wants to see them.
 
-The control thread answers with the interpreter's own frames and torch's flight record. Where something holds the
-interpreter (a C function that keeps the lock), no Python code can answer, and the agent sends SIGUSR2: the handler that
-`faulthandler` installed writes all stacks into a file in memory, which the agent reads through ``/proc``. As soon as
-user code takes SIGUSR2 for itself that file is closed, and its absence tells the agent not to send the signal.
+The control thread answers with the interpreter's own frames and torch's flight record. If a C function holds the
+interpreter's lock, no Python code can answer, and the agent sends SIGUSR2. The handler that `faulthandler` installed
+then writes all stacks into a file in memory, which the agent reads through ``/proc``. When user code takes SIGUSR2 for
+itself, that file is closed, and without it the agent sends no signal.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from unified.protocol.worker_agent import Launch
 from unified.worker import cleanup_watch
 
 SIGNAL = signal.SIGUSR2
-"""Signal of the handler. NCCL, among others, has SIGUSR1."""
+"""Signal of the handler. NCCL, among others, uses SIGUSR1."""
 MEMORY_FILE = "unified-stacks"
 """Name of the file in memory."""
 
@@ -51,13 +51,13 @@ class StackDumper:
     def install(self) -> None:
         """Install the signal handler. Main thread only, and before user code runs."""
         self._file = os.memfd_create(MEMORY_FILE, os.MFD_CLOEXEC)
-        fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)  # the reader cuts it to nothing before each signal
+        fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)  # the reader truncates the file before each signal
         faulthandler.register(SIGNAL, file=self._file, all_threads=True, chain=False)
         for module, name in ((signal, "signal"), (faulthandler, "register")):
             self._watch(module, name)
 
     def begin_round(self, rank: int) -> None:
-        """Forget the collectives of earlier rounds; `rank` is that of the round."""
+        """Forget the collectives of earlier rounds; `rank` is the one in the new round."""
         self._rank = rank
         self._round_began_ns = time.time_ns()
 
@@ -113,7 +113,7 @@ class StackDumper:
         return record.groups, record.is_cut, ""
 
     def _watch(self, module: ModuleType, name: str) -> None:
-        """Have a function of a module, that installs a handler, withdraw ours first if it is for the same signal."""
+        """Wrap a function that installs handlers: it first withdraws ours if the signal is the same."""
         real: Callable[..., Any] = getattr(module, name)
 
         @functools.wraps(real)
@@ -153,7 +153,7 @@ def _lines(top: FrameType | None) -> list[str]:
 def process_groups() -> dict[str, list[int]]:
     """Return the ranks of each process group of torch that there is now, by its name.
 
-    torch has no public way to list them; without them the verdict knows those groups alone that were used.
+    torch has no public way to list the groups; without this the verdict knows only the groups that were used.
     """
     found: dict[str, list[int]] = {}
     c10d = sys.modules.get("torch.distributed.distributed_c10d")

@@ -1,7 +1,7 @@
 """Record of one step of this worker by ``torch.profiler``, for ``unified profile JOB --torch``.
 
-torch's recorder belongs to the thread that began it: a record begins and ends in `current_worker().report(step=…)` of
-one thread, at the first new step after it was asked for, and at the next.
+torch's recorder belongs to the thread that began it. A record therefore begins and ends in calls of
+`current_worker().report(step=…)` by one thread: at the first new step after the request, and at the next one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class StepRecorder:
 
     Args:
         log_file: path of the worker's stderr.
-        answer: given the reason why there is no record, or nothing; called once for each `begin`, from any thread.
+        answer: called once for each `begin`, from any thread, with the reason why there is no record, or "".
     """
 
     def __init__(self, log_file: str, answer: Callable[[str], None]) -> None:
@@ -38,7 +38,7 @@ class StepRecorder:
         """False while `next_step` has something to do."""
 
     def begin(self, within_s: float) -> None:
-        """Record the next step, which has to end within that time."""
+        """Record the next step, which has to end within `within_s` seconds."""
         with self._lock:
             if "torch" not in sys.modules:
                 self._send("it has not imported torch")
@@ -49,15 +49,15 @@ class StepRecorder:
                 self._timer.set(time.monotonic() + within_s)
 
     def next_step(self) -> None:
-        """Begin or end the record: this thread has just reported a new step. It raises nothing."""
+        """Begin or end the record, after this thread has reported a new step. Never raises."""
         with self._lock:
             try:
                 if self._profile is None and self._is_asked:
                     from torch import autograd, profiler
 
-                    # A second one would not start, and say nothing.
+                    # A second profiler would silently not start.
                     if getattr(autograd.profiler, "_is_profiler_enabled", False):
-                        raise RuntimeError("it runs already, by its own program")
+                        raise RuntimeError("the program itself runs a profiler already")
                     profile = profiler.profile()
                     profile.start()
                     self._profile, self._thread = profile, threading.get_ident()

@@ -1,15 +1,15 @@
-"""Stop of a worker: who is told, who is given time, and how the process ends.
+"""Stop of a worker: which code is notified, which code gets time, and how the process ends.
 
 A stop comes twice: as a Stop order on the control channel and as SIGTERM. The order reaches the control thread even
 while the main thread is stuck in C++ (a collective that will never end), where Python cannot run a signal handler.
 
-User code that reads `should_stop`, registers a callback or brings its own SIGTERM handler has asked for the time to end
-by itself, and gets it: SIGKILL comes from the agent when the grace period is over. Anybody else would only waste that
-time, so the process ends at once; while it writes a checkpoint, as soon as that is written. After the entry point has
-returned nobody computes any more, and a stop is a normal exit of the interpreter.
+User code that reads `should_stop`, registers a callback or brings its own SIGTERM handler gets the grace period to end
+by itself; after that the agent sends SIGKILL. Other code would only waste the time, so the process ends at once, or as
+soon as the checkpoint that it writes is complete. After the entry point has returned, a stop is a normal exit of the
+interpreter.
 
-After Ctrl-C, SIGINT comes in the place of SIGTERM. In user code it is what it is in any program: a KeyboardInterrupt in
-the main thread, which is given its time.
+After Ctrl-C, SIGINT comes in the place of SIGTERM. In user code it raises KeyboardInterrupt in the main thread, as in
+any program, and the program gets the grace period.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from unified.threads import start_thread
 EXIT_TERMINATED = 128 + signal.SIGTERM
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 _MARGIN = 0.1
-"""Share of the grace period to leave unused: the agent counts it too, and a worker's last word must precede SIGKILL."""
+"""Share of the grace period to leave unused: a worker's last word must reach the agent before SIGKILL is due."""
 _LOOK_S = 0.1
 
 
 class StopState:
-    """State of a worker's stop: asked for or not, who watches for it, the callbacks that carry it out.
+    """State of a worker's stop: whether it is asked for, whether user code watches for it, and the callbacks.
 
     Args:
         clean_up: called before the process is ended at once; must be quick and must not block.
         on_settled: called when a stop was asked for and all callbacks have run.
-        on_saving: told when the first of several saves begins, and when the last one is over.
-        grace_s, save_grace_s: of a stop that says no other.
+        on_saving: called when the first of several saves begins, and when the last one is over.
+        grace_s, save_grace_s: seconds for a stop that gives no others.
 
     Attributes:
         is_asked: a stop was asked for.
-        is_interrupt: for that SIGINT comes.
+        is_interrupt: the stop comes with SIGINT.
         is_finished: the program has ended.
     """
 
@@ -83,11 +83,11 @@ class StopState:
         self._fork = threading.local()
 
     def watch(self) -> None:
-        """Promise to look at `is_asked` again, so that the worker is given its time."""
+        """Note that user code looks at `is_asked`, so that the worker gets its grace period."""
         self._is_watched = True
 
     def is_asked_soon(self, within_s: float = 0.5) -> bool:
-        """Return True if a stop was asked for: the message may be read a moment after the signal that follows it."""
+        """Return True if a stop is asked for within this time: its order may be read shortly after its signal."""
         until = time.monotonic() + within_s
         while not self.is_asked and time.monotonic() < until:
             time.sleep(0.01)
@@ -98,8 +98,8 @@ class StopState:
         return self._ordered.wait(self.left_s())
 
     def left_s(self) -> float:
-        """Seconds of the grace period that are left, less a margin; all of it before a stop was asked for. A save that
-        is being written has `save_grace_s` more."""
+        """Return the seconds left of the grace period, less a margin; all of it before a stop is asked for. During a
+        save, `save_grace_s` is added."""
         now = time.monotonic()
         until = (self._asked_at if self.is_asked else now) + self.grace_s * (1 - _MARGIN)
         longest = until + self.save_grace_s * (1 - _MARGIN)
@@ -108,7 +108,7 @@ class StopState:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Have a planned stop wait for what is written inside. Any thread."""
+        """Make a planned stop wait until the context is left. Any thread."""
         self._count_save(1)
         try:
             yield
@@ -133,7 +133,7 @@ class StopState:
             callback()
 
     def forget_callbacks(self) -> None:
-        """The program has ended: there is nobody to be told of a stop."""
+        """Forget the callbacks: the program has ended."""
         with self._deciding:
             self._callbacks.clear()
 
@@ -141,8 +141,8 @@ class StopState:
         """Take SIGTERM and SIGINT, and start the thread that carries a stop out. Main thread only."""
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_interrupt)
-        # A process that user code forks (a data loader) is not this worker: SIGTERM just ends it. The signal is
-        # held back while it is forked, because Python forgets one that a handler took before the hook below ran.
+        # A process that user code forks (a data loader) is not this worker: SIGTERM just ends it. The signal is blocked
+        # during the fork, because Python forgets a signal that a handler took before the hook below ran.
         os.register_at_fork(
             before=self._hold_signal, after_in_parent=self._release_signal, after_in_child=self._forget_signal
         )
@@ -150,7 +150,7 @@ class StopState:
 
     @contextmanager
     def user_code(self) -> Iterator[None]:
-        """Inside, SIGINT is Python's own KeyboardInterrupt, or whatever the user makes of it. Main thread only."""
+        """Make SIGINT raise KeyboardInterrupt inside, unless user code handles it otherwise. Main thread only."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self._is_in_user_code = True
         try:
@@ -163,7 +163,7 @@ class StopState:
         """Ask for a stop; a second time changes nothing. Any thread.
 
         Args:
-            grace_s: seconds that the agent's order gives; None: it is a signal, whoever sent it.
+            grace_s: seconds that the agent's order gives; None: a signal came, not an order.
             save_grace_s: seconds that the order gives a save beyond them.
         """
         if grace_s is not None:
@@ -175,7 +175,7 @@ class StopState:
         self._requests.put(None)
 
     def finish(self) -> None:
-        """The entry point has returned: from now on a stop is a normal exit."""
+        """Note that the entry point has returned: from now on a stop is a normal exit."""
         with self._deciding:
             self.is_finished = True
 
@@ -184,7 +184,7 @@ class StopState:
         self._settled.wait()
 
     def begin_exit(self) -> None:
-        """The process is on its way out: a further SIGTERM says nothing new."""
+        """Note that the process is ending: further signals are ignored."""
         self._is_exiting = True
 
     def _serve(self) -> None:
@@ -197,7 +197,7 @@ class StopState:
                 flush_output(within_s=0.2)
                 os._exit(EXIT_TERMINATED)
         while True:
-            with self._deciding:  # once none is left that has not run, the stop is settled
+            with self._deciding:  # the stop is settled once all callbacks have run
                 callbacks, self._callbacks = self._callbacks, []
                 if not callbacks:
                     self._settled.set()
@@ -205,7 +205,7 @@ class StopState:
             for callback in callbacks:
                 try:
                     callback()
-                except Exception:  # the others are still owed their call
+                except Exception:  # the other callbacks are still called
                     traceback.print_exc()
         self.on_settled()
 
@@ -221,13 +221,13 @@ class StopState:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._is_exiting:
             return
-        # A handler of the user's that calls the one before it, ours, ends the program itself if it wants to.
+        # A user's handler may call ours, the previous one. It then decides itself whether the program ends.
         is_own = signal.getsignal(signal.SIGTERM) == self._on_signal
         if self._is_watched or self.is_finished or self._num_saves or not is_own:
             self.request()
             return
-        # Nobody cares: end as SIGTERM ends a program by default, so that whoever looks sees the signal. No thread is
-        # started here: the main thread may have been interrupted while it held the lock that starting one takes.
+        # No user code handles the stop: end by SIGTERM's default action, so that the parent sees the signal. Start no
+        # thread here: the interrupted main thread may hold the lock that this takes.
         self.clean_up()
         _flush()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -252,7 +252,7 @@ class StopState:
 
 
 def flush_output(within_s: float) -> None:
-    """Flush stdout and stderr, for at most so many seconds: a full pipe or a held lock must not keep us."""
+    """Flush stdout and stderr, for at most so many seconds: a full pipe or a held lock must not delay the end."""
     try:
         helper = start_thread("unified-flush", _flush)
     except RuntimeError:  # no more threads for this user; the streams are line-buffered, so that little is lost

@@ -1,4 +1,4 @@
-"""The process of a job's store host, which has the rendezvous stores: the death of a rank takes none of them away."""
+"""Process of a job's store host. It has the rendezvous stores, so that no store dies with a rank."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from unified.worker.failure import describe
 
 
 def serve_stores(channel: ControlChannel, launch: Launch) -> NoReturn:
-    """Open the job's store, say where it is, and open one for each round until the agent says stop.
+    """Open the job's store, report its port, and open a store for each round until the agent says stop.
 
-    The process keeps nothing that would be worth an orderly end: a stop ends it at once, and so does the agent's death.
-    SIGTERM does not: where it is sent to every process, as by SLURM, workers still save together.
+    The process needs no orderly end: a stop ends it at once, and so does the agent's death. It ignores SIGTERM: where
+    every process gets it, as from SLURM, workers still save together.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     channel.start(
@@ -35,7 +35,7 @@ def serve_stores(channel: ControlChannel, launch: Launch) -> NoReturn:
         listener = listen(address, 0)
         channel.send(Hello(pid=os.getpid(), store_port=listener.getsockname()[1]))
         if needs_no_torch():
-            select.select([listener], [], [])  # most likely nobody comes, and torch is not imported for nobody
+            select.select([listener], [], [])  # mostly no client comes, and torch is not imported
         require_torch(", ".join(role.name for role in launch.spec.roles if role.kind == "elastic"))
         stores = RoundStores(address, ports, listener)
         while True:

@@ -2,9 +2,9 @@
 
     python -m unified.worker.zygote FD [--parent PID] [--entry MODULE:FUNCTION]
 
-`FD` is a Unix stream socket to the agent. The zygote has one thread, never touches an accelerator, and outlives none of
-its children: when its agent goes away (end of file, or SIGTERM by parent-death signal) it kills every worker's process
-group and leaves. A worker whose zygote is killed is killed by the kernel.
+`FD` is a Unix stream socket to the agent. The zygote has one thread and never touches an accelerator. When its agent
+goes away (end of file, or SIGTERM by parent-death signal), it kills every worker's process group and exits. If the
+zygote is killed, the kernel kills its workers.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from unified.worker.fork_setup import give_back_idle, import_if_there, open_outp
 from unified.worker.stop import flush_output
 
 QUIET_S = 1.0
-"""After so long without a fork or an exit the zygote does what is worth having but not worth waiting for."""
+"""After this time without a fork or an exit, the zygote does work that is useful but not worth a wait."""
 SPARE_S = 5.0
-"""A zygote that was asked for nothing for so long gets ready, too: its node may be the one that replaces a lost one."""
+"""After this time without any order, the zygote prepares, too: its node may be a spare for a lost one."""
 DEFAULT_ENTRY = "unified.worker.main:main"
 FDS_PER_FORK = 3
 _PASSED_BYTES = socket.CMSG_SPACE(FDS_PER_FORK * array.array("i").itemsize)
@@ -59,20 +59,20 @@ class Zygote:
         self._descriptors: deque[int] = deque()
         self._children: dict[int, Fork] = {}
         self._later = preload_later(self._module)
-        """Modules to be imported once it has forked, or after `SPARE_S`: a cluster that starts has more urgent work."""
+        """Modules to import after the first fork, or after `SPARE_S`: a starting cluster has more urgent work."""
         self._idle_work: deque[Callable[[], object]] = deque([give_back_idle])
         self._is_quiet = False
         self._is_importing = False
         self._is_reaping = False
         self._must_look = False
-        """A signal came, perhaps while what came before was reaped."""
+        """A signal came, perhaps during a reap."""
         self._is_asked_to_end = False
         self._wake_read, self._wake_write = socket.socketpair()
         for end in (self._wake_read, self._wake_write):
             end.setblocking(False)
 
     def serve(self) -> None:
-        """Fork and reap until the agent goes away; then nothing is left of any worker."""
+        """Fork and reap until the agent goes away; then kill all workers and their children."""
         for number in _OWN_SIGNALS:
             signal.signal(number, self._note_signal)
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
@@ -106,7 +106,7 @@ class Zygote:
     def _do_idle_work(self) -> None:
         self._is_importing = True
         try:
-            self._reap_during_import()  # for a signal that came before there was an import to break into
+            self._reap_during_import()  # for a signal that came just before the import
             self._idle_work.popleft()()
         except _EndRequested:
             return
@@ -114,40 +114,40 @@ class Zygote:
             self._is_importing = False
 
     def _plan_imports(self) -> None:
-        """Plan to import what the jobs that follow will want, as soon as it is quiet."""
+        """Plan the imports for later jobs, to be done when it is quiet."""
         self._idle_work.extend(partial(import_if_there, name) for name in self._later)
         if self._later:
             self._idle_work.append(self._settle)
             self._later = []
 
     def _settle(self) -> None:
-        """Let children copy nothing of what was imported, and keep nothing of it that is not needed."""
+        """Drop what imports no longer need, and freeze the rest, so that children copy none of it."""
         gc.unfreeze()
         gc.collect()
         gc.freeze()
         give_back_idle()
 
     def _note_signal(self, number: int, _frame: object) -> None:
-        """Note a signal. The byte in the wake-up socket does the waking; a signal without a handler would not make one.
+        """Note a signal. The byte in the wake-up socket wakes the poll; a signal without a handler would write none.
 
-        In the middle of an import, which may take seconds where many processes share a core, nobody looks there; but
-        neither may workers outlive their agent so long, nor may the news of their death wait.
+        During an import nobody reads the wake-up socket, for seconds where many processes share a core. The handler
+        then reaps workers itself: they must not outlive their agent so long, and news of their death must not wait.
         """
         if number == signal.SIGTERM:
-            # While the agent lives it changes nothing: SLURM sends it to each process of a step, and workers save then.
+            # Ignored while the agent runs: SLURM sends SIGTERM to each process of a step, and workers save then.
             self._is_asked_to_end |= self._agent is None or os.getppid() != self._agent
         self._must_look = True
         if self._is_importing and not self._is_reaping:
             self._reap_during_import()
 
     def _reap_during_import(self) -> None:
-        """Reap workers alone: an import may wait for a program that it has started."""
+        """Reap only workers: an import may wait for a program that it has started."""
         self._must_look = True
         while self._must_look and not self._is_asked_to_end:
             self._must_look, self._is_reaping = False, True
             try:
                 self._reap(self._children)
-            except OSError as error:  # an import that heard of it might take it for its own
+            except OSError as error:  # the import might take the error for its own
                 print(_SOCKET_FAILED.format(error), file=sys.stderr)
                 self._is_asked_to_end = True
             finally:
@@ -202,13 +202,13 @@ class Zygote:
     def _run_child(
         self, env: Mapping[str, str] | None, descriptors: list[int], zygote: int, mask: set[int]
     ) -> NoReturn:
-        """Go on as the forked child, in a new interpreter with more environment if `env` is given. Nothing of the
-        zygote's may run after it, so it ends here in every case."""
+        """Go on as the forked child; with `env`, in a new interpreter with these variables, too. Never returns, because
+        none of the zygote's code may run afterwards."""
         code = 1
         try:
             os.setsid()
             process.die_with_parent(signal.SIGKILL, zygote)
-            process.become_subreaper()  # its orphans are the zygote's from its end on, and of nobody else
+            process.become_subreaper()  # its orphans go to the zygote only when it ends
             for number in _OWN_SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
             signal.set_wakeup_fd(-1)
@@ -223,8 +223,8 @@ class Zygote:
             exit_process(code)
 
     def _keep_only(self, descriptors: list[int]) -> int:
-        """Close what the zygote has open, put the child's own streams in place; return the control descriptor."""
-        # As objects first: one that is collected later would close a number that has a new owner by then.
+        """Close the zygote's descriptors, set up the child's own streams, and return the control descriptor."""
+        # The socket objects first: if one were collected later, it would close a number that is in use again.
         for end in (self._control, self._wake_read, self._wake_write):
             end.close()
         control, out, err = descriptors
@@ -244,8 +244,7 @@ class Zygote:
         os.execv(sys.executable, [sys.executable, "-m", self._module])
 
     def _run_entry(self, control: int) -> int:
-        """Run the worker's main; its exit code."""
-        open_output()  # the zygote's own streams know that they write to a file and can seek
+        open_output()  # the zygote's own streams assume a file that can seek
         entry = getattr(importlib.import_module(self._module), self._function)
         try:
             entry(socket.socket(fileno=control))
@@ -262,7 +261,7 @@ class Zygote:
                 pass
 
     def _reap(self, pids: Iterable[int]) -> None:
-        """Tell of workers that ended, of these children (-1: any)."""
+        """Report which of these children (-1: any) ended, and kill what they left."""
         ended: dict[int, Fork] = {}
         for wanted in list(pids):
             with contextlib.suppress(ChildProcessError):
@@ -276,7 +275,7 @@ class Zygote:
                     self._send(ChildExited(child=order.child, pid=pid, code=code, peak_kb=usage.ru_maxrss))
                     ended[pid] = order
         if ended:
-            self._kill_remains(ended)  # looks at every process of the host, so that the word is said before
+            self._kill_remains(ended)  # after the report: this looks at every process of the host
 
     def _kill_all(self) -> None:
         for pid in self._children:
@@ -287,10 +286,10 @@ class Zygote:
         process.kill_until_none(lambda: [found.pid for found in process.every_process() if found.parent == own])
 
     def _kill_remains(self, workers: Collection[int]) -> None:
-        """Kill what dead workers left: their sessions, and orphans, which lead sessions of their own.
+        """Kill processes that dead workers left: in their sessions, and orphans in sessions of their own.
 
-        Each worker adopts the orphans of its descendants, so that the zygote has those of dead workers alone. What an
-        import of the zygote has started is in its own session.
+        Each worker adopts the orphans of its descendants, so the zygote has only orphans of dead workers. Processes
+        that an import of the zygote started are in the zygote's session.
         """
         own, session = os.getpid(), os.getsid(0)
         process.kill_until_none(
@@ -315,10 +314,10 @@ def main() -> None:
     control = socket.socket(fileno=arguments.fd)
     control.set_inheritable(False)
     if sys.path and sys.path[0] in ("", os.getcwd()):
-        del sys.path[0]  # put there by `-m`: where the agent happens to stand is no place for a worker's imports
-    gc.disable()  # nearly all that is imported stays: to look at it again and again is a tenth of the import of torch
+        del sys.path[0]  # put there by `-m`: workers must not import from the agent's working directory
+    gc.disable()  # nearly all imported objects stay: collections would take a tenth of the import of torch
     preload(arguments.entry.partition(":")[0])
-    gc.freeze()  # a collection in a child must not touch, and so copy, the pages that all share
+    gc.freeze()  # a collection in a child must not touch, and so copy, shared pages
     gc.enable()
     Zygote(control, arguments.entry, arguments.parent).serve()
     flush_output(within_s=1.0)

@@ -12,11 +12,11 @@ from unified_agent.core.step import AgentTimer
 from unified_master.core.node_capacity import EPSILON, share_of
 
 _DEADLINES = {WorkerState.STARTING: "start", WorkerState.STOPPING: "kill"}
-"""Timers without which a worker would be in these states for ever."""
+"""Timer that ends each state; without it a worker could stay in the state for ever."""
 
 
 def check_agent(core: AgentCore) -> list[str]:
-    """Return the invariants of an agent that are broken."""
+    """Return the broken invariants of an agent."""
     broken: list[str] = []
     timers = {kind: {timer.incarnation for timer in core.timers if timer.kind == kind} for kind in _DEADLINES.values()}
     living: set[tuple[str, str]] = set()
@@ -29,7 +29,7 @@ def check_agent(core: AgentCore) -> list[str]:
                 broken.append(f"{incarnation} has EXITED and a deadline is armed for it.")
             continue
         if incarnation[:2] in living:
-            broken.append(f"{incarnation.job_id}/{incarnation.worker} lives more than once.")
+            broken.append(f"{incarnation.job_id}/{incarnation.worker} has more than one running incarnation.")
         living.add(incarnation[:2])
         if state in _DEADLINES and incarnation not in timers[_DEADLINES[state]] and not worker.is_killed:
             broken.append(f"{incarnation} is {state} without a deadline.")
@@ -40,7 +40,7 @@ def check_agent(core: AgentCore) -> list[str]:
 
 
 def _unarmed(core: AgentCore) -> Iterator[str]:
-    """Yield what the agent waits for without a deadline."""
+    """Yield the states in which the agent waits without a timer."""
     state = core.membership.state
     if state is MembershipState.UNKNOWN and not core.shutdown.has_begun and AgentTimer("register") not in core.timers:
         yield "it is not registered"
@@ -49,7 +49,7 @@ def _unarmed(core: AgentCore) -> Iterator[str]:
 
 
 def check_devices(node: str, launches: Iterable[Launch]) -> list[str]:
-    """Return the devices of a node that its processes, of whatever job, use more than once."""
+    """Return a message for each device of a node that its processes, over all jobs, use beyond its capacity."""
     shares: dict[int, float] = {}
     for launch in launches:
         if launch.kind == "worker":
@@ -60,13 +60,13 @@ def check_devices(node: str, launches: Iterable[Launch]) -> list[str]:
 
 
 class RunningRanks:
-    """The workers that run their entry point, on whatever nodes, also on those that the master takes for lost."""
+    """The workers that run their entry point on all nodes, also on nodes that the master considers lost."""
 
     def __init__(self) -> None:
         self._locations: dict[tuple[str, str], tuple[str, JobWorkerIncarnation]] = {}
 
     def note(self, node: str, incarnation: JobWorkerIncarnation, is_running: bool) -> None:
-        """Take in that a process begins to run, or is gone: AssertionError, if another incarnation runs."""
+        """Note that a process begins to run or is gone; AssertionError if another incarnation still runs."""
         key, place = (incarnation.job_id, incarnation.worker), (node, incarnation)
         known = self._locations.get(key)
         if not is_running:

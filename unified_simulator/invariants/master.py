@@ -1,4 +1,4 @@
-"""Invariants of the master's cluster, checked after every step: of all of it, or of what the step touched."""
+"""Invariants of the master's state; every step checks the whole cluster, or what the step touched."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from unified_master.core.rounds import incarnations, rendezvous
 from unified_master.core.state import Cluster, JobRecord, NodeRecord, WorkerRecord
 
 WORKERS_A_STEP = 5
-"""Workers of large jobs that sparing checks look at in a step, on average."""
+"""Workers of a large job that sparing checks look at per step, on average."""
 MOST_MOVES = 2
-"""Most moves of a membership in one step: an end, and the next begin."""
+"""Most moves of a membership in one step: the end of an incarnation, and the start of the next."""
 _ORDERED = (WorkerState.RUNNING, WorkerState.FINISHED)
 
 
@@ -38,7 +38,7 @@ def check(
     jobs: Iterable[JobRecord] | None = None,
     workers: Iterable[WorkerRecord] = (),
 ) -> list[str]:
-    """Return the invariants that are broken, of all nodes and jobs or of these, and of these workers by themselves."""
+    """Return the broken invariants of the given nodes and jobs (None: all of them), and of each given worker alone."""
     broken: list[str] = []
     for worker in workers:
         broken += _place(cluster, worker)
@@ -69,7 +69,7 @@ def check(
 
 
 def _node(cluster: Cluster, node: NodeRecord) -> Iterator[str]:
-    """Nothing is given twice, and whatever is listed here belongs to a worker whose place is here."""
+    """No resource is allocated twice, and every listed worker has its placement on this node."""
     has = node.info.resources
     cpu = memory_mb = disk_mb = 0.0
     shares: dict[DeviceKey, float] = {}
@@ -108,7 +108,7 @@ def _node(cluster: Cluster, node: NodeRecord) -> Iterator[str]:
 
 
 def _capacities(node: NodeRecord) -> Iterator[str]:
-    """Placement remembers no more and no less than is free."""
+    """The capacities that placement keeps equal what is free."""
     for (kind, cap, is_empty), known in node.capacities.items():
         found = NodeCapacity(node.name, node.info.resources, kind, cap, node.info.labels)
         for allocation in () if is_empty else node.held():
@@ -118,7 +118,7 @@ def _capacities(node: NodeRecord) -> Iterator[str]:
 
 
 def _locations(cluster: Cluster, job: JobRecord) -> Iterator[str]:
-    """One desired incarnation of each worker, where the worker has its place; `_node` finds those that others list."""
+    """A worker's desired incarnation is on its own node; `_node` finds incarnations that other nodes list."""
     devices: dict[str, set[DeviceKey]] = {}
     used: set[str] = set()
     for worker in job.workers.values():
@@ -136,7 +136,7 @@ def _locations(cluster: Cluster, job: JobRecord) -> Iterator[str]:
 
 
 def _place(cluster: Cluster, worker: WorkerRecord) -> list[str]:
-    """A worker's node lists it, and knows what it holds."""
+    """A worker's node lists the worker and its allocation."""
     broken: list[str] = []
     node = cluster.nodes.get(worker.node)
     if worker.is_desired and (node is None or node.incarnations.get(worker.incarnation_id) is not worker):
@@ -171,7 +171,7 @@ def _stage(cluster: Cluster, job: JobRecord) -> Iterator[str]:
 
 
 def _rounds(job: JobRecord) -> Iterator[str]:
-    """The members of a round are all of the role, with ranks from 0 and one store prefix."""
+    """All workers of a role are in its round, with ranks from 0 and one store prefix."""
     for role in job.elastic_roles():
         orders = [worker.run for worker in job.ranks(role.name) if worker.is_desired and worker.run is not None]
         newest = [order for order in orders if order.round == job.roles[role.name].round]
@@ -199,7 +199,7 @@ def _ranks_of_range(job: JobRecord, role: RoleSpec, orders: list[RunOrder]) -> I
 
 
 def _gathering(cluster: Cluster, job: JobRecord) -> Iterator[str]:
-    """Workers that stay over a break of their round are ordered into the next one, and join it in time."""
+    """Workers that survive a break of their round are ordered into the next round, and have a deadline to join."""
     for worker in job.workers.values():
         is_timed = ("join", job.job_id, worker.name, str(worker.incarnation)) in cluster.timers
         if worker.is_joining and not is_timed and worker.notice is None:
@@ -222,7 +222,7 @@ def _gathering(cluster: Cluster, job: JobRecord) -> Iterator[str]:
 
 
 def _orders(cluster: Cluster, job: JobRecord) -> Iterator[str]:
-    """Nobody who has all that an order to run needs waits for one: there is no deadline for that."""
+    """A worker that is ready for an order to run has one: waiting for the order has no deadline."""
     is_put_off = cluster.leaving_of(job.job_id) or ("advance", job.job_id) in cluster.timers
     if is_put_off or not job.is_placed or job.is_ending or not rendezvous.is_store_ready(job):
         return
@@ -240,7 +240,7 @@ def _orders(cluster: Cluster, job: JobRecord) -> Iterator[str]:
         elif role.kind == "elastic":
             free = []
         if free:
-            yield f"{free[0].incarnation_id} is READY, and so are those it waits for, and it has no order to run"
+            yield f"{free[0].incarnation_id} and all workers that it waits for are READY, but it has no order to run"
 
 
 def _budgets(job: JobRecord) -> Iterator[str]:
@@ -261,7 +261,7 @@ def _budgets(job: JobRecord) -> Iterator[str]:
 
 
 def _charges(cluster: Cluster, job: JobRecord) -> Iterator[str]:
-    """With a window, the counts are those of the charges within it; whatever has a time has a timer."""
+    """With a restart window, the counts match the charges within it; every due time has a timer."""
     if job.spec.restart_window_s:
         spent = sum(record.num_failures for record in job.roles.values()) + sum(job.node_losses.values())
         store = job.store.num_failures if job.store else 0
@@ -276,7 +276,7 @@ def _charges(cluster: Cluster, job: JobRecord) -> Iterator[str]:
 
 
 def _names(job: JobRecord) -> Iterator[str]:
-    """A name has one holder, which is alive and published as such, and every claim has its answer."""
+    """A name has one holder, which is alive and published; every claim has an answer."""
     holders: dict[str, str] = {}
     for worker in job.workers.values():
         if not (worker.names or worker.refused or worker.claims.names):
@@ -317,7 +317,7 @@ def _waiting(cluster: Cluster) -> Iterator[str]:
 
 
 def _account(job: JobRecord) -> Iterator[str]:
-    """The seconds of all phases are the wall time, and the phase is the one that the job's stage and workers say."""
+    """The seconds of all phases add up to the wall time, and the phase matches the job's stage and workers."""
     account = job.account
     spent, seconds = job.account.spent, job.account.spent.seconds.values()
     if abs(spent.since - job.submitted_at - sum(seconds)) > 1e-3 or min(seconds, default=0.0) < 0:
@@ -332,7 +332,7 @@ def _account(job: JobRecord) -> Iterator[str]:
 
 
 def _leaving(cluster: Cluster, job: JobRecord) -> Iterator[str]:
-    """Incarnations that leave are known by job and by node alike."""
+    """Incarnations that leave are known both by job and by node."""
     for leaving in cluster.leaving_of(job.job_id):
         node = cluster.nodes.get(leaving.node)
         if node is None or node.leaving.get(leaving.incarnation) is not leaving:
@@ -340,7 +340,7 @@ def _leaving(cluster: Cluster, job: JobRecord) -> Iterator[str]:
 
 
 def _start(cluster: Cluster, worker: WorkerRecord) -> list[str]:
-    """A worker has so much time to start."""
+    """A starting worker has a timer."""
     is_due = worker.is_desired and worker.state is WorkerState.STARTING
     is_armed = not is_due or incarnations.start_timer(worker) in cluster.timers
     return [] if is_armed else [f"{worker.incarnation_id} may start for ever"]
@@ -350,8 +350,8 @@ class InvariantChecks:
     """Checks a cluster after every step of its master.
 
     Args:
-        all_every: number of steps after which the whole cluster is checked; after the others, the nodes, jobs and
-            workers that the step had to do with.
+        all_every: steps between two checks of the whole cluster; other steps check the nodes, jobs and workers that
+            they touched.
         is_sparing: a job that was checked is left out until one step has passed for every 5 of its workers.
     """
 
@@ -367,11 +367,11 @@ class InvariantChecks:
     def after(
         self, cluster: Cluster, event: MasterEvent | None, actions: Iterable[MasterAction], but: bytes
     ) -> list[str]:
-        """Return what is broken after a step; all is checked after a restart of the master, which is no event."""
+        """Return the broken invariants after a step; None as event is a restart of the master, which checks all."""
         self.count["steps"] += event is not None
         if event is None or self.count["steps"] % self._all_every == 0:
             self.count["whole cluster"] += 1
-            if event is None:  # what a master had not saved is lost with it
+            if event is None:  # a restarted master has lost its unsaved changes
                 self._memberships.clear()
             every = [worker for job in cluster.jobs.values() for worker in job.workers.values()]
             return [*self._moves(every), *check(cluster)]
@@ -383,7 +383,7 @@ class InvariantChecks:
         return [*self._moves(workers), *check(cluster, nodes, jobs, workers)]
 
     def _moves(self, workers: Iterable[WorkerRecord]) -> Iterator[str]:
-        """A worker's membership changes by legal moves, of which a step may take a few."""
+        """A worker's membership changes by legal moves, at most `MOST_MOVES` in a step."""
         for worker in workers:
             new = membership_of(worker)
             old = self._memberships.get(worker.place_key, new)
@@ -402,7 +402,7 @@ class InvariantChecks:
 def touched(
     cluster: Cluster, event: MasterEvent, actions: Iterable[MasterAction], but: bytes
 ) -> tuple[list[NodeRecord], list[JobRecord], list[WorkerRecord]]:
-    """Return the nodes, jobs and workers that a step had to do with; `but` is the peer that is no node."""
+    """Return the nodes, jobs and workers that a step touched; `but` is the peer that is no node."""
     workers: list[WorkerRecord] = []
     nodes: dict[str, None] = {}
     jobs: dict[str, None] = {}

@@ -1,7 +1,7 @@
 """The agent's decisions: events in, actions out, no I/O.
 
-Level-triggered: the master says which incarnations are to be (`DesiredWorkers`), the core compares with those that
-are, and starts or stops what differs. Anything may be lost, doubled or late; the next comparison sees it.
+Level-triggered: the master says which incarnations are desired (`DesiredWorkers`). The core compares them with the
+existing ones, and starts or stops the difference. A message may be lost, doubled or late; the next comparison sees it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class AgentCore:
         self.shutdown = Shutdown(self._step, self.membership, intervals.vacate_s)
         self.stack_reads = StackReads(self._step, facts)
         self._recording: dict[JobWorkerIncarnation, messages.SendLog] = {}
-        """Answers about steps that workers record."""
+        """Answers to send when workers have recorded a step."""
         self.workers: dict[JobWorkerIncarnation, LocalWorker] = {}
         self.desired: dict[JobWorkerIncarnation, agent_master.DesiredWorker] = {}
         self.jobs: dict[str, agent_master.DesiredJob] = {}
@@ -135,7 +135,7 @@ class AgentCore:
         match message:
             case agent_master.AgentRegistered():
                 if self.membership.accept(message):
-                    # Nothing older can arrive on this connection, and a master that lost its memory counts anew.
+                    # No older set can arrive on this connection, and a master that lost its state counts anew.
                     self._floor = 0
                     self._observe_soon(0.0)
             case agent_master.AgentRefused():
@@ -149,7 +149,7 @@ class AgentCore:
             case agent_master.RegisterAgain():
                 self.membership.register()
             case agent_master.DesiredWorkers():
-                if not self.membership.is_cut_off:  # else it was sent before the master gave this node's workers up
+                if not self.membership.is_cut_off:  # else the set is from before the master gave up these workers
                     self._on_desired(message)
             case agent_master.DirectoryChanged():
                 self._on_directory(message.job_id, message.entries)
@@ -166,7 +166,7 @@ class AgentCore:
                 assert_never(message)
 
     def _profile(self, answer: messages.SendLog) -> None:
-        """Have a worker profiled: from outside, or, a step of it, by itself."""
+        """Profile a worker from outside, or let it record a step itself."""
         order = answer.order
         incarnation = JobWorkerIncarnation(order.job_id, order.worker, order.worker_incarnation)
         worker = self._live(incarnation)
@@ -248,7 +248,7 @@ class AgentCore:
             self._start_if_free(incarnation, self.desired[incarnation])
 
     def _start_if_free(self, incarnation: JobWorkerIncarnation, wanted: agent_master.DesiredWorker) -> None:
-        """Start an incarnation, unless an earlier one of the worker still runs, the exit of which leads here again."""
+        """Start an incarnation, unless an earlier one of the worker still runs; its exit leads here again."""
         spec = self.specs.of(wanted)
         if spec is None:
             self._step.report("worker-unknown-job", "the desired set lacks its job or role", incarnation, level="error")
@@ -297,7 +297,7 @@ class AgentCore:
     def _on_observe_due(self) -> None:
         self._observe_at = None
         if not self.membership.is_registered:
-            return  # told upon registration
+            return  # reported at registration
         self._observed_at = self._step.now
         holds_ends = self.shutdown.holds_ends
         self._step.send(
@@ -325,8 +325,9 @@ class AgentCore:
                 self._step.act(messages.TellWorker(incarnation=worker.incarnation, message=DirectoryNews(entries=news)))
 
     def _tell_neighbours(self, worker: LocalWorker, how: str) -> None:
-        """Tell workers here of a dead one at once, so that a call of it waits neither for the master to hear of it
-        first, nor for a master that is away. A worker that was stopped is known to be going.
+        """Tell workers here of a dead worker at once, so that their calls to it need not wait for the master.
+
+        The end of a stopped worker is expected, and not told.
         """
         if worker.inbox is not None and not worker.is_stop_asked:
             incarnation, node = worker.incarnation.number, self.facts.node
@@ -345,7 +346,7 @@ class AgentCore:
         if (worker := self._live(incarnation)) is None:
             return
         worker.pid = pid
-        if worker.is_killed:  # a graceful stop may have come before this event
+        if worker.is_killed:  # the kill may have come before this event
             self._kill(worker)
         self._observe_soon()
 
@@ -371,7 +372,7 @@ class AgentCore:
             self._step.act(messages.KeepReports(incarnation=worker.incarnation, reports=word.points))
         waited = worker.waits
         worker.hear(word)
-        if waited and not worker.waits and worker.state is WorkerState.STARTING:  # now it begins
+        if waited and not worker.waits and worker.state is WorkerState.STARTING:  # its start begins now
             self._step.arm(AgentTimer("start", incarnation), self.intervals.start_s)
         match word:
             case Hello():
@@ -379,7 +380,7 @@ class AgentCore:
                 self._start_next(incarnation)
                 self._order_to_run(worker)
             case Reported() if word.progress.waits_for and not worker.pid:
-                self._start_next(incarnation)  # it begins when what its job needs is there, and keeps nobody waiting
+                self._start_next(incarnation)  # it is held for its job's needs, and must not delay others
             case Running() | Rejoins():
                 self._order_to_run(worker)
             case Saving():
@@ -401,7 +402,7 @@ class AgentCore:
         self._after_end(worker)
 
     def _blame_shutdown(self, worker: LocalWorker) -> None:
-        """Fail an incarnation that is still desired and did not end by itself: the node took it along."""
+        """Fail an incarnation that is still desired and did not end by itself: the agent's stop ended it."""
         if self.shutdown.has_begun and worker.incarnation in self.desired and not worker.is_finished:
             text = f"its agent stopped: {self.shutdown.reason}"
             worker.failure = worker.failure or Failure(category="node", summary=text)
@@ -425,14 +426,14 @@ class AgentCore:
     # Stopping
 
     def _stop(self, worker: LocalWorker) -> None:
-        """Ask a worker to end, or hasten one whose grace has become shorter."""
+        """Ask a worker to end, or hasten its stop if its grace has become shorter."""
         grace_s, save_grace_s = self.shutdown.grace_s(worker, self.jobs.get(worker.job_id))
         if worker.state is WorkerState.STOPPING:
             self._hasten(worker, grace_s, save_grace_s)
             return
         peers = (peer for peer in self.workers.values() if peer.job_id == worker.job_id and peer.kind == "worker")
         if worker.kind == "store" and grace_s > 0 and any(self._is_to_stop(peer) for peer in peers):
-            return  # a worker on its way out may still need it; that one's end brings us here again
+            return  # a stopping worker may still need the store; the worker's end leads here again
         is_graceful = worker.has_user_code and grace_s > 0
         worker.is_stop_asked = True
         worker.stop_began_at = self._step.now
@@ -445,7 +446,7 @@ class AgentCore:
         if not is_graceful:
             self._kill(worker)
             return
-        if worker.failure is None:  # else it is on its way out, and writes its traceback
+        if worker.failure is None:  # else it is ending already, and writes its traceback
             job = self.jobs.get(worker.job_id)
             is_interrupt = job is not None and job.is_interrupted and not self.shutdown.has_begun
             stop = Stop(grace_s=grace_s, save_grace_s=save_grace_s, reason=reason, interrupt=is_interrupt)
@@ -459,7 +460,7 @@ class AgentCore:
         if worker.is_killed or (grace_s >= worker.grace_s and save_grace_s >= worker.save_grace_s):
             return
         if grace_s > 0 and worker.is_saving:
-            return  # the job goes on already; its next incarnation here waits for this one
+            return  # the job goes on already; the worker's next incarnation here waits for the save
         worker.grace_s, worker.save_grace_s = grace_s, save_grace_s
         if worker.kill_at <= self._step.now:
             self._kill(worker)
@@ -488,7 +489,7 @@ class AgentCore:
         self._reconcile()
 
     def _leave(self, code: int, reason: str) -> None:
-        self.shutdown.has_snapshots = False  # they are on storage, or their time is over
+        self.shutdown.has_snapshots = False  # snapshots are on storage, or their time is over
         if self.membership.is_registered:
             self._on_observe_due()
             node, incarnation = self.facts.node, self.facts.incarnation
@@ -510,7 +511,7 @@ class AgentCore:
                 self._on_observe_due()
             case "complain":
                 self.membership.complain_due()
-            case "reconnect":  # a connection that was refused once is not tried again by itself
+            case "reconnect":  # the socket does not retry a refused connection by itself
                 self._step.act(messages.Reconnect())
             case "vacate":
                 if not self.shutdown.still_vacates():

@@ -1,4 +1,4 @@
-"""Words for how a worker's process ended: the evidence behind an exit code or a signal, in one line."""
+"""Description of a worker's end: the evidence behind an exit code or a signal, in one line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from unified.protocol.records import Evidence
 from unified_agent.core.messages import WorkerExited
 
 _ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that a program does not bring upon itself by a fault."""
+"""Signals that are sent on purpose; a fault of the program does not raise them."""
 _MAX_WORDS = 160
 _FAULT = "Fatal Python error"
 """Beginning of the traceback that `faulthandler` writes."""
@@ -40,7 +40,7 @@ def _killer(evidence: Evidence) -> str:
 
 
 def _memory(evidence: Evidence) -> str:
-    """Return the memory at the end, and at the beginning of the last minute if that was another."""
+    """Return the memory at the end, and at the beginning of the last minute if that was clearly less."""
     if not evidence.memory:
         return f"; it had {evidence.peak_mb:.0f} MB of memory at most" if evidence.peak_mb else ""
     age_s, first_mb = evidence.memory[0]

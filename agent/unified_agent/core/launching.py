@@ -1,4 +1,4 @@
-"""The start of a worker: the description of its job, and its first message: identity, place, devices, peers."""
+"""The start of a worker: its job's description, and its first message: identity, placement, devices, peers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class JobSpecs:
 
     def take(self, step: AgentStep, message: DesiredWorkers) -> bool:
         """Take in the jobs of a desired set, and forget all others. False if a description was lost on the way: then
-        nothing changes, and the master, which is told of no such generation, sends all of it again."""
+        nothing changes. The master gets no report of the generation, and sends the whole set again."""
         known = self._specs | {job.job_id: job.spec for job in message.jobs if job.spec is not None}
         lacking = [job.job_id for job in message.jobs if job.job_id not in known]
         if lacking:

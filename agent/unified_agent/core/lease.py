@@ -1,6 +1,6 @@
-"""The lease of a node, as both its agent and its lease keeper reckon with it. Times are of one clock, that of the host.
+"""The lease of a node, as both its agent and its lease keeper compute it. All times are of the host's clock.
 
-The master believes in a node for `lease_s` after it has heard of it, and then starts its workers elsewhere.
+The master counts a node as alive for `lease_s` after its last message, and then starts its workers elsewhere.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import NamedTuple
 TELL_AT = 0.8
 """Part of the lease after which an agent that is cut off is told to end its workers."""
 KILL_AT = 0.9
-"""Part of the lease after which they are killed, whatever the agent does."""
+"""Part of the lease after which the workers are killed, whatever the agent does."""
 DOUBT_AT = 1 / 3
 """Part of the lease after which a connection without answers is made anew."""
 LATE_HEARTBEATS = 1.5
-"""Number of heartbeats without an answer after which the agent is taken to be busy."""
+"""Number of heartbeats without an answer after which the agent counts as busy."""
 
 
 class NodeLease(NamedTuple):
@@ -36,7 +36,7 @@ class NodeLease(NamedTuple):
         return DOUBT_AT * self.lease_s
 
     def is_late(self, silent_s: float) -> bool:
-        """Return True if the next answer should have come in this time."""
+        """Return True if the next answer should have come within this time."""
         return silent_s > LATE_HEARTBEATS * self.heartbeat_s
 
     def is_in_doubt(self, silent_s: float) -> bool:
@@ -53,7 +53,7 @@ class NodeLease(NamedTuple):
 
 
 def request_id_at(now: float) -> int:
-    """Return the request id of a heartbeat that is sent now: milliseconds, so that the answer says when that was."""
+    """Return the request id of a heartbeat: its time in milliseconds, so that the answer tells when it was sent."""
     return int(now * 1000)
 
 

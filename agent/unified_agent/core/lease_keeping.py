@@ -1,4 +1,4 @@
-"""The keeping of an agent's lease: when to renew it in the agent's stead, and when the node's workers have to end.
+"""The keeping of an agent's lease: when to renew it for the agent, and when the node's workers have to end.
 
 A node that cannot renew its lease ends its workers before the master starts them elsewhere.
 """
@@ -16,23 +16,23 @@ class Contact(StrEnum):
     """Result of an attempt to connect to the master's port."""
 
     ACCEPTED = "accepted"
-    """The master's process is there. If it answers nothing on a new connection, it hangs, and decides nothing; or it
-    refuses this node's key, and decides about the node as about one that is gone."""
+    """The master's process is there. If it answers nothing on a new connection, it hangs and decides nothing; or it
+    refuses this node's key, and counts the node as lost."""
     REFUSED = "refused"
-    """The master's host is there and its process is not: nobody decides anything."""
+    """The master's host runs and its process does not: nobody decides anything."""
     NONE = "none"
     """Nothing came back: the network is cut here, or the master's host is gone."""
 
 
 class Renew(Value, frozen=True):
-    """Send a heartbeat in the agent's stead, with this request id."""
+    """Send a heartbeat for the agent, with this request id."""
 
     request_id: int
     on_new_connection: bool
 
 
 class Probe(Value, frozen=True):
-    """Try to connect to the master's port, and say how it went."""
+    """Try to connect to the master's port, and report the result."""
 
 
 class TellAgent(Value, frozen=True):
@@ -42,7 +42,7 @@ class TellAgent(Value, frozen=True):
 
 
 class Kill(Value, frozen=True):
-    """Kill the node's workers and their zygotes; with `who` ``agent`` the agent too, which hangs."""
+    """Kill the node's workers and their zygotes; with `who` ``agent`` also the agent, which hangs."""
 
     who: Literal["workers", "agent"]
     reason: str
@@ -52,12 +52,12 @@ KeeperAction = Renew | Probe | TellAgent | Kill
 
 
 class LeaseKeeping:
-    """The decisions; `step` is to be called at least every `next_look_s` seconds."""
+    """Decisions of the lease keeper; `step` is to be called at least every `next_look_s` seconds."""
 
     def __init__(self) -> None:
         self._answered_at = 0.0
         self._no_decision_at = 0.0
-        """Last time at which the master was seen to decide nothing."""
+        """Last time at which a probe found that the master decides nothing."""
         self._is_locked_out = False
         self._renewed_at = float("-inf")
         self._connected_at = float("-inf")
@@ -65,17 +65,17 @@ class LeaseKeeping:
         self._killed: Literal["", "workers", "agent"] = ""
         self._stepped_at = float("inf")
         self._resumed_at = 0.0
-        """Last time at which the host, with this process and the agent's, went on after it had stood still."""
+        """Last time at which the host resumed, and with it this process and the agent."""
 
     def next_look_s(self, lease: NodeLease) -> float:
         return lease.heartbeat_s / 2 if lease.lease_s else 0.1
 
     def answered(self, request_id: int) -> None:
-        """Take in that the master answered a heartbeat of ours."""
+        """Note that the master answered a heartbeat of the keeper."""
         self._answered_at = max(self._answered_at, request_time(request_id))
 
     def contact(self, now: float, found: Contact) -> None:
-        """Take in how a probe went."""
+        """Take in the result of a probe."""
         if found is Contact.REFUSED or (found is Contact.ACCEPTED and not self._is_locked_out):
             self._no_decision_at = now
 
@@ -93,7 +93,7 @@ class LeaseKeeping:
         if not lease.is_late(silent_s):
             self._has_reported, self._killed = False, ""
             return []
-        if hung_s > lease.lease_s:  # nobody speaks for an agent that does nothing
+        if hung_s > lease.lease_s:  # a hanging agent's lease is not renewed
             return self._end_hung(now, answered_at, hung_s, lease)
         actions: list[KeeperAction] = []
         if now - self._renewed_at >= lease.heartbeat_s:

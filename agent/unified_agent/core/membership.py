@@ -15,19 +15,19 @@ from unified_agent.core.step import AgentStep, AgentTimer
 from unified_agent.environment import NodeFacts
 
 EX_CONFIG = 78
-"""Exit code, of sysexits.h, of an agent that would end the same way if it were started again."""
+"""Exit code, of sysexits.h, of an agent that would end the same way after a restart."""
 COMPLAIN_EVERY_S = 30.0
 """Period at which an agent that cannot reach its master says so."""
 
 
 class MembershipState(StrEnum):
-    """The state of the agent's membership, as the agent believes."""
+    """The state of the agent's membership, as the agent sees it."""
 
     UNKNOWN = "UNKNOWN"
-    """Not registered, or not any more; the agent asks, again and again."""
+    """Not registered, or no longer registered; the agent keeps asking."""
     REGISTERED = "REGISTERED"
     SILENT = "SILENT"
-    """Registered, but the master has said nothing for a third of the lease. The workers stay until that ends."""
+    """Registered, but the master has said nothing for a third of the lease. The workers stay until the lease ends."""
     REFUSED = "REFUSED"
 
 
@@ -58,22 +58,22 @@ class Membership:
         self._step = step
         self._facts = facts
         self._terms = NodeLease(intervals.lease_s, intervals.heartbeat_s)
-        """The lease's length, as the master told it last."""
+        """The lease's length, as the master last told it."""
         self._connect_s = intervals.connect_s
         self._give_up_s = leave_after_s if give_up_s is None else give_up_s
         self._leave_after_s = leave_after_s
         self._heard_at = 0.0
         self._answered_at = 0.0
         self._kept_until = 0.0
-        """End of the lease of a master that stopped in order."""
+        """End of the longer lease that a master gave when it stopped in order."""
         self._cut_off = ""
         self._stops = ""
         self._stops_at = 0.0
         self._unanswered_since: float | None = None
         self.snapshots: SnapshotHost | None = None
+        """Address and token secret of the snapshot server, for the master; None until they are known."""
         self.metrics = ""
         """``host:port`` of this agent's metrics; empty: it has none."""
-        """Fact for the master that is known only once the snapshot server can be reached."""
         self._was_ever_registered = False
         self._is_locked_out = False
         self._unreadable = LogOnce()
@@ -86,11 +86,11 @@ class Membership:
 
     @property
     def is_cut_off(self) -> bool:
-        """True from the end of a lease until the master has taken the agent in again."""
+        """True from the end of a lease until the master registers the agent again."""
         return bool(self._cut_off)
 
     def lease(self, now: float) -> NodeLease:
-        """Return the lease, for the process that keeps it."""
+        """Return the lease, for the lease keeper."""
         return self._terms._replace(
             lease_s=self._terms.lease_s if self._answered_at else 0.0,
             answered_at=max(self._answered_at, self._kept_until - self._terms.lease_s),
@@ -99,19 +99,19 @@ class Membership:
         )
 
     def keep(self, away_s: float, generation: int) -> None:
-        """Keep the workers for so long while no master is there: it stops in order, and waits until it is answered."""
+        """Keep the workers for `away_s` without a master, which stops in order; answer it by a heartbeat."""
         self._kept_until = self._step.now + away_s
-        text = f"the master stops in order; the workers stay, for {away_s:g} s also where its host is gone"
+        text = f"the master stops in order; the workers stay for {away_s:g} s, even if its host is gone"
         self._step.report("master-stopping", text)
         self.beat(generation)
 
     def stops(self, reason: str, at: float, generation: int) -> None:
-        """Tell the master, from now on, that the agent stops at a time, so that the workers move elsewhere before."""
+        """Tell the master, with every heartbeat, when the agent stops, so that the workers move elsewhere first."""
         self._stops, self._stops_at = reason, at
         self.beat(generation)
 
     def was_answered_since(self, time: float) -> bool:
-        """Return True if the master has answered a heartbeat of that time, or a later one."""
+        """Return True if the master has answered a heartbeat of this time or later."""
         return self._answered_at >= request_time(request_id_at(time))
 
     def answered(self, request_id: int) -> None:
@@ -119,13 +119,13 @@ class Membership:
         self._answered_at = max(self._answered_at, min(self._step.now, request_time(request_id)))
 
     def cut_off(self, reason: str) -> None:
-        """Take in the end of the lease: the master takes the agent in again as one without workers."""
+        """Take in the end of the lease: the agent registers again, as one without workers."""
         self._cut_off = reason
         if self.is_registered:
             self.register()
 
     def reached(self, generation: int) -> None:
-        """Use a connection that stands at once, since messages that were sent without one are lost."""
+        """Use a new connection at once: messages that were sent without a connection are lost."""
         if self.is_registered:
             self.beat(generation)
         elif self.state is MembershipState.UNKNOWN:
@@ -193,20 +193,20 @@ class Membership:
         self._step.arm(AgentTimer("register"), message.retry_after_s)
 
     def end(self, reason: str, code: int = 1) -> None:
-        """End the agent, for which there is no place here."""
+        """End the agent, because it cannot join this cluster."""
         self._move(MembershipState.REFUSED)
         self._step.act(Exit(code=code, reason=reason))
 
     def unreadable(self, event: MasterUnreadable) -> None:
-        """Take in that master and agent do not speak one protocol. A member's workers are of use all the same."""
+        """Handle a master with another protocol. The workers of an agent that was registered go on."""
         if not self._was_ever_registered:
             self.end(event.reason, 1 if event.may_pass else EX_CONFIG)
         elif self._unreadable.is_new(self._step.now, event.reason):
             self._step.report("master-unreadable", f"{event.reason} The workers stay.", level="error")
 
     def locked_out(self, reason: str) -> None:
-        """Take in that the master's key is not the agent's. An agent that was never registered ends; others go
-        on, and the lease keeper ends their workers in time, since this master takes the node for lost.
+        """Handle a master with another key. An agent that was never registered ends. Other agents go on, and the
+        lease keeper ends their workers in time, because this master counts the node as lost.
         """
         if not self._was_ever_registered:
             self.end(reason, EX_CONFIG)
@@ -214,7 +214,7 @@ class Membership:
         if not self._is_locked_out:
             self._is_locked_out = True
             self._step.report(
-                "key-refused", f"{reason} It is tried again; the workers end with this node's lease.", level="error"
+                "key-refused", f"{reason} The agent tries again; the workers end with this node's lease.", level="error"
             )
         self._step.arm(AgentTimer("reconnect"), self._terms.lease_s)
 
@@ -225,7 +225,7 @@ class Membership:
             self.register()
 
     def _gives_up(self) -> bool:
-        """End the agent if its master has been silent for too long; return whether it has."""
+        """End the agent if its master has been silent for too long; return True in this case."""
         limit_s = self._leave_after_s if self._was_ever_registered else self._give_up_s
         if limit_s is None or self._waited_s < limit_s:
             return False

@@ -12,7 +12,7 @@ from unified.values import Value
 
 
 class MasterReached(Value, frozen=True):
-    """A connection to the master's address stands."""
+    """A connection to the master's address is up."""
 
 
 class MasterSaid(Value, frozen=True):
@@ -25,11 +25,11 @@ class MasterUnreadable(Value, frozen=True):
 
     reason: str
     may_pass: bool = False
-    """True: it met a defect of its own, and may understand the agent the next time."""
+    """True: the master met a defect of its own, and may understand the agent the next time."""
 
 
 class KeyRefused(Value, frozen=True):
-    """No connection can stand: the master and this agent have not the same cluster key."""
+    """No connection is possible: the master and this agent have different cluster keys."""
 
     reason: str
 
@@ -98,7 +98,7 @@ class HeldStacksRead(Value, frozen=True):
 
 
 class SnapshotsReported(Value, frozen=True):
-    """The snapshot server has, or no longer has, what is to be written to storage before the agent ends."""
+    """The snapshot server has, or no longer has, snapshots to write to storage before the agent ends."""
 
     is_to_persist: bool
 
@@ -126,11 +126,11 @@ AgentEvent = (
 
 
 class SendMaster(Value, frozen=True):
-    """Send the master a message, which is dropped if no connection stands: whatever matters is said again."""
+    """Send the master a message. Without a connection it is dropped: everything that matters is sent again."""
 
     message: AgentToMaster
     request_id: int = 0
-    """Id of the request that it answers, or of one that is to be answered; 0: none."""
+    """Id of the request that it answers, or its own id if it is a request; 0: none."""
 
 
 class Reconnect(Value, frozen=True):
@@ -138,7 +138,7 @@ class Reconnect(Value, frozen=True):
 
 
 class StartWorker(Value, frozen=True):
-    """Make a process and give it `launch` as its first word."""
+    """Make a process and give it `launch` as its first message."""
 
     incarnation: JobWorkerIncarnation
     launch: Launch
@@ -146,7 +146,7 @@ class StartWorker(Value, frozen=True):
     is_fresh: bool = False
     """True: a new interpreter instead of a fork."""
     env: dict[str, str] = {}
-    """Environment variables of a new interpreter that have to be there before it starts."""
+    """Environment variables that a new interpreter needs before it starts."""
 
 
 class TellWorker(Value, frozen=True):
@@ -163,7 +163,7 @@ class SignalWorker(Value, frozen=True):
 
 
 class KeepInterpreters(Value, frozen=True):
-    """Close the zygotes of other interpreters than these."""
+    """Close the zygotes of all other interpreters, except the agent's own."""
 
     pythons: list[str]
 
@@ -174,11 +174,11 @@ class SendLog(Value, frozen=True):
     order: ReadAgentLog
     request_id: int
     error: str = ""
-    """Reason for which to answer that it cannot be read."""
+    """Reason why it cannot be read; empty: read it."""
 
 
 class SampleWorker(Value, frozen=True):
-    """Take a profile of a worker from outside; `SendLog` what is there of it."""
+    """Take a profile of a worker from outside, and answer the master with it."""
 
     incarnation: JobWorkerIncarnation
     pid: int
@@ -196,7 +196,7 @@ class ReadHeldStacks(Value, frozen=True):
 
 
 class KeepReports(Value, frozen=True):
-    """Write down what a worker reported, beside its log."""
+    """Write a worker's reports to a file beside its log."""
 
     incarnation: JobWorkerIncarnation
     reports: list[WorkerReport]
@@ -212,7 +212,7 @@ class WriteLog(Value, frozen=True):
 
 
 class PersistHeld(Value, frozen=True):
-    """Have the snapshot server write to storage what is not there yet."""
+    """Let the snapshot server write to storage the snapshots that are not there yet."""
 
 
 class Exit(Value, frozen=True):

@@ -1,4 +1,4 @@
-"""The agent's shutdown: workers move elsewhere, those that are left are stopped, snapshots are written."""
+"""The agent's shutdown: workers move elsewhere, the rest are stopped, snapshots are written."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from unified_agent.core.step import AgentStep, AgentTimer
 from unified_agent.core.worker import LocalWorker
 
 MARGIN_S = 2.0
-"""Time from the last SIGKILL to the moment at which the agent stops waiting to see it work."""
+"""Time for which the agent waits for the effect of its last SIGKILL."""
 
 PERSIST_WITHIN_S = 10.0
-"""Time for snapshots to be written to storage when the agent stops, if no job is there that says another."""
+"""Time for snapshots to be written to storage when the agent stops, if there is no job that sets another time."""
 
 ANSWER_S = 3.0
-"""Time within which a master that is there answers a heartbeat."""
+"""Time within which a running master answers a heartbeat."""
 
 
 class Shutdown:
-    """The agent's shutdown: its reason, and its haste."""
+    """The agent's shutdown: its reason, and how urgent it is."""
 
     def __init__(self, step: AgentStep, membership: Membership, vacate_s: float) -> None:
         self.reason = ""
         self.has_begun = False
         self.is_at_once = False
         self.has_snapshots = False
-        """True if the snapshot server has what is to be written to storage first."""
+        """True if the snapshot server has snapshots to write to storage first."""
         self.is_persisting = False
         self._step = step
         self._membership = membership
@@ -43,7 +43,7 @@ class Shutdown:
 
     @property
     def holds_ends(self) -> bool:
-        """True while the master is not to hear that workers ended: their ranks would go on elsewhere, without the
+        """True while ends of workers are not reported to the master: their ranks would go on elsewhere, without the
         snapshots that are not on storage yet."""
         return self.is_asked and self.has_snapshots and not self.is_at_once
 
@@ -53,7 +53,7 @@ class Shutdown:
         return self._vacates_from is not None and not self.has_begun
 
     def vacates(self, reason: str, workers: Iterable[LocalWorker], generation: int) -> bool:
-        """Have the master move the workers elsewhere first; return False if there is none, or no worker."""
+        """Ask the master to move the workers elsewhere first; return False if there is no master, or no worker."""
         has_master = self._membership.state is MembershipState.REGISTERED
         if not has_master or all(worker.is_ended for worker in workers):
             return False
@@ -64,7 +64,7 @@ class Shutdown:
         return True
 
     def still_vacates(self) -> bool:
-        """Return True if the workers have more time to move: the master has heard of it, and their time is not over."""
+        """Return True if the workers have more time to move: the master knows of the stop, and time is left."""
         since = self._vacates_from
         if since is None or self.has_begun or not self._membership.was_answered_since(since):
             return False
@@ -76,7 +76,7 @@ class Shutdown:
     def begin(
         self, reason: str, workers: Iterable[LocalWorker], jobs: Mapping[str, DesiredJob], *, at_once: bool
     ) -> None:
-        """Begin to stop what is left, or hurry up."""
+        """Begin to stop the workers that are left, or hasten their stop."""
         self.is_at_once = at_once
         self.reason = self.reason or reason
         self.has_begun = True
@@ -91,30 +91,30 @@ class Shutdown:
                 self.awaits(worker)
 
     def awaits(self, worker: LocalWorker) -> None:
-        """Wait for a worker that is stopped until it is killed, which is later while it writes a checkpoint."""
+        """Wait for a stopping worker until its kill time, which is later while it writes a checkpoint."""
         if self.has_begun and not self.is_persisting and worker.kill_at + MARGIN_S > self._drains_at:
             self._drains_at = worker.kill_at + MARGIN_S
             self._step.timers.arm(AgentTimer("drain"), self._drains_at)
 
     @property
     def what_is_late(self) -> str:
-        """Half a sentence on what did not end in time."""
+        """Part of a sentence that names what did not end in time."""
         what = "snapshots were written to storage" if self.is_persisting else "workers ended"
         return f"not all {what} in time"
 
     def grace_s(self, worker: LocalWorker, job: DesiredJob | None) -> tuple[float, float]:
-        """Return the time that a worker of a job has to end, and what a save that is under way has beyond that."""
+        """Return the time that a worker of a job has to end, and the extra time for a save that is under way."""
         if self.is_at_once:
             return 0.0, 0.0
         if job is None or job.stop_grace_s is None:
             return worker.grace_s, worker.save_grace_s
-        if self.has_begun and job.stop_grace_s > 0:  # it is shorter for the sake of a restart, which our end is not
+        if self.has_begun and job.stop_grace_s > 0:  # that serves a fast restart of the job, not the agent's stop
             return worker.grace_s, worker.save_grace_s
         return job.stop_grace_s, 0.0
 
     def persists_first(self, specs: Iterable[JobSpec]) -> bool:
-        """Return True if the snapshots of the workers, which have all ended, are to be on storage before the agent
-        leaves, so that no rank goes on elsewhere without them; have that begun."""
+        """Start to write the snapshots of the ended workers to storage, if any; return True if the agent has to wait
+        for that, so that no rank goes on elsewhere without them."""
         if not self.has_snapshots or self.is_at_once:
             return False
         if not self.is_persisting:

@@ -1,4 +1,4 @@
-"""Reads of workers' stacks for the master: each worker is asked, and those that do not answer are read from outside."""
+"""Reads of workers' stacks for the master: each worker is asked, and is read from outside if it does not answer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from unified_agent.core.worker import LocalWorker
 from unified_agent.environment import NodeFacts
 
 ANSWER_S = 1.0
-"""Time in which an interpreter that is not held answers, however busy it is."""
+"""Time in which even a busy interpreter answers, unless it is held."""
 MAX_OPEN = 64
-"""Reads at a time; of more the oldest is answered with what is there."""
+"""Most reads at a time; before one more begins, the oldest is answered with the reports so far."""
 _TIMER = AgentTimer("stacks")
 
 
@@ -29,7 +29,7 @@ class _Read:
     def __init__(self, request_id: int, held_at: float, until: float) -> None:
         self.request_id = request_id
         self.held_at: float | None = held_at
-        """Time at which workers that have not answered are read from outside; None: that was begun."""
+        """Time at which workers that have not answered are read from outside; None: this read has begun."""
         self.until = until
         self.reports: list[StackReport] = []
         self.missing: dict[JobWorkerIncarnation, WorkerStacks] = {}
@@ -45,9 +45,9 @@ class StackReads:
         self._count = 0
 
     def begin(self, order: ReadStacks, request_id: int, workers: Iterable[LocalWorker]) -> None:
-        """Ask the workers that the order names, of those that live here."""
+        """Ask the workers on this node that the order names."""
         while len(self._reads) >= MAX_OPEN:
-            self._answer(min(self._reads), "too many ask for stacks at once")
+            self._answer(min(self._reads), "too many reads of stacks at once")
         self._count += 1
         now = self._step.now
         read = _Read(request_id, now + min(ANSWER_S, order.within_s / 2), now + order.within_s)
@@ -59,14 +59,14 @@ class StackReads:
         self._go_on(self._count)
 
     def take(self, incarnation: JobWorkerIncarnation, number: int, report: StackReport) -> None:
-        """Take in the report of a worker, its own or one from outside; the first counts."""
+        """Take in a report on a worker, its own or one from outside; the first report counts."""
         read = self._reads.get(number)
         if read is not None and read.missing.pop(incarnation, None) is not None:
             read.reports.append(report)
             self._go_on(number)
 
     def ended(self, incarnation: JobWorkerIncarnation, how: str) -> None:
-        """Await no answer of a worker that has ended."""
+        """Stop waiting for the answer of an ended worker."""
         for number, read in list(self._reads.items()):
             if (missing := read.missing.pop(incarnation, None)) is not None:
                 read.reports.append(_without(missing, f"it has ended: {how}"))
@@ -77,7 +77,7 @@ class StackReads:
         now = self._step.now
         for number, read in list(self._reads.items()):
             if read.until <= now:
-                self._answer(number, "neither its interpreter nor its host said anything of it in time")
+                self._answer(number, "neither its interpreter nor its agent answered in time")
             elif read.held_at is not None and read.held_at <= now:
                 read.held_at = None
                 for incarnation, worker in read.missing.items():
@@ -122,5 +122,4 @@ class StackReads:
 
 
 def _without(worker: WorkerStacks, why: str) -> StackReport:
-    """Return a report of a worker that has no stacks."""
     return StackReport(workers=[msgspec.structs.replace(worker, note=why)])

@@ -10,19 +10,19 @@ from unified.protocol.records import JobWorkerIncarnation
 
 STARTS_PER_CPU = 4
 LEAST_STARTS = 16
-"""Processes that may start at once on the smallest of nodes: one that starts waits for memory and files, too."""
+"""Processes that may start at once on the smallest node: a start also waits for memory and files."""
 
 
 def max_starts(num_cpus: float) -> float:
-    """Return the number of processes that may be starting at once on a node of so many CPUs."""
+    """Return the number of processes that may start at once on a node with `num_cpus` CPUs."""
     return math.inf if math.isinf(num_cpus) else max(LEAST_STARTS, math.ceil(STARTS_PER_CPU * num_cpus))
 
 
 class StartQueue:
-    """Incarnations that are to be started, in order, and those that are starting: no more than `limit` of them.
+    """Incarnations that wait for their start, in order, and at most `limit` incarnations that are starting.
 
-    An incarnation starts until it says hello or ends. One that is no longer desired is forgotten before it starts, so
-    that the end of a job overtakes its beginning.
+    An incarnation is starting until it says hello or ends. An incarnation that is no longer desired is forgotten before
+    it starts, so that the end of a job overtakes its beginning.
     """
 
     def __init__(self, limit: float) -> None:
@@ -31,14 +31,14 @@ class StartQueue:
         self._starting: set[JobWorkerIncarnation] = set()
 
     def clear(self) -> None:
-        """Forget those that wait."""
+        """Forget the incarnations that wait."""
         self._waiting.clear()
 
     def add(self, incarnation: JobWorkerIncarnation) -> None:
         self._waiting.append(incarnation)
 
     def take(self, settled: JobWorkerIncarnation | None = None) -> Iterator[JobWorkerIncarnation]:
-        """Yield those whose turn it is, as long as there is room, once `settled` is; who starts one says `began`."""
+        """Settle `settled`, then yield incarnations to start, up to the limit; the caller calls `began` for each."""
         if settled is not None:
             self.settled(settled)
         while self._waiting and len(self._starting) < self._limit:
@@ -48,5 +48,5 @@ class StartQueue:
         self._starting.add(incarnation)
 
     def settled(self, incarnation: JobWorkerIncarnation) -> None:
-        """Note that it has said hello, or has ended."""
+        """Note that an incarnation has said hello, or has ended."""
         self._starting.discard(incarnation)

@@ -10,7 +10,7 @@ from unified.protocol.records import JobWorkerIncarnation
 from unified_agent.core.messages import AgentAction, SendMaster, WriteLog
 
 OBSERVE_EACH_S = 2e-5
-"""Least time to a report, for each worker that is in it."""
+"""Least delay of a report, per worker in it."""
 
 
 class AgentTimer(NamedTuple):
@@ -23,7 +23,7 @@ class AgentTimer(NamedTuple):
 
 
 class AgentStep:
-    """The answer to one event, while it grows."""
+    """Time of the current step, its actions so far, and the timers."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -26,7 +26,7 @@ from unified_agent.core.ends import how
 from unified_agent.core.messages import WorkerExited
 
 MAX_SUMMARY, MAX_TRACEBACK = 1_000, 32_000
-"""Characters of a failure that are believed; workers of ours send 300 and 24 000 at most."""
+"""Most characters of a failure that are kept; our own workers send 300 and 24 000 at most."""
 
 
 class LocalWorker:
@@ -58,7 +58,7 @@ class LocalWorker:
         self.can_rejoin = False
         self.left_round = 0
         self.notice: RoundNotice | None = None
-        """The notice that it was sent last."""
+        """The last notice that it was sent."""
         self.inbox: Inbox | None = None
         self.store_port: int | None = None
         self.progress: Progress | None = None
@@ -69,14 +69,14 @@ class LocalWorker:
         """Losses of its output, by stream."""
         self.is_finished = False
         self.is_stop_asked = False
-        """True if it was asked to end, so that however it ends, it ended well."""
+        """True if it was asked to end: then every end counts as a good end."""
         self.is_ending = False
-        """True if the stop found it at the end of its program, as it joins threads or runs `atexit` functions."""
+        """True if the stop came while its program was ending: joining threads, or running `atexit` functions."""
         self.is_killed = False
         self.stop_began_at = 0.0
         self.is_saving = False
         self.saved_at = 0.0
-        """Time of its last word on saves."""
+        """Time of its last `Saving` message."""
         self.is_end_reported = False
         """True if a report to the master has said that the worker has ended."""
 
@@ -86,13 +86,13 @@ class LocalWorker:
 
     @property
     def is_past(self) -> bool:
-        """True if its end, which is past, is of no more use. One that a stop cut short has to be reported first."""
+        """True if it has ended and can be forgotten. An end that a stop cut short must be reported first."""
         is_cut = self.failure is not None and self.failure.is_cut
         return self.is_ended and (self.is_end_reported or not is_cut)
 
     @property
     def has_user_code(self) -> bool:
-        """True if it said hello, so that user code may be at work and a graceful stop means something."""
+        """True if it said hello, so that user code may run and a graceful stop makes sense."""
         states = (WorkerState.READY, WorkerState.RUNNING, WorkerState.SERVING, WorkerState.FINISHED)
         return self.state in states
 
@@ -105,7 +105,7 @@ class LocalWorker:
         return self.progress is not None and bool(self.progress.waits_for)
 
     def hear(self, word: worker_agent.WorkerToAgent) -> None:
-        """Take in a message of the worker. One that comes late, out of order, or while it stops moves no state."""
+        """Take in a message of the worker. A message that is late, out of order, or comes in a stop moves no state."""
         match word:
             case worker_agent.Hello():
                 self.pid = self.pid or word.pid
@@ -128,11 +128,11 @@ class LocalWorker:
             case worker_agent.Saving():
                 self.is_saving = not word.is_over
             case worker_agent.Finished():
-                if not self.is_stop_asked:  # one that is told to end and returns has broken off its work, not done it
+                if not self.is_stop_asked:  # a worker that returns because of a stop has not done its work
                     self.is_finished = True
                 self._advance(WorkerState.RUNNING, WorkerState.SERVING if word.is_serving else WorkerState.FINISHED)
             case worker_agent.Failed():
-                # What breaks in a worker that is told to end is no failure, unless work that was done is lost by it.
+                # After a stop, an error is no failure, unless work that was done is lost by it.
                 if not self.is_stop_asked or word.failure.is_cut:
                     self.failure = self.failure or _bounded(word.failure)
 
@@ -148,7 +148,7 @@ class LocalWorker:
             self.move(new)
 
     def exit(self, event: WorkerExited) -> None:
-        """Settle how the incarnation ended, whose process is gone."""
+        """Settle how the incarnation ended; its process is gone."""
         code, last_lines = event.code, event.traceback or event.last_lines
         if self.failure is None and self.is_ending and self.is_killed:
             text = f"its end took longer than {self.grace_s:g} s and was cut short: it was killed"
@@ -170,7 +170,7 @@ class LocalWorker:
     def _ended_well(self, code: int) -> bool:
         if self.is_stop_asked:
             return True
-        # A program may end itself where it is, by os._exit(0): that is success, as any exit with code 0.
+        # A program may end itself anywhere by os._exit(0): that is success, as any exit with code 0.
         return code == 0 and (self.is_finished or (self.state is WorkerState.RUNNING and self.kind == "worker"))
 
     def _summary(self, code: int) -> str:
@@ -179,7 +179,7 @@ class LocalWorker:
         return describe_end(code)
 
     def orders(self, wanted: DesiredWorker) -> Iterator[worker_agent.Notice | worker_agent.Run]:
-        """Yield what the worker is to be sent of what the master wants: each notice and each round once."""
+        """Yield the master's notice and order to run, if the worker can use them: each notice and each round once."""
         notice, order = wanted.notice, wanted.run
         if notice is not None and notice != self.notice and self.state is WorkerState.RUNNING:
             self.notice = notice
@@ -191,7 +191,7 @@ class LocalWorker:
             yield worker_agent.Run(order=order)
 
     def observed(self, *, holds_end: bool = False) -> ObservedWorker:
-        """Return the report for the master. `holds_end`: an end is not to be heard of yet."""
+        """Return the report for the master. `holds_end`: do not report an end yet."""
         is_held = holds_end and self.is_ended and self.kind == "worker"
         return ObservedWorker(
             job_id=self.job_id,
@@ -215,7 +215,7 @@ class LocalWorker:
 
 
 def _bounded(failure: Failure) -> Failure:
-    """Return a failure that is not longer than it may be: every look at the job carries it."""
+    """Return the failure, shortened to its limits: every report on the job contains it."""
     return structs.replace(
         failure,
         summary=failure.summary[:MAX_SUMMARY],

@@ -1,4 +1,4 @@
-"""The descriptions of jobs that this agent holds, in memory that it shares with their workers."""
+"""The descriptions of this agent's jobs, in memory that it shares with their workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Descriptions:
         self._shared: dict[str, SharedSpec] = {}
 
     def share(self, message: DesiredWorkers) -> DesiredWorkers:
-        """Return the message with descriptions that lie in shared memory, if there is any for them."""
+        """Return the message with its descriptions in shared memory, as far as there is enough."""
         return structs.replace(message, jobs=[self._with_shared(job) for job in message.jobs])
 
     def _with_shared(self, job: DesiredJob) -> DesiredJob:
@@ -38,12 +38,12 @@ class Descriptions:
         return structs.replace(job, spec=shared.spec)
 
     def keep(self, job_ids: Collection[str]) -> None:
-        """Forget the descriptions of other jobs than these."""
+        """Forget the descriptions of all other jobs."""
         for job_id in self._shared.keys() - job_ids:
             self._forget(job_id)
 
     def without_spec(self, launch: Launch) -> tuple[Launch, list[int]]:
-        """Return a launch that names the shared description instead of holding it, and the descriptor to go with it.
+        """Return a launch that refers to the shared description, and the descriptor to send with the launch.
 
         OSError: there is no descriptor left.
         """

@@ -1,6 +1,6 @@
-"""Preparation of a node for jobs, before their first worker begins: code that travels, packages that are required.
+"""Preparation of a node for jobs, before their first worker starts: shipped code and required packages.
 
-A process of its own fetches or installs each, once for all jobs that need the same; its log says what failed.
+A separate process fetches or installs each folder, once for all jobs that need it; its log says what failed.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ CODE, ENVIRONMENTS = "code", "environments"
 """Folders, in the home of this user's state, of unpacked archives and of virtual environments."""
 
 TELL_EVERY_S = 2.0
-"""Time between two words about how far something has come."""
+"""Time between two progress messages."""
 MAX_PROGRESS = 80
-"""Characters of such a word."""
+"""Most characters of pip's last log line in a progress message."""
 MARK = "complete"
-"""Name of the file that says that a virtual environment is whole."""
+"""Name of the file that marks a complete virtual environment."""
 _UNFINISHED = re.compile(r"\.[0-9a-f]+\.(.+)-(\d+)\.(?:part|new)")
 
 
 class Need(NamedTuple):
-    """A folder that has to be there, and the program that makes it."""
+    """A folder that a job needs, and the program that makes it."""
 
     digest: str
     into: Path
     what: str
     mark: str
-    """Name in the folder that is there when the folder is whole; empty: the folder itself says so."""
+    """Name of the file that marks a complete folder; empty: the folder exists only when it is complete."""
     module: str
     arguments: list[str]
     requirements: list[str]
-    """Lines of the file that the program is given; empty: it is given none."""
+    """Lines of the requirements file for the program; empty: no file."""
 
     @property
     def folder(self) -> Path:
@@ -69,13 +69,13 @@ class Need(NamedTuple):
         return (self.folder / self.mark).exists()
 
     def awaited(self) -> str:
-        """Return what is awaited, and how far it has come: the last line of pip's log, or the size of what came."""
+        """Return what is awaited, and its progress: the last line of pip's log, or the size received so far."""
         with contextlib.suppress(OSError):
             if self.requirements:
                 last = (self.into / f"{self.digest}.log").read_text(errors="replace").strip().rpartition("\n")[2]
                 return f"{self.what}: {last[:MAX_PROGRESS]}" if last else self.what
             for part in self.into.glob(f".{self.digest}.*.part"):
-                return f"{self.what}: {part.stat().st_size / (1 << 20):.1f} MiB of it are here"
+                return f"{self.what}: {part.stat().st_size / (1 << 20):.1f} MiB received"
         return self.what
 
 
@@ -83,7 +83,7 @@ class Preparation:
     """Folders that jobs need, and the workers that wait for them.
 
     Args:
-        on_event: what workers that wait seem to say: what they wait for.
+        on_event: called with messages in the name of waiting workers, which say what they wait for.
 
     Attributes:
         next_deadline: time (`time.monotonic()`) at which `tell` is due; None: nothing is being made.
@@ -98,18 +98,17 @@ class Preparation:
         self._on_event = on_event
         self._home = settings.home().absolute()
         self._needs: dict[str, list[Need]] = {}
-        """Needs of the jobs that are here, by job id."""
         self._waiting: dict[JobWorkerIncarnation, list[Need]] = {}
-        """Needs of the workers that wait, by incarnation."""
+        """Unmet needs of waiting workers."""
         self._making: set[str] = set()
         self._locks: dict[str, int] = {}
-        """Descriptors of the locks that keep others from removing what is used here, by digest."""
+        """Descriptors of the locks that protect used folders from removal, by digest."""
         self._said: dict[JobWorkerIncarnation, str] = {}
         self.next_deadline: float | None = None
         start_thread("unified-unfinished", self._sweep)
 
     def described(self, job_id: str, spec: JobSpec) -> JobSpec:
-        """Take in what a job needs; return its description with the interpreter of its environment."""
+        """Note what a job needs; return its description with the interpreter of its environment."""
         self._needs[job_id] = needs = []
         if spec.code is not None:
             needs.append(self._code(spec.code.digest))
@@ -119,14 +118,14 @@ class Preparation:
         return spec
 
     def code_dir(self, job_id: str) -> str:
-        """Return the folder of a job's code; empty: it has none that travels."""
+        """Return the folder of a job's code; empty: the job ships no code."""
         return next((str(need.folder) for need in self._needs.get(job_id, []) if need.into.name == CODE), "")
 
     def has_needs(self, job_id: str) -> bool:
         return bool(self._needs.get(job_id))
 
     def release_when_met(self, incarnation: JobWorkerIncarnation) -> None:
-        """Let a worker's process be made, which is held, when all is there that its job needs."""
+        """Release a held worker as soon as all needs of its job are met."""
         needs = self._needs[incarnation.job_id]
         for need in needs:
             self._use(need)
@@ -135,7 +134,7 @@ class Preparation:
             for need in self._waiting[incarnation]:
                 if need.digest not in self._making:
                     self._make(need)
-        except OSError as error:  # no descriptors or processes are left: the next incarnation may have more luck
+        except OSError as error:  # no descriptors or processes are left: the next incarnation may succeed
             del self._waiting[incarnation]
             self._said.pop(incarnation, None)
             self._processes.refuse(incarnation, f"could not be started: {error.strerror}", "crash")
@@ -144,13 +143,13 @@ class Preparation:
         self._settle(incarnation)
 
     def tell(self) -> None:
-        """Tell workers that wait how far has come what they wait for."""
+        """Report the progress of each waiting worker's needs."""
         self.next_deadline = time.monotonic() + TELL_EVERY_S if self._making else None
         for incarnation in self._waiting:
             self._tell(incarnation)
 
     def keep(self, job_ids: Collection[str]) -> None:
-        """Forget the needs of other jobs than these."""
+        """Forget the needs of all other jobs."""
         gone = self._needs.keys() - job_ids
         if not gone:
             return
@@ -170,7 +169,7 @@ class Preparation:
         return Need(digest, into, "the code of its job", "", "unified.client.code.transfer", arguments, [])
 
     def _environment(self, lines: list[str]) -> Need:
-        """Return the environment for what a job requires, on top of the packages of this agent's interpreter."""
+        """Return the need of an environment with a job's requirements, on top of this agent's packages."""
         parts = [*lines, "", self._facts.hostname, self._facts.python, sys.version]
         digest, into = hashlib.sha256("\n".join(parts).encode()).hexdigest(), self._home / ENVIRONMENTS
         arguments = ["--digest", digest, "--into", str(into), "--file", str(self._file(digest))]
@@ -181,7 +180,7 @@ class Preparation:
         return Path(self._facts.run_dir) / f"requirements-{digest[:12]}.txt"
 
     def _use(self, need: Need) -> None:
-        """Hold the lock of a folder that is there, as far as the file system has locks."""
+        """Hold the lock of an existing folder, if the file system has locks."""
         if need.digest in self._locks or not need.is_met:
             return
         try:
@@ -194,7 +193,7 @@ class Preparation:
             self._locks[need.digest] = descriptor
 
     def _make(self, need: Need) -> None:
-        if (held := self._locks.pop(need.digest, None)) is not None:  # somebody has removed what was there
+        if (held := self._locks.pop(need.digest, None)) is not None:  # somebody removed the folder
             os.close(held)
         if need.requirements:
             self._file(need.digest).write_text("".join(f"{line}\n" for line in need.requirements))
@@ -241,17 +240,17 @@ class Preparation:
 
 
 def remove_unfinished(into: Path, mark: str = "") -> None:
-    """Remove what programs of this host were making when they were killed, along with their agent.
+    """Remove what programs of this host had not finished when they were killed with their agent.
 
     Args:
-        mark: name in each folder that says that the folder is whole; empty: a folder that has its name is.
+        mark: name of the file that marks a complete folder; empty: a folder under its final name is complete.
     """
     for path in into.iterdir() if into.is_dir() else ():
         if made_by := _UNFINISHED.fullmatch(path.name):
             if made_by[1] == socket.gethostname() and not process.is_alive(int(made_by[2])):
                 remove_folder(path) if path.is_dir() else path.unlink(missing_ok=True)
         elif mark and path.is_dir() and not (path / mark).exists():
-            with contextlib.suppress(OSError):  # a file system without locks: whoever makes it next removes it
+            with contextlib.suppress(OSError):  # a file system without locks: the next maker removes the folder
                 descriptor = lock(into / f"{path.name}.lock")
                 if descriptor is not None:
                     if not (path / mark).exists():

@@ -1,9 +1,9 @@
-"""Whole logs in a folder or a bucket, which outlive their node: parts of each stream, compressed, as they grow.
+"""Archive of whole logs in a folder or a bucket, which outlives the node: compressed parts of each growing stream.
 
-A part is `JOB-SUBMISSION/WORKER/INCARNATION.STREAM/OFFSET.gz`, where the offset is that of its first byte in 20 digits;
-the parts of a stream, in the order of their names, are one gzip file. `0.out.archived` beside the log says how far, and
-in which folder, it is archived: an agent that was killed, and is started again on the same folder, goes on there. So a
-part may be written twice, and the second write has all that the first one had.
+A part is `JOB-SUBMISSION/WORKER/INCARNATION.STREAM/OFFSET.gz`, with the offset of its first byte in 20 digits; the
+parts of a stream, in the order of their names, are one gzip file. `0.out.archived` beside the log says how far, and in
+which folder, the log is archived: an agent that was killed and started again on the same log folder goes on there. So
+a part may be written twice; the second write contains all bytes of the first.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from unified_agent.logs.logfile import LogSlice
 log = logging.getLogger("unified_agent")
 PART_BYTES = 4 * 1024 * 1024
 EVERY_S = 300.0
-"""Age of the oldest byte at which a part is written although it is small."""
+"""Age of the oldest byte at which even a small part is written."""
 LOOK_S = 5.0
 RETRY_S = 60.0
 """Time until a store that failed is tried again."""
 CLOSE_S = 30.0
-"""Time that an agent which leaves gives the store for what is not there yet."""
+"""Time for the last parts when the agent leaves."""
 
 
 class LogArchive:
@@ -38,7 +38,7 @@ class LogArchive:
 
     Args:
         address: folder, or ``s3://`` address.
-        read: reads part of a stream by the thread that writes it, so that no rotation is half done then.
+        read: reads part of a stream on the thread that writes it, so never during a rotation.
 
     Raises:
         UsageError: there is no such kind of store.
@@ -50,9 +50,9 @@ class LogArchive:
         self._max_files = max_files
         self._read = read
         self._due: dict[Path, float] = {}
-        """Streams that are not archived to their end, with the times at which a small part of them is due."""
+        """Streams that are not archived to their end, with the times at which even a small part is due."""
         self._folders: dict[Path, str] = {}
-        """Names of the jobs of these streams in the archive."""
+        """Names of the streams' jobs in the archive."""
         self._ended: set[Path] = set()
         self._closing = threading.Event()
         for path in [*log_dir.glob("*/*/*.out"), *log_dir.glob("*/*/*.err")]:  # of an earlier incarnation of this agent
@@ -70,11 +70,11 @@ class LogArchive:
         self._due[path] = time.monotonic() + EVERY_S
 
     def end(self, path: Path) -> None:
-        """Archive the rest of a stream, that grows no more, soon."""
+        """Archive the rest of an ended stream soon."""
         self._ended.add(path)
 
     def close(self) -> None:
-        """Archive what is left, for `CLOSE_S` at most; the next agent of this node goes on there."""
+        """Archive what is left, for `CLOSE_S` at most; the next agent of this node archives the rest."""
         self._ended.update(self._due)
         self._closing.set()
         self._thread.join(CLOSE_S)
@@ -88,7 +88,7 @@ class LogArchive:
                     self._archive(path)
                 except (StorageError, OSError, Empty) as error:
                     log.error("event=log-not-archived file=%s reason=%r", path, f"{error}; it is tried again")
-                    self._due[path] = self._due.pop(path)  # behind the others, of which none waits for this one
+                    self._due[path] = self._due.pop(path)  # behind the others, which need not wait for it
                     if is_last or self._closing.wait(RETRY_S):
                         return
                     break
@@ -97,7 +97,7 @@ class LogArchive:
 
     def _archive(self, path: Path) -> None:
         """Write the parts of a stream that are due."""
-        is_ended = path in self._ended  # before its size is asked for: what was written until then counts
+        is_ended = path in self._ended  # before the size is read: an ended stream's size is final
         sent = 0
         with contextlib.suppress(OSError, ValueError):
             sent = int(_mark(path).read_text().partition(" ")[0])
@@ -115,7 +115,7 @@ class LogArchive:
             self._due[path] = time.monotonic() + EVERY_S
         if part.error and not part.is_missing:
             raise OSError(part.error)
-        if is_ended:  # a file that is missing then was removed, or nothing could be written
+        if is_ended:  # a file missing by now was removed, or could not be written
             self._ended.discard(path)
             self._due.pop(path)
             self._folders.pop(path)

@@ -1,7 +1,7 @@
-"""One stream of one worker on disk, `0.err`, and as it grows `0.err.1`, `0.err.2` … with the newest bytes in `0.err`.
+"""The files of one worker's stream: the newest bytes in `0.err`, older bytes in `0.err.1`, `0.err.2` …
 
-Readers speak of absolute offsets, from the first byte ever written, so that following a log is not disturbed by a
-rotation. `0.err.base` holds the offset at which `0.err` begins; without it that is 0.
+Readers use absolute offsets, from the first byte ever written, so that a rotation does not disturb a reader who
+follows a log. `0.err.base` holds the offset at which `0.err` begins; without that file it is 0.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from unified_agent.logs.times import TimeIndex
 log = logging.getLogger("unified_agent")
 MAX_SLICE_BYTES = 1024 * 1024
 HELD_BYTES = 256 * 1024
-"""Output of a stream that is kept in memory while the disk refuses it."""
+"""Most output of a stream that is held in memory while the disk refuses it."""
 LEAST_FREE = 4 * HELD_BYTES
-"""Room in bytes from which on a file that was refused is written again."""
+"""Free bytes on the disk from which on a file that was refused is written again."""
 RETRY_S = 1.0
 _TAIL_BYTES = 16384
 _TAIL_LINES = 40
@@ -32,7 +32,7 @@ _NOISE = "Extension modules: "
 
 
 class _Hole:
-    """Output that the disk refuses: the newest of it is kept in memory, for readers and until there is room again.
+    """Output that the disk refuses. The newest part is held for readers, and is written once the disk has space.
 
     Args:
         before: an earlier hole of the same file, whose losses count as well.
@@ -54,12 +54,12 @@ class _Hole:
 
     @property
     def lost(self) -> tuple[int, int]:
-        """Lines and bytes that are lost."""
+        """Numbers of lost lines and bytes."""
         num_lines = self.num_lines - self.held.count(b"\n")
         return self.lost_before[0] + num_lines, self.lost_before[1] + self.num_bytes - len(self.held)
 
     def text(self, ended_at: float | None = None) -> str:
-        """Return what is lost, in words; empty: nothing."""
+        """Return the losses in words; empty: none."""
         num_lines, num_bytes = self.lost
         if not num_bytes:
             return ""
@@ -74,13 +74,13 @@ def _clock(at: float) -> str:
 
 
 class LogFile:
-    """A log file that rotates. Where the disk refuses, output is dropped, which is logged once; the worker goes on.
+    """A log file that rotates. Output that the disk refuses is dropped, with one log entry; the worker goes on.
 
-    Once there is room again, the file goes on after a line that says what is missing.
+    Once the disk has space again, the file goes on after a line that says what is missing.
 
     Args:
-        is_private: only this user may read it, and enter its folder; else the umask says who may.
-        is_timed: it is noted when what was written, for readers that ask for a time.
+        is_private: only this user may read the file and enter its folder; otherwise the umask decides.
+        is_timed: keep a time index, for readers that ask for a time range.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class LogFile:
         try:
             others = [_base_path(path), path.with_name(f"{path.name}.archived")]
             for old in [*(rotated(path, number) for number in range(1, max_files)), *others]:
-                old.unlink(missing_ok=True)  # of a job with this id in an earlier start of the cluster
+                old.unlink(missing_ok=True)  # left by a job with this id in an earlier start of the cluster
         except OSError as error:
             self._refuse(error)
         self._open()
@@ -115,7 +115,7 @@ class LogFile:
 
     @property
     def bytes_left(self) -> int:
-        """Bytes until the next rotation; 0 where the next write begins with it."""
+        """Bytes until the next rotation; 0 if the next write begins with it."""
         return max(0, self.max_bytes - self._size)
 
     @property
@@ -126,7 +126,7 @@ class LogFile:
         return self._base + self._size - sum(kept[len(kept) - num_kept :])
 
     def write(self, data: bytes, *, may_rotate: bool = True) -> None:
-        """Append. Without `may_rotate` the file grows past its size, and nothing that was written is lost."""
+        """Append data. Without `may_rotate` the file may grow past its limit, and no older bytes are lost."""
         if self._times is not None:
             self._times.note(self._base + self._size)
         view = memoryview(data)
@@ -149,7 +149,7 @@ class LogFile:
             view = view[count:]
 
     def close(self) -> None:
-        """Close the file; what is held of output that was refused is written if there is room by now."""
+        """Close the file; held output is written if the disk has space by now."""
         if self._hole is not None:
             self._hole.try_at = 0.0
             self._is_mended(self._hole)
@@ -166,7 +166,7 @@ class LogFile:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
             self._descriptor = os.open(self.path, flags, 0o600 if self._is_private else 0o666)
             if self._is_private:
-                os.fchmod(self._descriptor, 0o600)  # the umask may take its user's own rights
+                os.fchmod(self._descriptor, 0o600)  # the umask may remove even the owner's rights
         except OSError as error:
             self._refuse(error)
 
@@ -198,7 +198,7 @@ class LogFile:
             self.lost = self._hole.text()
 
     def _is_mended(self, hole: _Hole) -> bool:
-        """Look, now and then, whether there is room again; if so, say what is missing and write what is held."""
+        """Look for free space, once in `RETRY_S`; if there is some, write a line on the loss, and the held output."""
         if time.monotonic() < hole.try_at:
             return False
         hole.try_at = time.monotonic() + RETRY_S
@@ -220,14 +220,14 @@ class LogFile:
             self._last_hole = hole
         log.info("event=log-goes-on file=%s: %s", self.path, self.lost or "nothing is lost")
         self._size += len(line)
-        if num_lost and self._max_files > 1:  # offsets, by which readers go on, count what is missing, too
+        if num_lost and self._max_files > 1:  # readers' offsets count the lost bytes, too
             self._base += num_lost - len(line)
             self._rotate()
         self.write(held)
         return True
 
     def with_held(self, found: LogSlice, offset: int, max_bytes: int) -> LogSlice:
-        """Return what a reader found on disk, and what only this process has where that ends."""
+        """Return what a reader found on disk, or, if the disk has no more, output that is held in memory."""
         hole, end = self._hole, self.end
         if hole is None or found.data or not hole.held:
             return found if hole is None else found._replace(size=end)
@@ -246,11 +246,11 @@ class LogSlice(NamedTuple):
     path: str = ""
     error: str = ""
     next_offset: int | None = None
-    """Offset up to which was looked; None: the end of `data`."""
+    """Offset at which the reader goes on; None: the end of `data`."""
     is_missing: bool = False
-    """True if there is no such file (any more, or yet)."""
+    """True if the file does not exist (any more, or yet)."""
     is_busy: bool = False
-    """True if nothing was searched, as other searches go on."""
+    """True if nothing was searched, because too many other searches run."""
 
 
 class LogPart(NamedTuple):
@@ -266,8 +266,7 @@ def read_slice(
 ) -> LogSlice:
     """Read up to `max_bytes` (and at most 1 MiB) from an absolute offset; a negative one counts from the end.
 
-    Bytes that were rotated away, or are not between the limits, are skipped: the slice's offset is then larger than
-    asked.
+    Bytes that were rotated away or lie outside the limits are skipped: the slice's offset is then larger than asked.
     """
     try:
         segments = segments_of(path, max_files)
@@ -291,7 +290,7 @@ def read_slice(
 
 
 def read_through(path: Path, offset: int, nbytes: int, max_files: int) -> LogSlice:
-    """Read as `read_slice` does, however large it is and in however many files it lies."""
+    """Read like `read_slice`, but without its size limit, and across several files."""
     found = read_slice(path, offset, nbytes, max_files)
     while len(found.data) < nbytes:
         more = read_slice(path, found.offset + len(found.data), nbytes - len(found.data), max_files)
@@ -330,7 +329,7 @@ def segments_of(path: Path, max_files: int) -> list[LogPart]:
 
 
 def rotated(path: Path, number: int) -> Path:
-    """Return the path of one of the older files; 0: of the newest."""
+    """Return the path of an older file by its number; 0: the newest."""
     return path.with_name(f"{path.name}.{number}") if number else path
 
 

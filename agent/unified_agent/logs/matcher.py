@@ -1,7 +1,8 @@
-"""Search of parts of files for a pattern, in a process of its own, which can be killed whatever the pattern costs.
+"""Search of parts of files for a pattern, in a separate process, which can be killed if the pattern takes too long.
 
-Run as a script, without any package, by ``python -I -S matcher.py ORDER``: the order is a JSON object, and stdout is
-the offset up to which was searched, in 8 bytes, and then the lines that match.
+Run as a script, without any package, by ``python -I -S matcher.py ORDER SECONDS``. The order is a JSON object; the
+process is killed after the seconds. It writes to stdout the offset up to which it searched, in 8 bytes, and then the
+matching lines.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from collections.abc import Iterator
 from typing import Any
 
 BLOCK = 1 << 20
-"""Most bytes that are searched at a time, and of a line: a longer one is several."""
+"""Most bytes that are searched at a time; a longer line counts as several lines."""
 MEMORY = 1 << 30
 NICE = 10
 
 
 def search(order: dict[str, Any]) -> tuple[int, bytes]:
-    """Return how far was searched, and the lines that match.
+    """Return the offset up to which it searched, and the matching lines.
 
-    Keys of the order are ``pattern``; ``parts``: start, size and descriptor of each file, in a row; ``start`` and
+    Keys of the order are ``pattern``; ``parts``: start, size and descriptor of each file, in order; ``start`` and
     ``end``; ``takes_rest``: an end without a newline is a line; ``max_bytes`` to return; ``within_s`` to stop.
     """
     pattern = re.compile(order["pattern"].encode(), re.MULTILINE)
@@ -61,7 +62,7 @@ def _blocks(order: dict[str, Any]) -> Iterator[bytes]:
 
 
 def _lines(pattern: re.Pattern[bytes], text: bytes) -> Iterator[tuple[int, int]]:
-    """Yield beginning and end of each line in which there is a match; one that spans lines is none."""
+    """Yield beginning and end of each matching line; a match across lines does not count."""
     at = 0
     while at < len(text) and (found := pattern.search(text, at)):
         first = text.rfind(b"\n", at, found.start()) + 1 or at
@@ -73,11 +74,11 @@ def _lines(pattern: re.Pattern[bytes], text: bytes) -> Iterator[tuple[int, int]]
 
 
 if __name__ == "__main__":
-    signal.alarm(int(sys.argv[2]))  # should nobody be left to kill it
+    signal.alarm(int(sys.argv[2]))  # in case nobody is left to kill it
     os.nice(NICE)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     try:
         searched, lines = search(json.loads(sys.argv[1]))
     except (re.error, OverflowError, RecursionError, MemoryError) as error:
-        sys.exit(f"it is no regular expression of Python: {error}")
+        sys.exit(f"the pattern is not a Python regular expression: {error}")
     sys.stdout.buffer.write(searched.to_bytes(8, "big") + lines)

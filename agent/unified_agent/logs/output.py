@@ -1,9 +1,9 @@
 """Workers' output: one thread reads every pipe, writes files, rotates them, and reads them back.
 
-The pipes are read as fast as the disk takes it, so that a worker never waits for its own output for long, and at most
-`max_bytes` times `max_files` of each stream is kept. A stream whose reader wants every byte (`ReadAgentLog.keep`) is
-the exception: where a rotation would remove what was not read yet, its pipe is left alone until it was, so that the
-worker waits in `write`, as it would in front of a slow pipe.
+The pipes are read as fast as the disk allows, so that a worker never waits long for its own output. At most `max_bytes`
+times `max_files` of each stream are kept. A stream whose reader wants every byte (`ReadAgentLog.keep`) is the
+exception: its pipe is not read while a rotation would remove unread bytes. The worker then waits in `write`, as with
+any slow pipe.
 What a worker reports is kept in a third file, `N.metrics.jsonl`, whose old points are thinned (`series`).
 All file work of the agent is done here, never in its loop.
 """
@@ -44,18 +44,18 @@ log = logging.getLogger("unified_agent")
 PIPE_BYTES = 256 * 1024
 CLOSE_S = 5.0
 KEEP_S = 30.0
-"""Time for which a reader that wants every byte is waited for, after it last asked."""
+"""Time for which a pipe waits for a reader that wants every byte, after its last request."""
 OTHER_FILES = {"metrics": "metrics.jsonl", "trace": "trace.jsonl", "profile": "profile"}
-"""Suffixes of streams that are no output: JSON lines by the agent and by the worker (`unified.bus.tracing`), and what
-`unified profile` has taken."""
+"""Suffixes of streams that are no output: JSON lines by the agent and by the worker (`unified.bus.tracing`), and the
+profile of `unified profile`."""
 ARCHIVE_READ_S = 60.0
 TELL_LOST_S = 5.0
-"""Time between two words on output that is dropped."""
+"""Time between two reports of dropped output."""
 _CHUNK_BYTES = 65536
 _LINE_BYTES = 4096
-"""Bytes in which the beginning of a line is looked for."""
+"""Bytes before an offset in which the beginning of its line is searched."""
 _LAST_BYTES = 16 * 1024 * 1024
-"""Most bytes taken from the pipe of a dead worker, which a stray of its own may still be filling."""
+"""Most bytes read from the pipe of a dead worker: a child that it left may still write into the pipe."""
 
 _encoder = json.Encoder()
 
@@ -78,7 +78,7 @@ class SliceRead(NamedTuple):
 
 
 class OutputLost(NamedTuple):
-    """Output of an incarnation was dropped, as its disk refuses it."""
+    """Output of an incarnation was dropped, because the disk refused it."""
 
     incarnation: JobWorkerIncarnation
     stream: str
@@ -86,7 +86,7 @@ class OutputLost(NamedTuple):
 
 
 class TailsRead(NamedTuple):
-    """Newest output, which the master is to keep."""
+    """Newest output for the master to keep."""
 
     tails: list[OutputTail]
 
@@ -101,9 +101,9 @@ class Destination(NamedTuple):
     is_followed: bool = False
     """True if a reader that wants every byte will ask within `KEEP_S`."""
     copy: str = ""
-    """A file that the stream is written to as well, however large that gets; empty for none."""
+    """File that also gets the stream, without a limit of its size; empty: none."""
     folder: str = ""
-    """Name of its job in an archive."""
+    """Name of the job in an archive."""
 
 
 LOG_ALONE = Destination()
@@ -111,7 +111,7 @@ OutputResult = OutputClosed | SliceRead | TailsRead | OutputLost | OutputFailed
 
 
 def destinations(launch: Launch) -> tuple[Destination, Destination]:
-    """Return the destinations of an incarnation's stdout and stderr, as its job's description has them."""
+    """Return the destinations of an incarnation's stdout and stderr, from its job's description."""
     return _destination(launch, "out"), _destination(launch, "err")
 
 
@@ -129,27 +129,25 @@ def _destination(launch: Launch, stream: Literal["out", "err"]) -> Destination:
 
 @dataclass(eq=False)
 class _OutputStream:
-    """One pipe and its file."""
-
     incarnation: JobWorkerIncarnation
     descriptor: int
     file: LogFile
     copy: LogFile | None
-    """A file that never rotates, for who asked for one."""
+    """File of a `Destination.copy`, which never rotates."""
     keep_until: float
-    """Time (monotonic) until which nothing may be rotated away that was not read; 0: there is no such reader."""
+    """Time (monotonic) until which unread bytes must not be rotated away; 0: no reader wants every byte."""
     read_to: int = 0
-    """Offset up to which that reader has everything."""
+    """Offset up to which the reader has every byte."""
     reported: str = ""
-    """Losses that were told."""
+    """Losses that were reported."""
     tell_at: float = 0.0
 
     def must_wait(self, now: float) -> bool:
-        """Return True if the next write would remove what the reader has not read."""
+        """Return True if the next write would remove bytes that the reader has not read."""
         return self.keep_until > now and not self.file.bytes_left and self.file.start_after_rotation > self.read_to
 
     def chunk_bytes(self) -> int:
-        """Return how many bytes may be copied before `must_wait` is asked again."""
+        """Return how many bytes may be copied before the next call of `must_wait`."""
         return min(_CHUNK_BYTES, self.file.bytes_left or self.file.max_bytes) if self.keep_until else _CHUNK_BYTES
 
 
@@ -169,7 +167,7 @@ class OutputReader:
         self._max_bytes = max_bytes
         self._max_files = max_files
         self._searches = LogSearches(run)
-        self._max_series_files = max(2, max_files)  # the newest, and the one of thinned points
+        self._max_series_files = max(2, max_files)  # the newest file, and the file of thinned points
         self._clock = clock
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         """Calls for the thread to make; None: end."""
@@ -185,9 +183,9 @@ class OutputReader:
         self._series: dict[JobWorkerIncarnation, SeriesFile] = {}
         """Files of reports, of the incarnations that have reported something."""
         self._num_given = self._num_written = 0
-        """Bytes of reports that the loop gave to the thread, and that this has written."""
+        """Bytes of reports that the loop gave to the thread, and that the thread has handled."""
         self._waiting: set[_OutputStream] = set()
-        """Streams whose pipes are left alone until a reader has caught up."""
+        """Streams whose pipes are not read until a reader has caught up."""
         self._thread = start_thread("output", self._run)
 
     def open(
@@ -205,18 +203,18 @@ class OutputReader:
         return out_write, err_write
 
     def keep_reports(self, incarnation: JobWorkerIncarnation, reports: list[WorkerReport]) -> None:
-        """Write down what a worker reported; nothing once its output was finished, or where the disk lags."""
+        """Write a worker's reports to its file; drop them once its output was finished, or if the disk lags."""
         lines = _encoder.encode_lines([structs.replace(each, incarnation=incarnation.number) for each in reports])
         if len(lines) <= MAX_SERIES_BYTES and self._num_given - self._num_written <= 8 * MAX_SERIES_BYTES:
             self._num_given += len(lines)
             self._order(lambda: self._write_reports(incarnation, lines))
 
     def finish(self, incarnation: JobWorkerIncarnation, code: int) -> None:
-        """Take what a process that has ended left in the pipes. Answered by `OutputClosed` with the same code."""
+        """Read what an ended process left in its pipes. Answered by `OutputClosed` with the same code."""
         self._order(lambda: self._finish(incarnation, code))
 
     def read(self, order: ReadAgentLog, request_id: int, error: str = "") -> None:
-        """Read output, answered by `SliceRead`, as is an `error` that keeps it from being read. From any thread."""
+        """Read output, or, with an `error`, report only that. Answered by `SliceRead`. From any thread."""
 
         def answer(found: LogSlice) -> None:
             self._answer(SliceRead(request_id, found))
@@ -227,7 +225,7 @@ class OutputReader:
         self._order(lambda: self._search(order, answer) if order.grep else answer(self._slice(order)))
 
     def archive(self, address: str) -> None:
-        """Have whole logs archived at an address, until `close`; UsageError: there is no such kind of store."""
+        """Archive whole logs at an address, until `close`; UsageError: there is no such kind of store."""
 
         def read(path: Path, offset: int, nbytes: int) -> LogSlice:
             answer: queue.SimpleQueue[LogSlice] = queue.SimpleQueue()
@@ -243,7 +241,7 @@ class OutputReader:
         return [self._results.popleft() for _ in range(len(self._results))]
 
     def close(self) -> None:
-        """Drain every pipe and end the thread; one that a dead disk holds is left behind."""
+        """Drain every pipe and end the thread; a thread that hangs on a dead disk is left behind."""
         if self._archive is not None:
             self._archive.close()
         self._order(None)
@@ -273,7 +271,7 @@ class OutputReader:
                 if key.fd == self._wake:
                     if not self._execute_orders():
                         return
-                elif self._selector.get_map().get(key.fd) is key:  # an order of this turn may have given it to another
+                elif self._selector.get_map().get(key.fd) is key:  # an order of this turn may have reused it
                     self._copy(key.data)
             if self._waiting:
                 self._resume()
@@ -285,7 +283,7 @@ class OutputReader:
         return None if due is None else max(0.0, due - self._clock())
 
     def _send_tails(self, tails: Iterable[Tail | None]) -> None:
-        """Have the parts of streams sent to the master."""
+        """Read the parts of streams, and answer with them for the master."""
         read = []
         for tail in filter(None, tails):
             (*_, job_id, worker), (incarnation, stream) = tail.path.parent.parts, tail.path.name.split(".")
@@ -305,7 +303,7 @@ class OutputReader:
             self._answer(TailsRead(read))
 
     def _resume(self) -> None:
-        """Take up the pipes whose reader has caught up, or has not asked for too long."""
+        """Read pipes again if their reader has caught up, or has not asked for too long."""
         now = self._clock()
         for stream in [stream for stream in self._waiting if not stream.must_wait(now)]:
             self._waiting.remove(stream)
@@ -350,7 +348,7 @@ class OutputReader:
             )
             for descriptor, suffix, destination in zip(pipes, ("out", "err"), destinations, strict=True)
         ]
-        with contextlib.suppress(OSError):  # of a job with this id in an earlier start of the cluster
+        with contextlib.suppress(OSError):  # left by a job with this id in an earlier start of the cluster
             for suffix in OTHER_FILES.values():
                 self._path(incarnation, suffix).unlink(missing_ok=True)
         for stream, destination in zip(streams, destinations, strict=True):
@@ -371,7 +369,7 @@ class OutputReader:
         self._series[incarnation].write_lines(lines)
 
     def _copy(self, stream: _OutputStream, *, is_last: bool = False) -> int:
-        """Copy one chunk and return its size; 0 if there is none, or it has to wait, or the pipe has ended."""
+        """Copy one chunk and return its size; 0 if there is none, the stream has to wait, or the pipe has ended."""
         now = self._clock()
         if not is_last and stream.must_wait(now):
             self._selector.unregister(stream.descriptor)
@@ -398,7 +396,7 @@ class OutputReader:
         self._answer(OutputLost(stream.incarnation, name, stream.reported))
 
     def _close_streams(self, incarnation: JobWorkerIncarnation) -> str:
-        """Take what is left, close the files, and return the last lines of stderr."""
+        """Read what is left, close the files, and return the last lines of stderr."""
         streams = self._streams.pop(incarnation, None)
         if streams is None:
             return ""
@@ -427,7 +425,7 @@ class OutputReader:
         return last_lines(streams[1].file.path)
 
     def _search(self, order: ReadAgentLog, answer: Callable[[LogSlice], None]) -> None:
-        """Answer with the lines that match, of a part of the stream."""
+        """Answer with the matching lines of a part of the stream."""
         incarnation = JobWorkerIncarnation(order.job_id, order.worker, order.worker_incarnation)
         if fault := _fault(order):
             answer(LogSlice(error=fault))
@@ -435,7 +433,7 @@ class OutputReader:
         path = self._path(incarnation, order.stream)
         try:
             segments = segments_of(path, self._max_files)
-        except FileNotFoundError:  # nothing was printed yet, or it was removed
+        except FileNotFoundError:  # nothing was printed yet, or the file was removed
             answer(LogSlice(is_missing=True))
             return
         except OSError as error:
@@ -445,7 +443,7 @@ class OutputReader:
         self._searches.begin(order, path, segments, self._limits(path, order), is_growing=is_growing, answer=answer)
 
     def _limits(self, path: Path, order: ReadAgentLog) -> tuple[int, int]:
-        """Return the offsets between which lies what was printed in the time of an order, from the line's beginning."""
+        """Return start and end offset of the output in an order's time range, from the beginning of a line."""
         if not (order.since or order.until):
             return 0, sys.maxsize
         start, end = range_of(path, order.since, order.until)
@@ -470,13 +468,13 @@ class OutputReader:
         path = self._path(incarnation, order.stream)
         limits = self._limits(path, order)
         found = read_slice(path, order.offset, order.max_bytes, self._max_files, limits)
-        if stream is None or limits[1] < sys.maxsize:  # until a time before what is held
+        if stream is None or limits[1] < sys.maxsize:  # the range ends before the bytes held in memory
             return found
         return stream.file.with_held(found, order.offset, order.max_bytes)
 
 
 def _fault(order: ReadAgentLog) -> str:
-    """Return why an order cannot be followed; empty if it can."""
+    """Return why an order cannot be carried out; empty if it can."""
     parts = (order.job_id, order.worker)
     if any(not part or "/" in part or "\0" in part or part in (".", "..") for part in parts):
         return f"{'/'.join(parts)} is no worker of this node"
@@ -490,6 +488,6 @@ def _fault(order: ReadAgentLog) -> str:
 def _pipe() -> tuple[int, int]:
     read, write = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(read, False)
-    with contextlib.suppress(OSError):  # more than this user may have: the default size does too
+    with contextlib.suppress(OSError):  # above this user's limit: the default size works, too
         fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     return read, write

@@ -1,7 +1,7 @@
-"""Search in logs on the host that has them, so that only the lines that match travel.
+"""Search in logs on the host that has them, so that only matching lines are sent.
 
-Each request is one process (`matcher`), which searches for a moment and says how far it came; the reader asks again
-from there. A pattern that takes too long for one part of a log is refused.
+Each request runs one process (`matcher`), which searches for a moment and reports how far it came. The reader asks
+again from there. A pattern that takes too long for one part of a log is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from unified_agent.logs.logfile import MAX_SLICE_BYTES, LogPart, LogSlice
 
 MAX_AT_ONCE = 4
 WITHIN_S = 0.5
-"""Time after which a search says how far it came, and is asked for the rest by the reader."""
+"""Time after which a search reports how far it came, so that the reader asks for the rest."""
 KILLED_AFTER_S = 5
 _OFFSET_BYTES = 8
 
@@ -31,7 +31,7 @@ RunProgram = Callable[[list[str], float, list[int]], tuple[bytes, bytes]]
 
 
 class LogSearches:
-    """Searches that go on; of more than `MAX_AT_ONCE` the reader is told that nothing was searched yet."""
+    """The running searches, at most `MAX_AT_ONCE`; a further request is answered as busy."""
 
     def __init__(self, run: RunProgram) -> None:
         self._run = run
@@ -50,7 +50,7 @@ class LogSearches:
         """Search between the limits, from the order's offset on, in a thread.
 
         Args:
-            is_growing: what has no newline at the end may go on.
+            is_growing: True if a last line without a newline may still grow.
         """
         first, newest = segments[0][0], segments[-1]
         size = newest[0] + newest[1]
@@ -93,11 +93,11 @@ class LogSearches:
         try:
             out, why = self._run(command, KILLED_AFTER_S, passed)
         except subprocess.TimeoutExpired:
-            text = f"the pattern takes more than {KILLED_AFTER_S} s for a part of it: search for a simpler one"
+            text = f"the pattern takes more than {KILLED_AFTER_S} s for one part of the log: use a simpler pattern"
             return empty._replace(error=text)
         except OSError as error:
             return empty._replace(error=f"it cannot be searched: {error.strerror}")
         if len(out) < _OFFSET_BYTES:
             said = why.decode(errors="replace").strip().splitlines()
-            return empty._replace(error=said[-1] if said else "the search in it was ended")
+            return empty._replace(error=said[-1] if said else "the search process was killed")
         return empty._replace(data=out[_OFFSET_BYTES:], next_offset=int.from_bytes(out[:_OFFSET_BYTES], "big"))

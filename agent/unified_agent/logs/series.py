@@ -1,7 +1,7 @@
-"""The file of a worker's series, `0.metrics.jsonl`: a log file that thins old points, where a log drops old lines.
+"""The file of a worker's series, `0.metrics.jsonl`: a log file that thins old points instead of dropping them.
 
-The newest files are whole. Of what came before, every second, fourth, eighth … point goes into one file of the same
-size, evenly spaced, and the first point is always among them.
+The newest files keep every point. Of older points, every second, fourth, eighth … goes into one file of the same
+size, evenly spaced; the first point is always kept.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class SeriesFile(LogFile):
 
 
 def thinned(lines: bytes, stride: int, max_bytes: int) -> tuple[bytes, int]:
-    """Return the points whose numbers are multiples of the stride, which is doubled until they fit; and the stride."""
+    """Return the points whose numbers are multiples of the stride, doubled until the points fit, and the new stride."""
     points = [(int(line[1]), line[0]) for line in _LINE.finditer(lines) if int(line[1]) % stride == 0]
     while sum(len(line) for _, line in points) > max_bytes:
         if any(number for number, _ in points):
             stride *= 2
             points = [(number, line) for number, line in points if number % stride == 0]
-        else:  # these are parts of one point
+        else:  # only lines of one point are left
             points = points[(len(points) + 1) // 2 :]
     return b"".join(line for _, line in points), stride

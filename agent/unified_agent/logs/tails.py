@@ -1,7 +1,7 @@
-"""Choice of the newest output that goes to the master, which keeps it for the time when this node is gone.
+"""Choice of the newest output to send to the master, which keeps it in case this node is lost.
 
-The rate is low, whatever workers print: `RATE` bytes a second of one agent, after a burst. A stream that prints faster
-than its share is sent in part, the newest bytes of each time.
+The rate is low however much workers print: `RATE` bytes a second per agent, after a burst. Of a stream that prints
+faster than its share, only the newest bytes are sent each time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LEAST = 512
 
 
 class Tail(NamedTuple):
-    """Part of a stream that is to be sent."""
+    """Part of a stream to send."""
 
     path: Path
     offset: int
@@ -28,7 +28,7 @@ class Tail(NamedTuple):
 
 
 class TailFeed:
-    """Decides what is sent; it is told how far each stream has got."""
+    """Decides what to send, from the size of each stream."""
 
     def __init__(self) -> None:
         self._sizes: dict[Path, int] = {}
@@ -36,16 +36,16 @@ class TailFeed:
         self._left = float(BURST)
         self._refilled_at: float | None = None
         self.due_at: float | None = None
-        """Time at which `take` is to be called; None: nothing was written since."""
+        """Time at which `take` is due; None: nothing was written since the last call."""
 
     def wrote(self, path: Path, size: int, now: float) -> None:
-        """Take in the size of a stream."""
+        """Note the size of a stream."""
         self._sizes[path] = size
         if self.due_at is None:
             self.due_at = now + EVERY_S
 
     def take(self, now: float) -> list[Tail]:
-        """Return what is sent now of all streams, those first that were sent least lately."""
+        """Return the parts of all streams to send now; streams that were sent longest ago come first."""
         self.due_at = None
         self._refill(now)
         behind = [path for path in self._sent if self._sizes.get(path, 0) > self._sent[path]]
@@ -57,7 +57,7 @@ class TailFeed:
         return tails
 
     def end(self, path: Path, now: float, *, has_failed: bool) -> Tail | None:
-        """Return what is still sent of a stream that has ended, and forget the stream."""
+        """Return the last part to send of an ended stream, and forget the stream."""
         self._refill(now)
         size, sent = self._sizes.get(path, 0), self._sent.get(path, 0)
         tail = self._tail(path, LAST_BYTES if has_failed else LAST_OF_GOOD) if size > sent and self._left >= 1 else None
@@ -68,7 +68,7 @@ class TailFeed:
     def _tail(self, path: Path, most: int) -> Tail:
         size = self._sizes[path]
         nbytes = min(most, size - self._sent.pop(path, 0), int(self._left))
-        self._sent[path] = size  # now the last one of the table
+        self._sent[path] = size  # now the last entry: sent most recently
         self._left -= nbytes
         return Tail(path, size - nbytes, nbytes)
 

@@ -1,8 +1,7 @@
-"""The times of a log's bytes, `0.err.times`: at which offset the log stood when something was written to it.
+"""The time index of a log, `0.err.times`: offsets in the log, with the times at which they were written.
 
-Lines have no time of their own. So at most once a second, and only when something is written, the offset and the time
-are noted. A log that goes on for days has at most `MAX_RECORDS` of them: then every other one is dropped, and they are
-noted half as often from then on.
+Lines carry no time of their own. At most once a second, and only when something is written, the offset and the time
+are recorded. At `MAX_RECORDS` records every other one is dropped, and recording goes on half as often.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _RECORD = struct.Struct("<Qd")
 
 
 class TimeIndex:
-    """Notes the times of one log. What the disk refuses is not noted, and the log is not disturbed by it.
+    """Time index of one log. A record that the disk refuses is dropped; the log itself goes on.
 
     Args:
         path: path of the log.
@@ -48,7 +47,7 @@ class TimeIndex:
                 self._num += 1
 
     def forget(self, before: int) -> None:
-        """Drop the times of bytes that are there no more."""
+        """Drop the times of bytes that were removed."""
         records = _read(self._path)[1:]
         num_gone = sum(offset <= before for offset, _ in records)
         self._rewrite(records[max(0, num_gone - 1) :])
@@ -61,15 +60,15 @@ class TimeIndex:
 
 
 def times_path(path: Path) -> Path:
-    """Return the path of the times of a log."""
+    """Return the path of a log's time index."""
     return path.with_name(f"{path.name}.times")
 
 
 def range_of(path: Path, since: float, until: float) -> tuple[int, int]:
-    """Return the offsets between which lies all that was written to a log from one time to another; 0: without end.
+    """Return start and end offset of all that was written to a log between two times; a time of 0 sets no limit.
 
-    What was written less than `EACH_S` before or after may be there too, in a log of many hours a multiple of that.
-    Of a log without an index this is everything.
+    Bytes written up to `EACH_S` before or after may be included, in a log of many hours up to a multiple of that.
+    Without an index the range is the whole log.
     """
     if not (since or until) or not (records := _read(times_path(path))):
         return 0, sys.maxsize
@@ -80,7 +79,7 @@ def range_of(path: Path, since: float, until: float) -> tuple[int, int]:
 
 
 def _read(path: Path) -> list[tuple[int, float]]:
-    """Return 0 and the seconds between records, then offsets and times; nothing if they cannot be read."""
+    """Return 0 and the seconds between records, then offsets and times; empty if the index cannot be read."""
     try:
         data = path.read_bytes()
     except OSError:

@@ -1,7 +1,6 @@
 """Evidence of how workers ended: their memory over the last minute, and the kernel's records of out-of-memory kills.
 
-Nothing of it is needed for a worker to run, so whatever cannot be read is left out. A sample costs some 20 µs of a CPU
-for each worker.
+No worker needs it to run, so evidence that cannot be read is left out. A sample costs some 20 µs of a CPU per worker.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from unified.protocol.records import Evidence, JobWorkerIncarnation, MemorySampl
 SAMPLE_S = 5.0
 KEPT_S = 60.0
 _S_PER_WORKER = 0.005
-"""Least time between samples for each worker, so that ten thousand of them do not take the agent's time."""
+"""Least time between samples, per worker, so that ten thousand workers do not take up the agent's time."""
 _HOST = Path("/proc/vmstat")
 _MB = 2**20
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -30,7 +29,7 @@ _MAX_RECORDS = 4096
 """Most records of the kernel's log that are read at a time."""
 _KILLED = re.compile(r"([^;]*[Oo]ut of memory[^;]*): Killed process (\d+) \(([^)]*)\)(.*?)(?:, UID:.*)?$")
 _INITIAL_PIDS = "pid:[4026531836]"
-"""The pid namespace whose pids the kernel's log has; the number is the kernel's own."""
+"""The pid namespace of the pids in the kernel's log; the kernel fixes its number."""
 
 
 class ProcessEnd(NamedTuple):
@@ -39,15 +38,13 @@ class ProcessEnd(NamedTuple):
     code: int
     """Exit code, or minus the signal."""
     peak_kb: int = 0
-    """Most resident memory that it had; 0: not known."""
+    """Most resident memory of the process; 0: not known."""
     killed_for: str = ""
-    """Reason of a kill by this agent, unasked, or with its zygote."""
+    """Reason of a kill that the core did not order: by this agent, or with its zygote."""
 
 
 @dataclass
 class _Watched:
-    """A worker's process, and what was seen of it."""
-
     pid: int
     counter: Path | None = None
     """The file in which the kernel counts the out-of-memory kills of its control group."""
@@ -56,7 +53,7 @@ class _Watched:
 
 
 class EvidenceCollector:
-    """Looks at workers now and then, and at the kernel's records when one was killed."""
+    """Samples workers at intervals, and reads the kernel's records when a worker was killed."""
 
     def __init__(
         self,
@@ -95,7 +92,7 @@ class EvidenceCollector:
         self.next_deadline = now + every_s if self._watched else None
 
     def ended(self, incarnation: JobWorkerIncarnation, end: ProcessEnd) -> Evidence:
-        """Return what is known about the end of a process, and watch it no more."""
+        """Return what is known about the end of a process, and stop watching it."""
         now, worker = self._clock(), self._watched.pop(incarnation, None) or _Watched(0)
         own, host = "", ""
         if end.code == -9 and not end.killed_for:
@@ -114,7 +111,7 @@ class EvidenceCollector:
         )
 
     def _forget(self, counter: Path | None) -> None:
-        """Forget a counter that no worker has: that of a group which one had alone goes with it."""
+        """Forget a counter that no worker has any more: a worker's own control group is removed after its end."""
         if counter is not None and all(worker.counter != counter for worker in self._watched.values()):
             self._counts.pop(counter, None)
             self._counters = {group: each for group, each in self._counters.items() if each != counter}
@@ -137,7 +134,7 @@ class EvidenceCollector:
             self._look(worker.counter)
 
     def _look(self, counter: Path) -> tuple[int, int]:
-        """Return the count as it was at the last look, and as it is now."""
+        """Return the counts at the last look and now."""
         found = re.search(r"^oom_kill (\d+)", cgroups.read_text(counter), re.MULTILINE)
         if found is None:
             self._counts.pop(counter, None)
@@ -146,12 +143,12 @@ class EvidenceCollector:
         return before, int(found[1])
 
     def _risen(self, counter: Path, where: str) -> str:
-        """Return how a count has risen since the last look; empty if it has not."""
+        """Return how a count has risen since the last look; empty if it did not rise."""
         before, now = self._look(counter)
         return f"the kernel's out-of-memory kills of {where} rose from {before} to {now}" if now > before else ""
 
     def _kernel_record(self, pid: int) -> str:
-        """Return what the kernel's log says of the kill of a pid; empty if nothing, or if it cannot be read."""
+        """Return what the kernel's log says of the kill of a pid; empty if nothing, or if the log cannot be read."""
         if self._kernel_log is None:
             return ""
         for _ in range(_MAX_RECORDS):
@@ -167,7 +164,7 @@ class EvidenceCollector:
 
 
 def _read(path: str) -> bytes:
-    """Return a file of the kernel's; empty if it cannot be read. `Path.read_text` takes more than twice the time."""
+    """Return a kernel file; empty if it cannot be read. `Path.read_text` takes more than twice the time."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -181,7 +178,7 @@ def _read(path: str) -> bytes:
 
 
 def _open_at_end(kernel_log: Path) -> int | None:
-    """Open the kernel's log behind its last record; None if it is not readable, or has other pids than ours."""
+    """Open the kernel's log behind its last record; None if it cannot be read, or has pids of another namespace."""
     with contextlib.suppress(OSError):
         if os.readlink("/proc/self/ns/pid") == _INITIAL_PIDS:
             descriptor = os.open(kernel_log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

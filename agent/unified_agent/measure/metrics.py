@@ -1,7 +1,7 @@
 """Metrics of one node for Prometheus: over HTTP, or as a file for node_exporter. They need the extra `metrics`.
 
-The agent's loop notes which workers there are; whoever asks for the metrics reads the rest from the kernel, in a thread
-of its own, so that a scrape costs the loop nothing.
+The agent's loop notes which workers there are. A scrape reads the rest from the kernel, on a thread of its own, and
+costs the loop nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ except ImportError:
 NOTE_EVERY_S = 5.0
 FILE_EVERY_S = 15.0
 SHOWN_S = 3600.0
-"""Seconds for which a job without workers here has series."""
+"""Seconds for which a job without workers here keeps its series."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -53,12 +53,12 @@ class NodeMetrics:
 
     Args:
         node: name of the node.
-        devices: what it offers.
+        devices: devices that the node offers.
         bind: where to answer ``GET /metrics``; None: nowhere.
-        file: file that is written anew each 15 s, by rename; None: none.
+        file: file that is written anew each 15 s, by rename; None: no file.
 
     Raises:
-        ClusterError: the address cannot be listened on, or the file not be written.
+        ClusterError: the address cannot be listened on, or the file cannot be written.
     """
 
     def __init__(self, node: str, devices: Iterable[Device], bind: HostPort | None, file: Path | None) -> None:
@@ -96,7 +96,7 @@ class NodeMetrics:
             self._thread = start_thread("unified-metrics", self._write_often, self._file)
 
     def note(self, workers: Iterable[LocalWorker], *, is_connected: bool) -> None:
-        """Note the workers that there are, every few seconds."""
+        """Note the running workers, every few seconds."""
         self.next_deadline = time.monotonic() + NOTE_EVERY_S
         self._listener.turned()
         living = [
@@ -118,11 +118,11 @@ class NodeMetrics:
         return generate_latest(self._registry)
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing, or registering would read all of it."""
+        """Return nothing: otherwise the registration would collect all metrics."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the families; called by a scrape."""
+        """Yield the metric families; called by a scrape."""
         with self._lock:
             workers, is_connected = self._workers, self._is_connected
             kills = {(worker.incarnation.job_id, worker.role): 0 for worker in workers} | self._oom_kills
@@ -162,7 +162,7 @@ class NodeMetrics:
             yield made
 
     def close(self) -> None:
-        """Stop answering, and take the file away, which would tell old values."""
+        """Stop answering, and remove the file: its values would be old."""
         self._stop.set()
         self._listener.close()
         if self._thread is not None:
@@ -171,7 +171,7 @@ class NodeMetrics:
             self._file.unlink(missing_ok=True)
 
     def _measure(self, workers: Iterable[LivingWorker]) -> dict[tuple[str, str], list[int]]:
-        """Return the memory of workers by role, and take in their processor time."""
+        """Return the memory of workers by role, and update their processor time."""
         memory: dict[tuple[str, str], list[int]] = {}
         now = time.monotonic()
         for worker in workers:

@@ -1,6 +1,6 @@
-"""Profiles of workers, taken from outside by py-spy or memray (the extra `debug`), on a thread for each.
+"""Profiles of workers, taken from outside by py-spy or memray (the extra `debug`), on one thread per profile.
 
-The tools write into memory, and only what is whole goes beside the worker's log, as its stream `profile`.
+The tools write into memory; only a complete profile is stored beside the worker's log, as its stream `profile`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from unified_agent.core.messages import SampleWorker
 from unified_agent.logs.search import RunProgram
 
 TOOL_S = 15.0
-"""Time that a tool has, beyond that of its samples."""
+"""Time for a tool beyond the time of its samples."""
 POLL_S = 0.5
 _REFUSED = ("Permission", "Operation not permitted")
 _NO_RIGHT = (
-    "the kernel does not let {} look into it: give its agent CAP_SYS_PTRACE (a container: --cap-add SYS_PTRACE), "
+    "the kernel does not let {} read the process: give its agent CAP_SYS_PTRACE (a container: --cap-add SYS_PTRACE), "
     "or set kernel.yama.ptrace_scope=0 on its host"
 )
 
@@ -40,7 +40,7 @@ class Profiler:
     Args:
         log_dir: folder of the logs.
         run: runs a program, as `Processes.run_program` does.
-        answer: answers an order with what is there then, or with an error; called from any thread.
+        answer: answers an order with the stored profile, or with an error; called from any thread.
     """
 
     def __init__(self, log_dir: Path, run: RunProgram, answer: Callable[[ReadAgentLog, int, str], None]) -> None:
@@ -50,7 +50,7 @@ class Profiler:
         self._open: set[JobWorkerIncarnation] = set()
 
     def begin(self, action: SampleWorker) -> None:
-        """Take a profile of a worker, which goes on meanwhile."""
+        """Take a profile of a worker; the worker goes on meanwhile."""
         if action.incarnation in self._open:
             self._answer(action.order, action.request_id, "it is being profiled already")
             return
@@ -73,13 +73,12 @@ class Profiler:
                 _write_whole(path, made)
         except ProfileError as reason:
             error = str(reason)
-        except Exception as fault:  # the disk is full, say
+        except Exception as fault:  # for example a full disk
             error = f"its profile cannot be written: {fault}"
         self._open.discard(incarnation)
         self._answer(action.order, action.request_id, error)
 
     def _samples(self, pid: int, seconds: int, form: str, made: int) -> None:
-        """Have py-spy write where the time of a process goes."""
         options = ["--nonblocking", "--format", form, "--duration", str(seconds), "--output", f"/dev/fd/{made}"]
         said = self._call(["py-spy", "record", *options, "--pid", str(pid)], seconds + TOOL_S, [made])
         if "No stack counts" in said:
@@ -88,11 +87,11 @@ class Profiler:
             raise ProfileError(f"py-spy cannot read it: {_first_line(said)}")
 
     def _allocations(self, pid: int, seconds: int, made: int, record: int) -> None:
-        """Have memray record in a process what it allocates, and make a page of it."""
+        """Let memray record the allocations of a process, and make a page of them."""
         if not (find_program("gdb") or find_program("lldb")) and sys.version_info < (3, 14):
             raise ProfileError("memray attaches by gdb or lldb, and its node has neither: install gdb there")
         options = ["--aggregate", "--no-compress", "--force", "--duration", str(seconds)]
-        target = f"/proc/{os.getpid()}/fd/{record}"  # which the worker opens
+        target = f"/proc/{os.getpid()}/fd/{record}"  # the worker opens it
         said = self._call(["memray", "attach", *options, "--output", target, str(pid)], TOOL_S, [])
         if "memray: tracking" not in said:
             raise ProfileError(f"memray cannot attach to it: {_first_line(said)}")
@@ -100,14 +99,13 @@ class Profiler:
         until = time.monotonic() + TOOL_S
         while not os.fstat(made).st_size:
             if time.monotonic() > until or not Path(f"/proc/{pid}").exists():
-                raise ProfileError("memray has written no whole record of it, as when it ends meanwhile")
+                raise ProfileError("memray has not written a complete record; the process may have ended")
             time.sleep(POLL_S)
             if os.fstat(record).st_size:
                 page = ["memray", "flamegraph", "--no-web", "--force", "--output", f"/dev/fd/{made}"]
                 self._call([*page, f"/dev/fd/{record}"], TOOL_S, [made, record])
 
     def _call(self, command: list[str], within_s: float, passed: list[int]) -> str:
-        """Run a tool to its end; return what it said."""
         name = command[0]
         if (program := find_program(name)) is None:
             raise ProfileError(f"{name} is not installed on its node: pip install 'unified-runtime[debug]' there")

@@ -1,4 +1,4 @@
-"""Admission of requests, before anything reads them: tokens, rates, and the size of bodies. It counts all of them, too.
+"""Admission of requests before anything reads them: tokens, rates, sizes of bodies. It also counts all requests.
 
 It is plain ASGI, outside of the framework, because each status read passes through it.
 """
@@ -25,21 +25,21 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_BODY = 1 << 20
 MAX_DRAINED = 64 << 20
-"""Bytes of a body that is too large, which are read and dropped so that the client comes to read the answer."""
+"""Most bytes of an oversized body that are read and dropped, so that the client goes on to read the answer."""
 BODY_TIMEOUT_S = 30.0
 SEND_WITHIN_S = 60.0
-"""Seconds in which a client has to take a part of an answer that comes in parts."""
+"""Seconds within which a client has to take each part of a streamed answer."""
 OPEN_PATHS = frozenset({"/healthz"})
 READS = frozenset({"GET", "HEAD"})
 REJECTED_PER_S, REJECTED_BURST = 50.0, 200.0
-"""Requests with a wrong token, of all clients together, that are told so; the others are told to slow down."""
+"""Limit of answers 401 to wrong tokens, for all clients together; above it, the answer is 429."""
 WRITES = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 _HEADER = TOKEN_HEADER.lower().encode()
 _log = logging.getLogger("unified.gateway")
 
 
 class Rejection(NamedTuple):
-    """Answer to a request that is not let in."""
+    """Answer to a request that is not admitted."""
 
     status: int
     detail: str
@@ -91,14 +91,14 @@ class HttpAdmission:
             is_admitted = True
             try:
                 await self._app(scope, receive, counted)
-            except Exception:  # a defect, which is answered with 500 further out
+            except Exception:  # a defect: an outer layer answers 500
                 self._telemetry.count(scope["method"], _route(scope), 500, time.perf_counter() - began)
                 raise
 
     def _reject(
         self, scope: Scope, headers: dict[bytes, bytes], client: str | None, *, is_write: bool
     ) -> Rejection | None:
-        """Return why the request is not let in, by its head alone."""
+        """Return the rejection of a request, by its head alone; None: it is admitted."""
         if scope["path"] in OPEN_PATHS and scope["method"] in READS:
             return None
         if client is None:
@@ -113,7 +113,7 @@ class HttpAdmission:
                 detail = "this gateway has no token and serves its own host alone: set TRAINER_API_TOKEN where it runs."
                 return Rejection(403, detail)
             if is_write and not is_own_page(headers):
-                return Rejection(403, "this gateway has no token and takes nothing from pages of other sites.")
+                return Rejection(403, "this gateway has no token and refuses requests from pages of other sites.")
         wait_s = self._limits.admit(client, is_write=is_write)
         if wait_s is None:
             return None
@@ -128,21 +128,20 @@ def _bearer(headers: dict[bytes, bytes]) -> str | None:
 
 
 def _is_local(scope: Scope, headers: dict[bytes, bytes]) -> bool:
-    """Return True if a request came over loopback, and a browser was not led here by another host's name."""
+    """Return True if address and ``Host`` of a request are loopback: no other host's name led a browser here."""
     server = scope.get("server")
     host = _text(headers.get(b"host")) or "localhost"
     return (server is None or is_loopback(str(server[0]))) and is_loopback(host)
 
 
 def is_own_page(headers: dict[bytes, bytes]) -> bool:
-    """Return True unless a browser says that the page of another site makes the request."""
+    """Return False if a browser says that another site's page makes the request."""
     site = headers.get(b"sec-fetch-site", b"none")
     origin = (_text(headers.get(b"origin")) or "").partition("://")[2]
     return site in (b"none", b"same-origin") and origin in ("", _text(headers.get(b"host")))
 
 
 def _route(scope: Scope) -> str:
-    """Return the template of the route that a request has come to."""
     return getattr(scope.get("route"), "path", UNMATCHED)
 
 
@@ -151,11 +150,11 @@ def _text(value: bytes | None) -> str | None:
 
 
 async def read_body(headers: dict[bytes, bytes], receive: Receive, limit: int = MAX_BODY) -> bytes | Rejection:
-    """Read the whole body, up to its limit in bytes, and in time."""
+    """Read the whole body, of at most `limit` bytes, within `BODY_TIMEOUT_S`."""
     announced = headers.get(b"content-length", b"0")
     nbytes = int(announced) if announced.isdigit() else 0
     too_large = Rejection(
-        413, f"the body is larger than {limit} bytes: put what is large into a file.", ((b"connection", b"close"),)
+        413, f"the body is larger than {limit} bytes: put large values into a file.", ((b"connection", b"close"),)
     )
     if nbytes > MAX_DRAINED or (nbytes > limit and b"expect" in headers):
         return too_large
@@ -180,7 +179,7 @@ async def read_body(headers: dict[bytes, bytes], receive: Receive, limit: int = 
 
 
 def replay_body(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that gives the body in one piece, and then what follows it."""
+    """Return a `receive` that gives the body in one piece, then the messages of the given `receive`."""
     is_given = False
 
     async def replay() -> Message:

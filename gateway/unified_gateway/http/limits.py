@@ -10,7 +10,7 @@ MAX_CLIENTS = 4096
 
 
 class TokenBucket:
-    """A rate limit with bursts: `burst` tokens at most, of which `rate` come back each second.
+    """A rate limit with bursts: at most `burst` tokens; `rate` tokens come back each second.
 
     Args:
         rate: tokens a second; 0 for no limit.
@@ -41,11 +41,11 @@ class TokenBucket:
 
 
 class RateLimits:
-    """A bucket for each client and each kind of request; of many clients, the last `MAX_CLIENTS`.
+    """A bucket for each client and kind of request, limited to the `MAX_CLIENTS` that were used last.
 
     Args:
         writes: rate and burst of requests that change something.
-        reads: those of all others.
+        reads: rate and burst of all other requests.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Lines of a run as server-sent events, with comments between them so that no proxy takes the stream for dead.
+"""Lines of a run as server-sent events, with comments between them, so that no proxy closes a quiet stream.
 
 event: line      data: one line that a rank printed, as ``[trainer-0] line``
-event: error     data: reason why the stream ends before its time
+event: error     data: reason why the stream ends early
 event: end       data: status of the run, as JSON
 """
 
@@ -19,7 +19,7 @@ from unified_gateway.http.admission import Receive, Scope, Send
 
 KEEP_ALIVE_S = 15.0
 MAX_WAITING = 1000
-"""Lines that are read ahead of a slow client; beyond, reading waits for it."""
+"""Most lines that are read ahead of a slow client."""
 MAX_BATCH = 200
 
 
@@ -35,7 +35,7 @@ async def stream_events(
     """Yield the events of a follower of logs.
 
     Args:
-        lines: read by a task of its own, which ends with this iterator.
+        lines: a separate task reads them, and ends with this iterator.
         final: returns the data of the last event.
     """
     waiting: asyncio.Queue[str | None] = asyncio.Queue(MAX_WAITING)
@@ -45,7 +45,7 @@ async def stream_events(
             async for line in lines:
                 await waiting.put(line)
         finally:
-            with contextlib.suppress(asyncio.QueueFull):  # then there is enough to wake the other side
+            with contextlib.suppress(asyncio.QueueFull):  # a full queue wakes the other side, too
                 waiting.put_nowait(None)
             if isinstance(lines, AsyncGenerator):
                 await lines.aclose()
@@ -77,10 +77,10 @@ async def stream_events(
 
 
 class ClosingStream(StreamingResponse):
-    """Stream whose source is closed with it, however it ends; a generator alone would wait to be collected.
+    """Stream that always closes its source at its end; a generator alone would wait for garbage collection.
 
     Args:
-        when_closed: is called then.
+        when_closed: called at the end of the stream.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Routes of the gateway: what is asked over HTTP, in the words of runs."""
+"""HTTP routes of the gateway: training runs, metrics and service discovery."""
 
 from __future__ import annotations
 
@@ -272,7 +272,6 @@ async def _text(lines: AsyncIterator[str]) -> AsyncGenerator[bytes]:
 
 
 async def _followed(gateway: Gateway, parts: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the parts, and count the reader for as long as it takes them."""
     with gateway.following():
         async with aclosing(parts):
             async for part in parts:
@@ -299,4 +298,4 @@ def _cursor(text: str | None) -> tuple[float, str] | None:
             return float(at), job_id
     except (ValueError, TypeError, OverflowError, RecursionError):
         pass
-    raise UsageError("cursor is none: give the `next` of a page.")
+    raise UsageError("cursor is invalid: give the `next` of a page.")

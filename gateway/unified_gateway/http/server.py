@@ -1,4 +1,4 @@
-"""The HTTP server of `unified-gateway`: listens, tells its address, serves until SIGTERM or SIGINT."""
+"""The HTTP server of `unified-gateway`: listens, announces its address, serves until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from unified_gateway.tokens import Tokens
 
 MAX_CONNECTIONS = 2000
 STOP_WITHIN_S = 5
-"""Seconds for requests that are under way when the gateway is stopped; a follower of logs is cut off then."""
+"""Seconds for open requests to end when the gateway stops; afterwards, followers of logs are cut off."""
 UNREAD_WITHIN_S = 60
-"""Seconds after which a client that takes nothing of what is sent to it is cut off."""
+"""Seconds after which a client that reads nothing is cut off."""
 _log = logging.getLogger("unified.gateway")
 
 
 class Listening(NamedTuple):
-    """Address of the server, and what tells it."""
+    """Address of the server, and where to announce it."""
 
     host: str
     port: int
@@ -47,7 +47,7 @@ class Listening(NamedTuple):
     """True to write the address to stdout as well, once the gateway is ready."""
 
     def url(self, listener: socket.socket) -> str:
-        """Return the address as a browser has it; of a Unix socket one that a tunnel gives it."""
+        """Return the address for a browser; for a Unix socket, ``http+unix://PATH`` or ``https+unix://PATH``."""
         scheme = "https" if self.tls_cert else "http"
         if self.uds is not None:
             return f"{scheme}+unix://{self.uds}"
@@ -83,7 +83,7 @@ class _Server(uvicorn.Server):
             print(self.url, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._gateway.page is not None:  # else its open streams would take the whole time of a graceful end
+        if self._gateway.page is not None:  # otherwise its open streams would use up `STOP_WITHIN_S`
             await self._gateway.page.end_streams()
         await super().shutdown(sockets)
 
@@ -99,7 +99,7 @@ def run_server(
 
     Raises:
         OSError: the address cannot be listened on.
-        UnifiedError: the cluster cannot be used, or an option not be carried out.
+        UnifiedError: the cluster cannot be used, or an option cannot be carried out.
     """
     app = create_app(options, tokens, page=page)
     return asyncio.run(_serve(app, options, listening, notifier))
@@ -109,9 +109,9 @@ async def _serve(app: FastAPI, options: GatewayOptions, listening: Listening, no
     config = uvicorn.Config(
         app,
         http=type("_Protocol", (_Protocol,), {"head_within_s": options.head_within_s}),
-        lifespan="off",  # the gateway is opened here, so that what goes wrong is one line and no traceback
+        lifespan="off",  # `_serve` opens the gateway, so that an error is one line and no traceback
         log_config=None,
-        access_log=False,  # admission logs what changes something, and counts the rest
+        access_log=False,  # admission logs writes, and counts all requests
         server_header=False,
         limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=STOP_WITHIN_S,
@@ -142,7 +142,7 @@ async def _serve(app: FastAPI, options: GatewayOptions, listening: Listening, no
 
 
 async def _notify(notifier: ServiceNotifier, server: _Server) -> None:
-    """Notify systemd, if this is a service of its, that the loop turns and when it serves."""
+    """Notify systemd, if it runs this service, that the loop runs and that the server is ready."""
     while (due := notifier.next_deadline) is not None:
         await asyncio.sleep(max(0.0, due - time.monotonic()) if server.started else 0.01)
         notifier.beat(server.started, lambda: f"serves at {server.url}")
@@ -152,7 +152,7 @@ async def _notify(notifier: ServiceNotifier, server: _Server) -> None:
 
 @contextmanager
 def _signals(server: uvicorn.Server) -> Iterator[asyncio.Event]:
-    """Let SIGTERM and SIGINT stop the server in order, and a second one at once; the event is set by the first."""
+    """Let the first SIGTERM or SIGINT set the event and stop the server in order; let the second stop it at once."""
     loop = asyncio.get_running_loop()
     is_stopping = asyncio.Event()
 
@@ -171,7 +171,7 @@ def _signals(server: uvicorn.Server) -> Iterator[asyncio.Event]:
 
 
 class _Protocol(H11Protocol):
-    """HTTP that does not wait for ever for the head of a request."""
+    """HTTP protocol with a deadline for the head of a request."""
 
     head_within_s: ClassVar[float]
     _deadline: asyncio.TimerHandle | None = None
@@ -190,7 +190,7 @@ class _Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def _watch(self) -> None:
-        """Have a deadline if, and only if, no request is under way."""
+        """Set the deadline if no request is under way; otherwise cancel it."""
         is_idle = self.cycle is None or self.cycle.response_complete
         if is_idle and self._deadline is None:
             self._deadline = self.loop.call_later(self.head_within_s, self._close_if_idle)
@@ -206,7 +206,7 @@ class _Protocol(H11Protocol):
 
 @contextmanager
 def _listen(listening: Listening) -> Iterator[socket.socket]:
-    """Listen; a Unix socket is for its owner alone, and gone at the end."""
+    """Listen. A Unix socket is for its owner alone, and is removed at the end."""
     if listening.uds is not None:
         with _listen_unix(listening.uds) as listener:
             yield listener
@@ -217,7 +217,7 @@ def _listen(listening: Listening) -> Iterator[socket.socket]:
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # accepted sockets have it from this one: a client that reads nothing is cut off
+            # accepted sockets inherit it: a client that reads nothing is cut off
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_WITHIN_S * 1000)
             listener.bind(address)
         except BaseException:
@@ -235,7 +235,7 @@ def _listen_unix(path: Path) -> Iterator[socket.socket]:
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
                 if path.is_socket() and probe.connect_ex(str(path)) == errno.ECONNREFUSED:
-                    path.unlink()  # whoever listened there was killed
+                    path.unlink()  # its listener was killed
             before = os.umask(0o177)
             try:
                 listener.bind(str(path))

@@ -16,7 +16,7 @@ from unified_gateway.schemas import RunState
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 UNMATCHED = "(none)"
-"""Route of requests whose path is that of no route."""
+"""Route name of requests that match no route."""
 
 
 class Telemetry:
@@ -49,11 +49,11 @@ class Telemetry:
         self._children: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
 
     def count(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Count a request; `route` is the template of its path, so that names make no series of their own."""
+        """Count a request; `route` is the template of its path, so that names in paths make no series."""
         method = method if method in METHODS else "other"  # a client may send any word
         key = (method, route, status)
         found = self._children.get(key)
-        if found is None:  # looking up labels takes longer than all else here
+        if found is None:  # looking up labels is the slowest part here
             found = (self._requests.labels(method, route, str(status)), self._seconds.labels(method, route))
             self._children[key] = found
         found[0].inc()

@@ -1,7 +1,7 @@
 """The Kubernetes API, for the gateway: calls in threads, each with a time limit, answered as plain JSON.
 
-The client of Kubernetes blocks, so that calls go through a few threads. Errors are ours: an API server that does not
-answer is `MasterUnreachableError`, one that says no is `RefusedError` or `UsageError` with its own reason.
+The Kubernetes client blocks, so calls run on a few threads. Errors are those of `unified.errors`:
+`MasterUnreachableError` if the API server does not answer; `RefusedError` or `UsageError` with the server's reason.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from unified_gateway.kubernetes.manifest import GROUP, PLURAL, VERSION
 
 CONNECT_S, READ_S = 3.0, 8.0
 FOLLOW_S = 86_400.0
-"""Time limit of a log that says nothing."""
+"""Seconds without a line after which a followed log ends."""
 DEADLINE_S = 10.0
-"""Time limit of one call, its retry included."""
+"""Seconds for one call, including its retry."""
 NUM_THREADS = 16
 _PAGE = 500
 
 
 def configured(environment: Mapping[str, str] = os.environ) -> client.Configuration:
-    """Return how to reach the API server.
+    """Return the configuration of a client of the API server.
 
-    In a pod that is the pod's own ServiceAccount; elsewhere the kubeconfig that ``kubectl`` would use.
+    In a pod it uses the pod's ServiceAccount; elsewhere the kubeconfig that ``kubectl`` would use.
 
     Raises:
         UsageError: there is neither.
@@ -62,7 +62,7 @@ class KubernetesApi:
     def __init__(self, configuration: client.Configuration) -> None:
         configuration.client_side_validation = False
         configuration.connection_pool_maxsize = NUM_THREADS
-        # A connection that was kept open may be gone by the next call.
+        # One retry, since a connection that was kept open may be closed by the next call.
         configuration.retries = urllib3.Retry(total=1, connect=0, read=1, redirect=0, status=0, other=0)
         self.host = str(configuration.host)
         self._client = client.ApiClient(configuration)
@@ -100,7 +100,7 @@ class KubernetesApi:
         return found
 
     async def delete_job(self, namespace: str, name: str, uid: str) -> None:
-        """Delete a `PyTorchJob` once its pods are gone; one that is not there, or another of its name, is let be."""
+        """Delete a `PyTorchJob` once its pods are gone. Do nothing if none of this name and uid exists."""
         body = {"propagationPolicy": "Foreground", "preconditions": {"uid": uid}}
         call = partial(self._jobs.delete_namespaced_custom_object, *_place(namespace), name, body=body)
         try:
@@ -128,7 +128,7 @@ class KubernetesApi:
         """Open the log of a container. Blocks; `tail_lines` and `follow` are Kubernetes' own.
 
         Raises:
-            RefusedError: there is none, or it may not be read.
+            RefusedError: there is no log, or it may not be read.
             MasterUnreachableError: the API server does not answer.
         """
         limits = (CONNECT_S, FOLLOW_S if options.get("follow") else READ_S)
@@ -140,14 +140,14 @@ class KubernetesApi:
         return response
 
     def close(self) -> None:
-        """Let go of the threads and connections; calls that run end by their time limits."""
+        """Close threads and connections; running calls end by their time limits."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._client.close()
 
     async def _call(self, call: Callable[..., urllib3.HTTPResponse], what: str) -> Json:
         data = await self._send(call, what)
         try:
-            answer = json.loads(data)  # the client's models would take most of the time, and refuse what is newer
+            answer = json.loads(data)  # the client's models are slow, and refuse data of newer servers
         except ValueError:
             answer = None
         if not isinstance(answer, dict):
@@ -192,7 +192,7 @@ def _place(namespace: str) -> tuple[str, str, str, str]:
 
 
 def _reason(error: ApiException) -> str:
-    """Return the message of the server's `Status` object, or what came instead of it."""
+    """Return the message of the server's `Status` object, else the body, else the HTTP reason."""
     body = error.body.decode(errors="replace") if isinstance(error.body, bytes) else str(error.body or "")
     try:
         status = json.loads(body)

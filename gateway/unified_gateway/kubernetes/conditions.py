@@ -27,7 +27,7 @@ _STATES: tuple[tuple[str, RunState], ...] = (
     ("Restarting", "running"),
     ("Running", "running"),
 )
-"""Conditions, those first that hold whatever comes behind them."""
+"""Conditions by priority: the first one that holds decides."""
 _UNCLAIMED_S = 30.0
 _MAX_DETAIL = 500
 _BEGIN = "unified-train: run "
@@ -37,10 +37,10 @@ _OF_TORCHRUN = ("ChildFailedError", "SignalException")
 
 
 def record_of(job: Json, *, now: float) -> RunRecord:
-    """Return what the object says of its run; without a run id if it is no object of a gateway's."""
+    """Return the run of an object; without a run id if no gateway created the object."""
     metadata, status = job["metadata"], job.get("status") or {}
     labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
-    labels = {name: annotations.get(name, value) for name, value in labels.items()}  # what was too long for a label
+    labels = {name: annotations.get(name, value) for name, value in labels.items()}  # whole, if too long for a label
     holding = {each["type"]: each for each in status.get("conditions") or () if each.get("status") == "True"}
     name, state = next(((name, state) for name, state in _STATES if name in holding), ("Created", "submitted"))
     condition = holding.get(name, {})
@@ -76,10 +76,10 @@ def failed_pod(pods: Sequence[Json]) -> Json | None:
 
 
 def with_pods(record: RunRecord, pods: Sequence[Json], log: str = "") -> RunRecord:
-    """Return the record with what its pods add: the reason of a failure, or of a wait, and the restarts.
+    """Return the record with facts from its pods: the reason of a failure or a wait, and the restarts.
 
     Args:
-        log: the end of what `failed_pod` printed; of what Kubernetes itself keeps, torchrun's table may be all.
+        log: the last lines of `failed_pod`. The message that Kubernetes keeps may hold nothing but torchrun's table.
     """
     restarts = sum(_container(pod).get("restartCount", 0) for pod in pods)
     if record.status == "failed" and (pod := failed_pod(pods)) is not None:
@@ -98,13 +98,13 @@ def pod_name(pod: Json) -> str:
 
 
 def node_of(pod: Json) -> int:
-    """Return which of the run's nodes a pod is, from 0."""
+    """Return the index of a pod among the run's nodes, from 0."""
     labels = pod["metadata"].get("labels") or {}
     return int(labels.get(_INDEX_LABEL) or 0) + (labels.get(_TYPE_LABEL) != "master")
 
 
 def incarnation_of(pod: Json) -> tuple[str, int] | None:
-    """Return the pod's uid and how often its container was started again; None if it has not started."""
+    """Return the pod's uid and its container's number of restarts; None if it has not started."""
     container = _container(pod)
     has_started = any(name in (container.get("state") or {}) for name in ("running", "terminated"))
     return (pod["metadata"]["uid"], container.get("restartCount", 0)) if has_started else None
@@ -146,7 +146,7 @@ def _ended(pod: Json) -> Json:
 
 
 def _reason(ended: Json, printed: str) -> str:
-    """Return why a container ended: the line of our program, of an error of a rank, or the last one that it printed."""
+    """Return why a container ended: our program's line, else the line of a rank's error, else the last line."""
     lines = [line.strip() for line in printed.splitlines() if line.strip(" =-\t")]
     begin = max((number for number, line in enumerate(lines) if _BEGIN in line), default=0)
     for pattern in (_OWN_LINE, _RANK_LINE):

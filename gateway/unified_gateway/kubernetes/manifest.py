@@ -2,7 +2,7 @@
 
 The operator makes a pod for each node, the first of type Master, the others of type Worker, and gives each of them
 MASTER_ADDR and MASTER_PORT. torchrun does the rest: ranks, and restarts of processes that fail. Its rendezvous is
-`c10d`, since with the static one a node whose processes failed does not bring the others to begin anew with it.
+`c10d`: with the static one, the other nodes would not restart together with a node whose processes failed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GROUP, VERSION, PLURAL, KIND_NAME = "kubeflow.org", "v1", "pytorchjobs", "PyTorc
 CONTAINER = "pytorch"
 """Name by which the operator knows the container."""
 MAX_RESTARTS = 3
-"""Times that torchrun starts the ranks of a node anew."""
+"""Most times that torchrun restarts the ranks of a node."""
 STOP_GRACE_S = 90
 """Seconds between SIGTERM and SIGKILL of a pod. torchrun gives its ranks 30 of them."""
 NOT_SHOWN = "(not shown)"
@@ -38,7 +38,7 @@ class KubeflowOptions:
     """Options of the Kubernetes cluster, the same for all runs."""
 
     image: str = ""
-    """Container of runs that name none."""
+    """Container image of runs that name none."""
     service_account: str = ""
     """ServiceAccount of the training pods, such as one that is bound to a role of the object store."""
     secret: str = ""
@@ -47,7 +47,7 @@ class KubeflowOptions:
     """Resource of which a pod asks for `gpus_per_node`; empty for a cluster without GPUs."""
     restart_policy: RestartPolicy = "Never"
     """Policy for pods that end. ``Never``: the run fails, its pods stay, and their logs and the reason can be read; a
-    resume goes on from the last checkpoint. ``ExitCode``: pods that were killed (exit codes from 128) are made anew,
+    resume goes on from the last checkpoint. ``ExitCode``: killed pods (exit codes from 128) are created again,
     without limit. ``OnFailure``: containers are started again; it is the operator's own default."""
 
     @classmethod
@@ -98,7 +98,7 @@ def pytorch_job(plan: RunPlan, namespace: str, options: KubeflowOptions) -> dict
         },
         "spec": {
             "nprocPerNode": str(request.gpus_per_node),
-            # What has ended stays, so that its logs can be read; what still runs when a run has failed is removed.
+            # Ended pods stay, so that their logs can be read; running pods of a failed run are removed.
             "runPolicy": {"cleanPodPolicy": "Running"},
             "pytorchReplicaSpecs": replicas,
         },
@@ -106,7 +106,7 @@ def pytorch_job(plan: RunPlan, namespace: str, options: KubeflowOptions) -> dict
 
 
 def shown(manifest: Mapping[str, Any], secret_names: frozenset[str]) -> dict[str, Any]:
-    """Return a manifest in which these variables have no values."""
+    """Return a manifest without the values of these variables."""
 
     def hide(value: Any) -> Any:
         if isinstance(value, dict):
@@ -119,15 +119,15 @@ def shown(manifest: Mapping[str, Any], secret_names: frozenset[str]) -> dict[str
 
 
 def environment_of(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables with values that a `PyTorchJob` of ours gives its training program."""
+    """Return the variables, with values, that a gateway's `PyTorchJob` sets for its training program."""
     template = manifest["spec"]["pytorchReplicaSpecs"]["Master"]["template"]
     container = next(each for each in template["spec"]["containers"] if each["name"] == CONTAINER)
-    # An empty value is left out by the API server.
+    # The API server leaves out empty values.
     return {each["name"]: _unescaped(each.get("value", "")) for each in container["env"] if "valueFrom" not in each}
 
 
 def label_value(text: str) -> str:
-    """Return a text as the value of a label: itself, or what Kubernetes takes of it and a digest of the whole."""
+    """Return a text as a label's value: unchanged if Kubernetes allows it, else adapted, with a digest of the text."""
     if _LABEL.fullmatch(text):
         return text
     digest = hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_DIGITS]
@@ -152,7 +152,7 @@ def _template(plan: RunPlan, labels: Mapping[str, str], options: KubeflowOptions
         "args": _arguments(plan),
         "env": [
             {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-            # The ranks of a restart must not meet in the store of those before it.
+            # Ranks after a restart must not meet in the store of the ranks before.
             {"name": "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "value": "1"},
             *({"name": name, "value": _escaped(value)} for name, value in variables.items()),
         ],
@@ -165,13 +165,13 @@ def _template(plan: RunPlan, labels: Mapping[str, str], options: KubeflowOptions
         container["envFrom"] = [{"secretRef": {"name": options.secret}}]
     spec: dict[str, Any] = {
         "containers": [container],
-        "automountServiceAccountToken": False,  # a training program asks nothing of Kubernetes
+        "automountServiceAccountToken": False,  # a training program sends no requests to Kubernetes
         "terminationGracePeriodSeconds": STOP_GRACE_S,
         "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],  # the default of 64 MiB is too small for NCCL
     }
     if options.service_account:
         spec["serviceAccountName"] = options.service_account
-    # A sidecar of Istio, which namespaces of Kubeflow have by default, would keep the pods from ever ending.
+    # Kubeflow's namespaces add an Istio sidecar by default, and a pod with a sidecar would never end.
     return {"metadata": {"labels": dict(labels), "annotations": {"sidecar.istio.io/inject": "false"}}, "spec": spec}
 
 
@@ -182,7 +182,7 @@ def _arguments(plan: RunPlan) -> list[str]:
         f"--max_restarts={MAX_RESTARTS}",
         "--rdzv_backend=c10d",
         f"--rdzv_id={_escaped(plan.options.attempt_id)}",
-        "--rdzv_endpoint=$(MASTER_ADDR):$(MASTER_PORT)",  # Kubernetes puts the values in
+        "--rdzv_endpoint=$(MASTER_ADDR):$(MASTER_PORT)",  # Kubernetes expands both
         "--local_addr=$(POD_IP)",
         "-m",
         "unified.training",

@@ -1,7 +1,7 @@
-"""The lines of a run's pods, as they print them, from the API server's log streams.
+"""The lines of a run's pods, from the API server's log streams.
 
-Each stream that is followed has a thread, since the client of Kubernetes blocks; there are at most `MAX_STREAMS` of
-them for all readers together. A pod whose container is started again, or that is made anew, has a stream a start.
+Each stream has a thread, since the Kubernetes client blocks. All readers together have at most `MAX_STREAMS` streams.
+Each start of a container, also in a pod that was created again, has a stream of its own.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from unified_gateway.kubernetes.manifest import CONTAINER
 
 MAX_STREAMS = 64
 MAX_PODS = 16
-"""Pods that one reader is shown, the first of them, where it asks for all."""
+"""Number of pods, the first ones, that a reader of all pods gets."""
 LOOK_S = 2.0
-"""Between two looks at the pods."""
+"""Seconds between two looks at the pods."""
 DRAIN_S = 30.0
-"""After a run's end, how long the streams of its pods are waited for."""
+"""Seconds to wait for the rest of the pods' streams after a run's end."""
 MAX_LINE_BYTES = 16_384
 _MAX_WAITING = 1000
 
@@ -48,11 +48,11 @@ class PodStream:
         """End the stream; its thread ends soon, even while it waits for a line."""
         self._is_closed = True
         if self._response is not None:
-            with contextlib.suppress(OSError, ValueError, RuntimeError):  # it has ended by itself
+            with contextlib.suppress(OSError, ValueError, RuntimeError):  # the stream has ended already
                 self._response.shutdown()
 
     def read(self, api: KubernetesApi) -> None:
-        """Read to the end; lines, then an error if one ended it, then None are put into the queue. For a thread."""
+        """Read to the end, in a thread. Put lines, then an error if one ended the stream, then None into the queue."""
         try:
             self._response = api.open_log(*self.place, CONTAINER, **self.options)
             lines = _lines(self._response)
@@ -60,7 +60,7 @@ class PodStream:
                 self._put(line)
         except UnifiedError as error:
             self._put(error)
-        except (urllib3.exceptions.HTTPError, OSError):  # closed, or its node is gone: the next look at the pods tells
+        except (urllib3.exceptions.HTTPError, OSError):  # closed, or its node is gone: the next look at pods shows it
             pass
         finally:
             if self._response is not None:
@@ -68,7 +68,7 @@ class PodStream:
             self._put(None)
 
     def _put(self, line: str | UnifiedError | None) -> None:
-        """Hand a line to the loop, once there is room for it."""
+        """Put a line into the queue, and wait while the queue is full."""
         if self._is_closed or self._loop.is_closed():
             return
         pending = asyncio.run_coroutine_threadsafe(self._lines.put((self, line)), self._loop)
@@ -83,7 +83,7 @@ LineQueue = asyncio.Queue[tuple[PodStream, str | UnifiedError | None]]
 
 
 class PodLogs:
-    """Readers of pods' logs, all those of one gateway."""
+    """All readers of pods' logs of one gateway."""
 
     def __init__(self, api: KubernetesApi) -> None:
         self._api = api
@@ -97,11 +97,11 @@ class PodLogs:
         follow: bool,
         tail_lines: int | None,
     ) -> AsyncGenerator[str, None]:
-        """Yield the lines of a run's pods, each with its pod in front where there are several.
+        """Yield the lines of a run's pods. With several pods, each line begins with the pod's name.
 
         Args:
-            look: returns the pods that there are now, and whether the run has ended.
-            node: of the one pod to read; None for all.
+            look: returns the present pods, and whether the run has ended.
+            node: index of the only pod to read; None for all.
             follow: go on until the run has ended.
 
         Raises:
@@ -120,7 +120,7 @@ class PodLogs:
                 for pod in taken:
                     incarnation = incarnation_of(pod)
                     if incarnation is not None and incarnation not in seen:
-                        # All that a container has printed that was started again meanwhile is new.
+                        # The whole output of a restarted container is new.
                         tail = tail_lines if all(uid != incarnation[0] for uid, _ in seen) else None
                         seen.add(incarnation)
                         reading.add(self._begin(pod, lines, follow=not is_last, tail_lines=tail))
@@ -135,7 +135,7 @@ class PodLogs:
                         reading.discard(stream)
                     elif isinstance(line, str):
                         yield stream.prefix + line if len(taken) > 1 else line
-                    elif follow and isinstance(line, RefusedError):  # the others go on
+                    elif follow and isinstance(line, RefusedError):  # the other streams go on
                         yield f"{stream.prefix}… {line}"
                     else:
                         raise line
@@ -167,7 +167,7 @@ class PodLogs:
 
 
 def _lines(response: urllib3.HTTPResponse) -> Iterator[str]:
-    """Yield lines as they come; one that is too long comes in pieces."""
+    """Yield lines as they arrive; split lines that are too long."""
     rest = b""
     while data := response.read1(MAX_LINE_BYTES):
         *whole, rest = (rest + data).split(b"\n")

@@ -1,4 +1,4 @@
-"""The page as an application of its own, before the training API: what it holds, and which requests are its."""
+"""The page as an application of its own, in front of the training API: its parts, and the choice of its requests."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _log = logging.getLogger("unified.gateway")
 
 
 class PageError(Exception):
-    """Answer other than the one that was asked for.
+    """Error that the page answers with.
 
     Args:
-        status: of HTTP.
+        status: HTTP status.
         reason: a sentence for the user.
     """
 
@@ -84,10 +84,10 @@ class PageService:
     """The page of one gateway.
 
     Args:
-        options: where it is served, and to whom.
-        tokens: of the gateway.
+        options: where the page is served, and to whom.
+        tokens: tokens of the gateway.
         source: source of the runs of the training API.
-        telemetry: counts its requests.
+        telemetry: counts the page's requests.
     """
 
     def __init__(self, options: PageOptions, tokens: Tokens, source: TaskSource, telemetry: Telemetry) -> None:
@@ -99,7 +99,7 @@ class PageService:
         self.guard = Guard(options)
         self.began_at = time.monotonic()
         self.welcome = ""
-        """Ticket for the user of the gateway, where that is the only way in."""
+        """Ticket for the user of the gateway, if it has no tokens to sign in with."""
         self._tokens = tokens
         self._open: OpenPage | None = None
 
@@ -115,8 +115,8 @@ class PageService:
         return self._open is not None
 
     def open(self, address: str) -> None:
-        """Begin, with the master at this address. It is asked once somebody looks, and at once for a ticket's user, who
-        is about to. To be called in an event loop.
+        """Open the page of the master at this address, in an event loop. The cluster is followed once somebody looks;
+        with `ticket`, it is followed at once, since the ticket's user comes soon.
         """
         options = self.options
         sessions = Sessions(
@@ -138,7 +138,7 @@ class PageService:
             await self._open.watcher.close()
 
     async def close(self) -> None:
-        """End what `open` began."""
+        """Close all that `open` opened."""
         if self._open is None:
             return
         found, self._open = self._open, None
@@ -148,7 +148,7 @@ class PageService:
         found.threads.shutdown(wait=False, cancel_futures=True)
 
     def admit_sign_in(self, scope: Scope) -> float | None:
-        """Count a try to sign in; return None if it may go on, else the seconds after which the next one may."""
+        """Count a try to sign in; return None if it is allowed, else the seconds until the next try."""
         peer = "local" if scope.get("client") is None else str(scope["client"][0])
         if self.options.is_behind_proxy:
             forwarded = dict(scope["headers"]).get(b"x-forwarded-for", b"").decode("latin-1")
@@ -161,8 +161,8 @@ class PageService:
     def session_of(self, headers: dict[bytes, bytes]) -> PageSession | None:
         """Return the session of a request, by its cookie."""
         sessions = self.parts.sessions
-        # Not by http.cookies: a cookie of another program on this host that it cannot read would hide ours, and the
-        # time that it takes to unquote one grows with the square of the length.
+        # Not with http.cookies: there, an unreadable cookie of another program on this host would hide ours, and the
+        # time to unquote a cookie grows with the square of its length.
         for part in headers.get(b"cookie", b"").decode("latin-1").split(";"):
             name, _, value = part.strip().partition("=")
             if name == sessions.cookie_name:
@@ -171,7 +171,7 @@ class PageService:
 
 
 class PageDispatcher:
-    """ASGI middleware that answers what belongs to the page, and hands all else on to `app`."""
+    """ASGI middleware that answers requests to the page, and passes all others to `app`."""
 
     def __init__(self, app: App, *, page: PageService, routes: App) -> None:
         self._app = app
@@ -200,7 +200,7 @@ class PageDispatcher:
         if isinstance(response, Response):
             await response(scope, receive, counted)
         else:
-            own = {name: each for name, each in scope.items() if name != "app"}  # FastAPI's, whose errors are others
+            own = {name: each for name, each in scope.items() if name != "app"}  # not FastAPI's own, with its errors
             await self._routes({**own, "page": self._page}, response, counted)
 
     async def _respond(self, scope: Scope, receive: Receive) -> Response | Receive:
@@ -242,13 +242,12 @@ class PageDispatcher:
 
 
 def error_response(status: int, reason: str, headers: dict[str, str] | None = None) -> Response:
-    """Return the answer that tells an error."""
+    """Return the answer that reports an error."""
     body = msgspec.json.encode({"error": reason})
     return Response(body, status, media_type="application/json", headers=headers)
 
 
 def _own_user() -> str:
-    """Return ``user@host`` of this process."""
     try:
         user = pwd.getpwuid(os.getuid()).pw_name
     except KeyError:  # a container's user without a name

@@ -24,7 +24,7 @@ HEADERS = {
 }
 """Headers of all answers of the page."""
 OWN_HEADER = b"x-unified"
-"""Header that scripts of another site cannot send without asking, and plain forms not at all."""
+"""Header that another site's scripts cannot send without a preflight request, and its forms not at all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class PageOptions:
     """True if a proxy before the gateway takes care of HTTPS, and passes on the header ``Host``."""
     is_read_only: bool = False
     ticket: str = ""
-    """Ticket that signs the user of the gateway in. With one the page is all that is served."""
+    """Ticket that signs in the user of the gateway. With a ticket, only the page is served."""
 
     @property
     def is_secure(self) -> bool:
@@ -59,7 +59,7 @@ class PageOptions:
 
 
 class Guard:
-    """Decides by the head of a request alone whether it may come to the page."""
+    """Decides by the head of a request whether the page answers it."""
 
     def __init__(self, options: PageOptions) -> None:
         own = {"localhost"} if not options.host or is_loopback(options.host) else {os.uname().nodename, options.host}
@@ -70,13 +70,13 @@ class Guard:
 
         Args:
             headers: names in lower case.
-            is_call: it is of the interface for our own scripts, where a cookie counts.
-            is_stream: it is the stream, which cannot have a header of its own.
+            is_call: True for the interface of the page's own scripts, where a cookie counts.
+            is_stream: True for the stream, for which a browser cannot set headers.
         """
         host = headers.get(b"host", b"").decode("latin-1")
         if not self.is_own_host(host):
             return (
-                f"this gateway does not know itself as {host[:100]!a}: open it by the name or address that it "
+                f"{host[:100]!a} is not a name of this gateway: open it by the name or address that it "
                 "listens on, or start it with --allow-host NAME."
             )
         if not is_call:
@@ -90,8 +90,8 @@ class Guard:
         return ""
 
     def is_own_host(self, text: str) -> bool:
-        """Return True for a header ``Host`` that names this gateway. An address counts: a name could be led here by
-        the owner of another site, an address cannot.
+        """Return True for a header ``Host`` that names this gateway. Any address is accepted: the owner of
+        another site can make a name point to this host, but not an address.
         """
         try:
             name = split_address(text).bare_host.lower()

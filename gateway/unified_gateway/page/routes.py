@@ -1,4 +1,4 @@
-"""Requests of the page: its session, the stream, what it shows on demand, and the few that change something."""
+"""Requests of the page: its session, the stream, data on demand, and the few requests that change something."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STATUS_OF_CODE = {
     "ended": 409,
     "bad-request": 400,
 }
-"""HTTP status of what the master refuses, by its code; 503 for all others."""
+"""HTTP status of the master's refusals, by code; 503 for all other codes."""
 MAX_LOG_BYTES = 1 << 20
 MAX_STORY = 1000
 MAX_READ_POINTS = 20_000
@@ -47,7 +47,7 @@ _log = logging.getLogger("unified.gateway")
 RELEASE = release()
 T = TypeVar("T")
 Answer = dict[str, Any] | Response | client_master.ClientRequest
-"""Answer, or a request that changes something and whose note is the answer."""
+"""Answer, or a request that changes something: then the note of the master is the answer."""
 
 
 class SignInBody(msgspec.Struct):
@@ -76,7 +76,7 @@ class ProfileBody(msgspec.Struct):
 
 
 class Call:
-    """A request of the page that was let in.
+    """An admitted request of the page.
 
     Attributes:
         session: the session of the browser.
@@ -97,7 +97,7 @@ class Call:
         return self._request.query_params.get(name, default)
 
     def number(self, name: str, default: int | None = None, *, least: int = 0, most: int = 2**63 - 1) -> int | None:
-        """Return a parameter as a number; PageError: it is none, or too small. A larger one becomes `most`."""
+        """Return a parameter as a number, `most` at most; PageError: it is no number, or below `least`."""
         text = self.text(name)
         if not text:
             return default
@@ -110,7 +110,7 @@ class Call:
         return min(number, most)
 
     async def body(self, kind: type[T]) -> T:
-        """Return the body; PageError: it is something else."""
+        """Return the body; PageError: it is not of this kind."""
         return await body_of(self._request, kind)
 
     async def ask(self, message: client_master.ClientRequest, expected: type[T], timeout_s: float | None = None) -> T:
@@ -118,7 +118,7 @@ class Call:
         return await self.parts.master.ask(message, expected, timeout_s=timeout_s)
 
     async def in_thread(self, read: Callable[[MasterConnection], T], what: str) -> T:
-        """Return what a function reads that waits for the master; PageError: it takes too long."""
+        """Run a function that waits for the master in a thread; PageError: it takes too long."""
         work = partial(read, self.parts.master.connection)
         try:
             async with asyncio.timeout(READ_WITHIN_S):
@@ -127,7 +127,7 @@ class Call:
             raise PageError(503, f"{what} did not come within {READ_WITHIN_S:g} s.") from None
 
     def cause(self, reason: str = "") -> str:
-        """Return the cause of a decision of the master's, for its event log."""
+        """Return the cause of a request, for the event log of the master."""
         return f"asked on the page by {self.session.who}{f': {reason}' if reason else ''}"
 
 
@@ -135,7 +135,7 @@ Handler = Callable[[Call], Awaitable[Answer]]
 
 
 async def body_of(request: Request, kind: type[T]) -> T:
-    """Return the body of a request; PageError: it is something else."""
+    """Return the body of a request; PageError: it is not of this kind."""
     body = await request.body()
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
@@ -172,7 +172,7 @@ async def explain(call: Call) -> Answer:
 async def logs(call: Call) -> Answer:
     stream_name = call.text("stream", "out")
     if stream_name not in ("out", "err"):  # two files, each with offsets of its own
-        raise PageError(400, f"stream={stream_name[:50]!r} is none that can be read: out or err.")
+        raise PageError(400, f"there is no stream {stream_name[:50]!r}: give out or err.")
     offset = call.number("offset", -65536, least=-(2**62)) or 0
     chunk = await call.ask(
         client_master.ReadLog(
@@ -301,7 +301,7 @@ async def sign_in(request: Request) -> Response:
 
 
 def _endpoint(handler: Handler, *, writes: bool = False) -> Callable[[Request], Awaitable[Response]]:
-    """Return the endpoint of a request that needs a session, or one that may change something."""
+    """Return the endpoint of a handler: it needs a session, for `writes` one that may change something."""
 
     async def endpoint(request: Request) -> Response:
         page: PageService = request.scope["page"]
@@ -310,7 +310,7 @@ def _endpoint(handler: Handler, *, writes: bool = False) -> Callable[[Request], 
             if session is None:
                 return error_response(401, SIGN_IN_FIRST)
             if writes and not session.may_write:
-                return error_response(403, "this session may look, and change nothing.")
+                return error_response(403, "this session may only read.")
             answer = await handler(Call(page, request, session))
             if isinstance(answer, client_master.ClientRequest):
                 answer = {"note": (await page.parts.master.ask(answer, client_master.Done)).note}

@@ -1,7 +1,7 @@
-"""Sessions of the page: tickets and tokens are exchanged once for a cookie, which a restart of the gateway outlives.
+"""Sessions of the page: a browser exchanges a ticket or token for a cookie, which outlives a restart of the gateway.
 
-A cookie says who its owner is, and until when; an HMAC with a key that comes from the cluster's shows that a gateway
-of this cluster made it. Nothing of it is stored here but the sessions that were signed out.
+A cookie holds its owner and its end. Its HMAC, with a key derived from the cluster's key, shows that a gateway of this
+cluster made it. The gateway itself stores only which sessions were signed out.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ TICKET_S = 300.0
 SESSION_S = 43200
 """Time from sign-in to the end of a session: 12 hours."""
 TRIES_PER_S, TRIES_BURST = 1.0, 10.0
-"""Sign-ins of one address. A ticket cannot be guessed; a token that people chose might be."""
+"""Limit of sign-ins of one address. A ticket cannot be guessed; a token that people chose might be."""
 ALL_TRIES_PER_S, ALL_TRIES_BURST = 20.0, 100.0
-"""Sign-ins of all addresses."""
+"""Limit of sign-ins of all addresses."""
 MAX_SIGNED_OUT = 10_000
 MAX_COOKIE = 1024
 _PURPOSE = b"unified page session 1"
@@ -40,9 +40,9 @@ class PageSession(msgspec.Struct, frozen=True):
     ends_at: int
     """Seconds since 1970."""
     number: str
-    """Random text of its own."""
+    """Random id of the session."""
     token: str = ""
-    """Name of the token that it was signed in with; empty: a ticket."""
+    """Name of the token of the sign-in; empty: a ticket."""
 
 
 class Sessions:
@@ -74,12 +74,12 @@ class Sessions:
         self._tickets: dict[bytes, tuple[str, float]] = {}
         self._signed_out: OrderedDict[str, None] = OrderedDict()
         cluster = self._own if key is None else key.public.encode()
-        # Browsers send a cookie to all ports of a host: each cluster has a name of its own.
+        # Browsers send a cookie to all ports of a host, so each cluster has its own name for it.
         name = f"unified-{hashlib.sha256(cluster).hexdigest()[:8]}"
         self.cookie_name = f"__Host-{name}" if is_secure else name
 
     def add_ticket(self, ticket: str, who: str) -> None:
-        """Take in a ticket that signs `who` in, once, within `TICKET_S` seconds."""
+        """Add a ticket that signs `who` in once, within `TICKET_S` seconds."""
         self._tickets[_digest(ticket)] = (who, self._clock() + TICKET_S)
 
     def new_ticket(self, who: str) -> str:
@@ -92,7 +92,7 @@ class Sessions:
         """Return a new session for a ticket or a token; None: it is neither, was used before, or is too old."""
         now = self._clock()
         self._tickets = {digest: each for digest, each in self._tickets.items() if each[1] > now}
-        who, _ = self._tickets.pop(_digest(shown), ("", 0.0))  # by digest, so its time tells nothing of others
+        who, _ = self._tickets.pop(_digest(shown), ("", 0.0))  # by digest: the time tells nothing of other tickets
         token = ""
         if not who:
             token = (self._tokens.client_of(shown) if self._tokens.are_needed else None) or ""
@@ -109,7 +109,7 @@ class Sessions:
             self._signed_out.popitem(last=False)
 
     def session_of(self, cookie: str) -> PageSession | None:
-        """Return the session of a cookie; None: it is none of ours, is over, or its token is no longer there."""
+        """Return the session of a cookie; None: it is not this cluster's, is over, or its token was removed."""
         body, _, seal = cookie.partition(".")
         if len(cookie) > MAX_COOKIE or not cookie.isascii():
             return None
@@ -126,7 +126,7 @@ class Sessions:
         return msgspec.structs.replace(found, may_write=found.may_write and may_write)
 
     def is_over(self, session: PageSession) -> bool:
-        """Return True for a session that has ended, was signed out, or whose token is no longer there."""
+        """Return True for a session that has ended, was signed out, or whose token was removed."""
         is_past = session.ends_at <= self._clock() or session.number in self._signed_out
         return is_past or bool(session.token and self._tokens.digest(session.token) is None)
 
@@ -144,13 +144,13 @@ class Sessions:
         return f"{self.cookie_name}={value}; HttpOnly; SameSite=Strict; Path=/; Max-Age={max_age}{end}"
 
     def _keys(self) -> list[bytes]:
-        """Return the keys of HMACs that count now, that of new ones first."""
+        """Return the valid keys of HMACs, the key for new cookies first."""
         if self._key is None:
             return [self._own]
         return [each.secret.encode() for each in accepted(self._key, self._clock())]
 
     def _seal(self, key: bytes, session: PageSession, body: str) -> bytes:
-        # With the token's digest in it, a token that is replaced takes its sessions along.
+        # The token's digest is part of the key, so that a replaced token ends its sessions.
         digest = (self._tokens.digest(session.token) or b"") if session.token else b""
         own = hmac.digest(key, _PURPOSE + digest, "sha256")
         return hmac.digest(own, body.encode(), "sha256")

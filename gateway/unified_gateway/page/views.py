@@ -1,4 +1,4 @@
-"""Views of the cluster for browsers: the state, and each set of changes, encoded once for all who look. Pure."""
+"""Views of the cluster for browsers: the state, and each set of changes, encoded once for all viewers. Pure."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from unified.protocol.columns import columns_of
 from unified.protocol.records import EventRecord
 
 MAX_EVENTS = 500
-"""Events in one message, the newest."""
+"""Most events in one message: the newest."""
 MAX_ATTENTION = 20
-"""Matters that need attention in one message, the urgent first."""
+"""Most matters that need attention in one message, urgent ones first."""
 _HIDDEN = frozenset({"workers", "annotations"})
 
 
@@ -27,7 +27,7 @@ class ChangedParts:
     def __init__(self, *, is_whole: bool = False) -> None:
         self.is_whole = is_whole
         self.jobs: dict[str, None] = {}
-        """Ids of jobs that changed themselves, or of which a worker did."""
+        """Ids of jobs that changed, or that have a worker that changed."""
         self.workers: dict[str, dict[str, None]] = {}
         self.nodes: dict[str, None] = {}
         self.gone_jobs: list[str] = []
@@ -35,7 +35,7 @@ class ChangedParts:
         self.events: list[EventRecord] = []
 
     def add(self, changes: Changes) -> None:
-        """Take in an answer of the master. One that is whole begins a new object."""
+        """Add an answer of the master. A whole answer needs a new object."""
         for job_id, columns in changes.workers.items():
             self.workers.setdefault(job_id, {}).update(dict.fromkeys(columns["name"]))
         self.jobs.update(dict.fromkeys([*(job.job_id for job in changes.jobs), *changes.workers]))
@@ -46,10 +46,10 @@ class ChangedParts:
 
 
 class JobRows:
-    """Rows of jobs, each encoded once for each of its changes.
+    """Rows of jobs, each encoded once per change.
 
     Args:
-        mirror: the cluster, which others keep up to date.
+        mirror: the cluster; its owner keeps it up to date.
     """
 
     def __init__(self, mirror: ClusterMirror) -> None:
@@ -57,7 +57,7 @@ class JobRows:
         self._rows: dict[str, msgspec.Raw] = {}
 
     def forget(self, parts: ChangedParts) -> None:
-        """Encode anew, when asked, what changed."""
+        """Drop the rows of changed jobs, so that the next use encodes them again."""
         if parts.is_whole:
             self._rows.clear()
         for job_id in [*parts.jobs, *parts.gone_jobs]:
@@ -70,12 +70,12 @@ class JobRows:
         return found
 
     def rows(self, job_ids: Iterable[str]) -> list[msgspec.Raw]:
-        """Return the rows of those of these jobs that are there."""
+        """Return the rows of these jobs, without jobs that are unknown."""
         return [row for job_id in job_ids if (row := self.row(job_id)) is not None]
 
 
 def job_row(status: JobStatus, now: float) -> dict[str, Any]:
-    """Return a job without its workers, with what they are doing by role."""
+    """Return a job without its workers, but with a summary of them by role."""
     row: dict[str, Any] = {name: getattr(status, name) for name in JobStatus.__struct_fields__ if name not in _HIDDEN}
     row["seconds"] = None if status.times is None else status.times.at(now)
     row["num_workers"] = sum(role.total for role in status.roles)
@@ -114,7 +114,7 @@ class View:
         self._whole_at = -1.0
 
     def update(self, parts: ChangedParts) -> bool:
-        """Take in what changed in the mirror; return whether there is something to tell."""
+        """Update the view after changes of the mirror; return True if there is a new message."""
         body = None if parts.is_whole else self._changes(parts)
         if body is None and not parts.is_whole:
             return False
@@ -124,16 +124,16 @@ class View:
         return True
 
     def since(self, tick: int | None) -> bytes:
-        """Return what a viewer lacks that has seen so many messages; None: it has seen nothing.
+        """Return the next message for a viewer that has seen `tick` messages; empty: there is none.
 
-        One that missed a message gets the whole state, and not all that it missed.
+        A viewer that has seen none (`tick` is None), or that missed a message, gets the whole state.
         """
         if tick == self.tick:
             return b""
         return self._last if tick is not None and tick == self.tick - 1 else self.whole()
 
     def whole(self) -> bytes:
-        """Return the whole state, encoded at most once for each answer of the master: it tells the time, too."""
+        """Return the whole state, encoded at most once per answer of the master, whose time it contains."""
         if self._whole_at != self._mirror.at:
             self._whole, self._whole_at = self._encode("whole", self._state()), self._mirror.at
         return self._whole
@@ -155,7 +155,7 @@ class View:
 
     def _changes(self, parts: ChangedParts) -> dict[str, Any] | None:
         mirror, known, self._attention = self._mirror, self._attention, self._attention_now()
-        is_news = self._attention != known  # time alone makes a job one that waits for long
+        is_news = self._attention != known  # also changed by time alone: a job waits for long
         if not (is_news or parts.jobs or parts.nodes or parts.gone_jobs or parts.gone_nodes or parts.events):
             return None
         return {
@@ -180,7 +180,7 @@ class JobView(View):
         super().__init__(mirror, rows)
         self._job_id = job_id
         self._known: set[str] = set()
-        """Nodes of its workers."""
+        """Nodes of the job's workers."""
 
     def _state(self) -> dict[str, Any]:
         workers = self._mirror.workers.get(self._job_id, {})

@@ -1,4 +1,4 @@
-"""The gateway's watch of the cluster: one request on its way to the master, whatever the number of viewers."""
+"""The gateway's watch of the cluster: one request at a time to the master, for any number of viewers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ANSWER_WITHIN_S = 3.0
 """Seconds beyond `WAIT_S` after which the master counts as down."""
 RETRY_S = 0.5
 LINGER_S = 60.0
-"""Seconds for which the cluster is followed when nobody looks any more."""
+"""Seconds for which the cluster is still followed after somebody looked last."""
 PING_S = 15.0
 MAX_STREAMS = 200
 _PING = b": ping\n\n"
@@ -30,7 +30,7 @@ _log = logging.getLogger("unified.gateway")
 
 
 class Viewer:
-    """One open stream, and what it has told its browser."""
+    """One open stream, and what its browser knows."""
 
     def __init__(self, job_id: str, view: View) -> None:
         self.job_id = job_id
@@ -38,7 +38,7 @@ class Viewer:
         self.news = asyncio.Event()
         self.tick: int | None = None
         self.outage: dict[str, Any] | None = None
-        """State of the master that the browser knows; None: it answers."""
+        """Outage of the master that the browser knows; None: the master answers."""
 
 
 class ClusterWatcher:
@@ -46,7 +46,7 @@ class ClusterWatcher:
 
     Attributes:
         mirror: the cluster, as of the last answer.
-        outage: since when the master does not answer, and why, as the stream tells it; None: it answers.
+        outage: time and reason of the master's outage, in the stream's form; None: the master answers.
     """
 
     def __init__(self, master: MasterClient) -> None:
@@ -83,7 +83,7 @@ class ClusterWatcher:
         return self.mirror
 
     def join(self, job_id: str = "") -> Viewer:
-        """Return a new viewer of the cluster, or of one job, which has to `leave`.
+        """Return a new viewer of the cluster, or of one job. It ends with `leave`.
 
         Raises:
             RefusedError: there are `MAX_STREAMS` already.
@@ -110,13 +110,13 @@ class ClusterWatcher:
     async def messages(
         self, viewer: Viewer, *, is_over: Callable[[], bool] = lambda: False, is_poll: bool = False
     ) -> AsyncGenerator[bytes]:
-        """Yield what a viewer has to be told, as server-sent events, until the watcher is closed, or `is_over` says so,
-        which is asked each `PING_S` seconds at the latest.
+        """Yield a viewer's messages as server-sent events, until the watcher is closed or `is_over` returns True.
 
-        What happens while one message is sent is told by the next one; after more than one it is the whole state.
+        `is_over` is called at least every `PING_S` seconds. Changes during one message come with the next one; a viewer
+        that missed a message gets the whole state.
 
         Args:
-            is_poll: end once something was told, for browsers behind a proxy that passes on whole answers alone.
+            is_poll: end after the first messages, for browsers behind a proxy that passes on only complete answers.
         """
         yield b"retry: 2000\n\n" if is_poll else b"retry: 1000\n\n"
         while not self._is_closed and not is_over():
@@ -148,7 +148,7 @@ class ClusterWatcher:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def follow_on(self) -> None:
-        """See to it that the cluster is followed from now on, for `LINGER_S` if nobody looks."""
+        """Follow the cluster from now on, for `LINGER_S` seconds if nobody looks."""
         self._used_at = time.monotonic()
         if self._task is None and not self._is_closed:
             self._task = asyncio.create_task(self._follow())
@@ -167,14 +167,14 @@ class ClusterWatcher:
                     await asyncio.sleep(RETRY_S)
                 except Exception:
                     _log.exception("event=watch-failed")
-                    self._set_outage("the gateway has a defect, which its log tells.")
+                    self._set_outage("the gateway has a defect; its log has the traceback.")
                     await asyncio.sleep(PING_S)
         finally:
             self._task = None
             self._is_current.clear()
 
     def _take(self, changes: Changes) -> bool:
-        """Take in an answer of the master; return whether it was the last part of what has changed."""
+        """Apply an answer of the master; return True if it is the last part of the changes."""
         if changes.is_whole:
             self._parts = ChangedParts(is_whole=True)
         self.mirror.apply(changes)
@@ -182,11 +182,10 @@ class ClusterWatcher:
         if changes.is_last:
             self._publish()
         else:
-            self._is_current.clear()  # who comes now waits for the rest
+            self._is_current.clear()  # new requests wait for the rest
         return changes.is_last
 
     def _publish(self) -> None:
-        """Tell all viewers what has changed."""
         parts, self._parts = self._parts, ChangedParts()
         self._rows.forget(parts)
         changed = {id(view) for view in self._views.values() if view.update(parts)}

@@ -21,7 +21,7 @@ MAX_LINE = 16_384
 """Characters of a line that are shown."""
 MAX_POINTS = 1000
 MAX_CURVES = 64
-"""Metrics of which values are told at a time."""
+"""Most metrics whose values one answer has."""
 _SPECIAL = re.compile(
     r"(?P<colour>\x1b\[[0-9;:]*m)|[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u061c\u202a-\u202e\u2066-\u2069]"
 )
@@ -50,12 +50,12 @@ def find_worker(mirror: ClusterMirror, job_id: str, word: str) -> WorkerStatus:
 
 
 def log_part(chunk: LogChunk, *, is_tail: bool = False) -> dict[str, Any]:
-    """Return a part of a log as text, which ends with a whole line where it has any.
+    """Return a part of a log as text. It ends with a complete line, if it has one.
 
-    What is left out at its end is read by the next request, from `next_offset` on.
+    The next request reads the rest, from `next_offset` on.
 
     Args:
-        is_tail: it is read from the end: a line whose beginning is missing is left out.
+        is_tail: the part comes from the log's end: leave out a first line whose beginning is missing.
     """
     begin = chunk.data.find(b"\n") + 1 if is_tail and chunk.offset > 0 else 0
     data, offset = chunk.data[begin:], chunk.offset + begin
@@ -75,9 +75,9 @@ def log_part(chunk: LogChunk, *, is_tail: bool = False) -> dict[str, Any]:
 
 
 def log_text(data: bytes) -> str:
-    """Return what a worker printed as text that only colours what shows it.
+    """Return a worker's output as text whose only control sequences are colours.
 
-    Of a line that was written over (``\\r``) the last state is left. Other control characters, and marks that change
+    Of an overwritten line (``\\r``) the last state is left. Other control characters, and marks that change
     the direction of text, are shown as escapes. A long line is cut.
     """
     lines = data.decode("utf-8", "replace").split("\n")
@@ -97,7 +97,7 @@ def _escape(text: str) -> str:
 
 
 def _whole_characters(data: bytes) -> int:
-    """Return the length of data without a character of UTF-8 that is cut at its end."""
+    """Return the length of data without an incomplete UTF-8 character at its end."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(data)
     return len(data) - len(decoder.getstate()[0]) or len(data)
@@ -130,7 +130,7 @@ def _number(report: WorkerReport, name: str) -> float | None:
 
 
 def stacks(found: JobStacks) -> dict[str, Any]:
-    """Return the groups of equal stacks, who has none and why, and the verdict on each role."""
+    """Return the groups of equal stacks, the workers without any and why, and the verdict on each role."""
     report = found.report
     findings = [
         f"{role}: {finding.rstrip('.')}."

@@ -13,9 +13,9 @@ from unified.protocol.records import Phase, TimeSpent
 MIN_STALL_S = 30.0
 """Shortest time without a step that is taken for a stall."""
 STALL_TIMES = 5.0
-"""The same, as a multiple of the usual time between two reports of steps."""
+"""Shortest stall as a multiple of the usual time between two reports of steps."""
 WEIGHT = 0.1
-"""Weight of the newest of the times between two reports of steps, in the usual one."""
+"""Weight of the newest time between two reports of steps in the usual time."""
 
 
 class Account(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -28,9 +28,9 @@ class Account(msgspec.Struct, kw_only=True, omit_defaults=True):
     has_run: bool = False
     """True if the job was whole since it last had no place."""
     before: str = ""
-    """Phase before it was whole, to which the time until the first step belongs."""
+    """Phase before the job was whole; the time until the first step belongs to it."""
     unsettled_s: float = 0.0
-    """Seconds until the first step of all, from which that step's time is taken once the usual time is known."""
+    """Seconds until the very first step. Once the usual time is known, that much of them becomes productive."""
     role: str = ""
     """Leading role whose steps count: the first that reported any."""
     step: int = -1
@@ -38,12 +38,12 @@ class Account(msgspec.Struct, kw_only=True, omit_defaults=True):
     peak: int = -1
     """Highest step ever."""
     stepped_at: float = 0.0
-    """Time at which it came to `step`, or was last whole."""
+    """Time at which the job reached `step`, or last became whole."""
     interval_s: float = 0.0
     """Usual time between two reports of steps; 0: not known."""
 
     def enter(self, now: float, phase: Phase | None, *, is_whole: bool) -> bool:
-        """Go on as a job that is whole, or else in this phase (None: it has ended). Return True if that is a change."""
+        """Become whole, or enter a phase (None: the job has ended). Return True if that is a change."""
         is_same = is_whole is self.is_whole and (is_whole or phase == self.spent.phase)
         if not self.spent.phase or is_same:
             return False
@@ -58,8 +58,8 @@ class Account(msgspec.Struct, kw_only=True, omit_defaults=True):
         return True
 
     def stepped(self, now: float, role: str, step: int, *, is_last: bool) -> None:
-        """Take in a step that a worker of a role that leads reported; `is_last`: none is to follow."""
-        is_known = self.is_whole and self.step - 1 <= step <= self.step  # of another rank: thousands may say the same
+        """Take in a step that a worker of a leading role reported; `is_last`: no other step follows."""
+        is_known = self.is_whole and self.step - 1 <= step <= self.step  # thousands of ranks may report it
         if is_known or not self.spent.phase or self.role not in ("", role):
             return
         self.role = role
@@ -72,14 +72,14 @@ class Account(msgspec.Struct, kw_only=True, omit_defaults=True):
         self.peak = max(self.peak, step)
 
     def suspect(self, now: float, progressed_at: float) -> None:
-        """Take in that a role is suspected to hang, which made its last progress at `progressed_at`."""
+        """Begin a stall at `progressed_at`, the last progress of a role that may hang."""
         if self.is_whole:
             until = now if self.spent.stalls_at is None else min(now, self.spent.stalls_at)
             silent_s = until - max(progressed_at, self.stepped_at)
             self._enter(now, Phase.STALLED, (self.spent.phase, Phase.STALLED, silent_s))
 
     def goes_on(self, now: float) -> None:
-        """Take in that a suspected hang was none."""
+        """End a stall: the suspected hang was none."""
         if self.spent.phase == Phase.STALLED:
             self._enter(now, self._running())
 
@@ -90,7 +90,7 @@ class Account(msgspec.Struct, kw_only=True, omit_defaults=True):
         return max(MIN_STALL_S, STALL_TIMES * self.interval_s)
 
     def _learn(self, now: float, step: int) -> list[tuple[str, str, float]]:
-        """Learn the usual time between two reports; return what the step says of the seconds since the last one."""
+        """Update the usual time between two reports; return the moves of seconds between phases due to the step."""
         elapsed_s = now - self.stepped_at
         if self.step < 0 and self.peak < 0:
             self.unsettled_s = elapsed_s
@@ -109,7 +109,7 @@ class Account(msgspec.Struct, kw_only=True, omit_defaults=True):
     def _enter(
         self, now: float, phase: str, *moves: tuple[str, str, float], stall_after_s: float | None = None
     ) -> None:
-        """Settle the seconds until now, move some from one phase to another, and go on in a phase."""
+        """Count the seconds until now, move some from one phase to another, and enter a phase."""
         seconds = self.spent.at(now)
         for source, target, asked_s in moves:
             if (moved_s := min(asked_s, seconds.get(source, 0.0))) > 0:

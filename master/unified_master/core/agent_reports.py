@@ -15,11 +15,10 @@ from unified_master.core.state import JobRecord, NodeRecord, TimerKey, WorkerRec
 from unified_master.core.step import MasterStep
 
 _STATE_ORDER = {state: number for number, state in enumerate(WorkerState)}
-"""States of an incarnation by their order."""
 
 
 def observe(step: MasterStep, node: NodeRecord, report: ObservedWorkers) -> None:
-    """Take a whole report of a node. Root causes come before their collateral, whatever the agent's order."""
+    """Process a whole report of a node: root causes first, then collateral failures."""
     if not node.has_reported:
         node.has_reported = True
         step.wants_schedule = True
@@ -35,7 +34,7 @@ def observe(step: MasterStep, node: NodeRecord, report: ObservedWorkers) -> None
             if observed.failure is not None and observed.failure.is_cut:
                 jobs.cut_short(step, incarnation, node, observed.failure)
             incarnations.confirm_end(step, node, incarnation)
-        elif incarnation not in node.leaving:  # one left from before a restart or a partition, which holds what it used
+        elif incarnation not in node.leaving:  # left from before a restart or a partition, with all that it held
             known = step.cluster.worker(incarnation.job_id, incarnation.worker)
             allocation = known.allocation if known is not None and known.node == node.name else None
             incarnations.expect_end(step, node, incarnation, allocation, is_unknown=allocation is None)
@@ -51,7 +50,7 @@ def observe(step: MasterStep, node: NodeRecord, report: ObservedWorkers) -> None
             and worker.state is not WorkerState.EXITED
         ):
             _vanished(step, node, worker)
-    for incarnation, observed in seen.items():  # after the ends in the same report, which have freed names
+    for incarnation, observed in seen.items():  # last, because ends in the same report free names
         if incarnation in node.incarnations and observed.claims.number > node.incarnations[incarnation].claims.number:
             job, worker = step.cluster.jobs[incarnation.job_id], node.incarnations[incarnation]
             directory.decide_claims(step, job, worker, observed.claims)
@@ -60,7 +59,7 @@ def observe(step: MasterStep, node: NodeRecord, report: ObservedWorkers) -> None
 
 
 def _take_losses(step: MasterStep, incarnation: JobWorkerIncarnation, lost: str) -> None:
-    """Take note of output that was dropped, also of an incarnation that has ended since."""
+    """Note dropped output of a worker's newest incarnation, even if it has ended."""
     worker = step.cluster.worker(incarnation.job_id, incarnation.worker)
     if worker is None or worker.incarnation != incarnation.number or lost == worker.output_lost:
         return
@@ -72,7 +71,7 @@ def _take_losses(step: MasterStep, incarnation: JobWorkerIncarnation, lost: str)
 
 
 def keep_tails(step: MasterStep, message: OutputTails) -> None:
-    """Keep what workers printed lately."""
+    """Keep the newest output of workers."""
     for tail in message.tails:
         if step.cluster.worker(tail.job_id, tail.worker) is not None:
             incarnation = JobWorkerIncarnation(tail.job_id, tail.worker, tail.worker_incarnation)
@@ -80,7 +79,7 @@ def keep_tails(step: MasterStep, message: OutputTails) -> None:
 
 
 def overdue(step: MasterStep, key: TimerKey) -> None:
-    """Fail an incarnation that has had its time to start and did not say hello, or its time to join a round."""
+    """Fail an incarnation that did not start, or did not join a round, in time."""
     job = step.cluster.jobs.get(key[1])
     worker = job.workers.get(key[2]) if job is not None else None
     if job is None or worker is None or str(worker.incarnation) != key[3] or job.is_ending:
@@ -99,9 +98,9 @@ def overdue(step: MasterStep, key: TimerKey) -> None:
 
 
 def _update(step: MasterStep, job: JobRecord, worker: WorkerRecord, observed: ObservedWorker) -> None:
-    """Take in what is new of a desired incarnation."""
+    """Apply the report about a desired incarnation."""
     if worker.state is WorkerState.EXITED or _STATE_ORDER[observed.state] < _STATE_ORDER[worker.state]:
-        return  # a state is never left for an earlier one: this report comes late
+        return  # states only move forward: this report is late
     if observed.progress is not None and observed.progress != worker.progress:
         if worker.progress is None or _shown(observed.progress) != _shown(worker.progress):
             step.touch_progress(job, worker)
@@ -114,10 +113,10 @@ def _update(step: MasterStep, job: JobRecord, worker: WorkerRecord, observed: Ob
         if worker.cleans_up and not cleaned_up:
             text = f"failed with {worker.cleans_up}, and cleans up within a collective"
             step.report("worker-cleans-up", text, job, worker.role, worker.name, worker.node)
-        if waited and not worker.waits_for and worker.state is WorkerState.STARTING:  # now it begins
+        if waited and not worker.waits_for and worker.state is WorkerState.STARTING:  # its time begins now
             step.cluster.timers.arm(incarnations.start_timer(worker), step.now + step.cluster.intervals.start_s)
         for each in [worker] if worker.waits_for == waited else job.workers.values():
-            hangs.progressed(step, job, each)  # all may have had to wait for it
+            hangs.progressed(step, job, each)  # all may have waited for this one
     if not worker.has_stepped and observed.progress is not None and observed.progress.step is not None:
         worker.has_stepped = True
         step.save_worker(worker)
@@ -159,7 +158,7 @@ def _count_step(step: MasterStep, job: JobRecord, worker: WorkerRecord, progress
 
 
 def _shown(progress: Progress) -> Progress:
-    """Return what people see of it."""
+    """Return the part that people see."""
     return msgspec.structs.replace(progress, num_activities=0)
 
 

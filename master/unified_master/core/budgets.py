@@ -1,8 +1,7 @@
-"""Budgets of a job: what failures are charged to, the limits that this is compared with, and the refill over time.
+"""Budgets of a job: charges for failures, the limits of the charges, and the refill over time.
 
-All counts are the job's, by worker, role and node name, and in the master's records: an agent that leaves and comes
-back, or a master that restarts, finds them as they were. A charge that is older than the job's `restart_window_s` is
-taken back.
+Counts are kept for each job, by worker, role and node name, in saved records: they survive a new agent of a node and a
+restart of the master. A charge that is older than the job's `restart_window_s` is taken back.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from unified_master.core.state import Charge, JobRecord, NodeRecord, WorkerRecor
 from unified_master.core.step import MasterStep
 
 QUICK_S = 1.0
-"""Time of running below which each failure in a row makes the wait before the next incarnation longer."""
+"""Time of running below which a failure is quick: each quick one in a row makes the wait for a restart longer."""
 
 NODE_LIMIT = "per_node_max_failure"
-"""Name of the limit past which a role's failures on a node exclude it."""
+"""Name of the limit past which a role's failures on a node exclude the node."""
 EARLY_S = 300.0
-"""Time of running after which a worker may have done something, although no step was reported."""
+"""Time of running after which a worker may have made progress without reporting a step."""
 MAX_FRUITLESS = 5
 """Charged failures in a row without a new step between them, after which the job is not restarted."""
 _MAY_PASS = (
     *("Connect", "Timeout", "Unavailable", "Unreachable", "URLError", "gaierror"),
     *("AcceleratorError", "torch.distributed."),
 )
-"""Parts of the types of errors of a network or a device, which may not come again."""
+"""Parts of the type names of network and device errors, which may not recur."""
 
 
 class Refusal(NamedTuple):
@@ -46,7 +45,7 @@ def charge(
     """Charge a failure of a worker or of the store host, or the loss of a node; return what forbids to repair it.
 
     Args:
-        lost: the node that took `worker` along: charged once, and to it alone.
+        lost: the lost node of `worker`; the loss is charged once, and to the node alone.
     """
     if (refusal := policy_refusal(job.spec)) is not None:
         return refusal
@@ -70,7 +69,7 @@ def policy_refusal(spec: JobSpec) -> Refusal | None:
 
 
 def _charge_failure(step: MasterStep, job: JobRecord, role: RoleSpec, worker: WorkerRecord) -> Refusal | None:
-    """Charge a root cause to its worker, its role and its node; return the limit that this is beyond."""
+    """Charge a root cause to its worker, its role and its node; return the limit that is exceeded."""
     record = job.roles[role.name]
     is_quick = worker.running_at is None or step.now - worker.running_at < QUICK_S
     record.num_quick = record.num_quick + 1 if is_quick else 0
@@ -86,9 +85,9 @@ def _charge_failure(step: MasterStep, job: JobRecord, role: RoleSpec, worker: Wo
 
 
 def _permanent_refusal(step: MasterStep, job: JobRecord, worker: WorkerRecord, failure: Failure) -> Refusal | None:
-    """Return the refusal of a restart after which the same error came again before any step; else remember the error.
+    """Return a refusal if the last restart led to the same error before any step; else remember the error.
 
-    Ranks that fail alike are one: the second failure has to be of an incarnation that began after the first.
+    Equal failures of ranks count once: the second must be of an incarnation that began after the first failure.
     """
     record = job.roles[worker.role]
     digest = sha256(failure.traceback.encode()).hexdigest()[:16] if _is_early(step, job, worker, failure) else ""
@@ -102,9 +101,9 @@ def _permanent_refusal(step: MasterStep, job: JobRecord, worker: WorkerRecord, f
 
 
 def _fruitless_refusal(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> Refusal | None:
-    """Return the refusal of a restart after which no new step is to be expected, as the last ones brought none.
+    """Return a refusal if the last restarts brought no new step.
 
-    It needs a role that reports steps. Ranks that fail in the same incarnation are one.
+    It needs a role that reports steps. Ranks that fail in the same incarnation count once.
     """
     record, peak = job.roles[worker.role], job.account.peak
     if job.account.role != worker.role:
@@ -122,7 +121,7 @@ def _fruitless_refusal(step: MasterStep, job: JobRecord, worker: WorkerRecord) -
 
 
 def _is_early(step: MasterStep, job: JobRecord, worker: WorkerRecord, failure: Failure) -> bool:
-    """Return True for an exception of a worker's own code before any step, of a kind that comes again."""
+    """Return True for an exception of a worker's own code, before any step and likely to recur."""
     is_own = failure.category == "user" and bool(failure.traceback) and not failure.is_collateral
     has_run_long = worker.running_at is not None and step.now - worker.running_at >= EARLY_S
     has_stepped = any(peer.has_stepped for peer in job.workers.values())
@@ -130,7 +129,7 @@ def _is_early(step: MasterStep, job: JobRecord, worker: WorkerRecord, failure: F
 
 
 def _charge_store(step: MasterStep, job: JobRecord, store: WorkerRecord) -> Refusal | None:
-    """Charge the end of the job's torch store, which has the largest `max_restart` of the roles that need it."""
+    """Charge the end of the job's torch store. Its limit is the largest `max_restart` of the elastic roles."""
     _charge(step, job, Charge(at=step.now, worker=store.name))
     limit = max(role.max_restart for role in job.elastic_roles())
     if store.num_failures > limit:
@@ -148,7 +147,7 @@ def _charge_loss(step: MasterStep, job: JobRecord, node: NodeRecord) -> Refusal 
 
 
 def job_refusal(job: JobRecord) -> Refusal | None:
-    """Return the refusal of another restart of the whole job."""
+    """Return a refusal if the whole job may not restart once more."""
     limit = job.spec.job_max_restart
     if job.num_charged_restarts >= limit:
         return Refusal("job_max_restart", f"the limit job_max_restart={limit} is used up")
@@ -161,10 +160,10 @@ def charge_restart(step: MasterStep, job: JobRecord) -> None:
 
 
 def in_use(job: JobRecord) -> list[BudgetUse]:
-    """Return the limits of which anything is used up."""
+    """Return the limits that were charged, with their use."""
     uses: list[tuple[str, str, int, int]] = []
     roles = {role.name: role for role in job.spec.roles}
-    for worker in [each for each in job.workers.values() if each.num_failures]:  # few: of many workers each look asks
+    for worker in [each for each in job.workers.values() if each.num_failures]:  # few of many workers
         role = roles.get(worker.role)
         if role is None:  # the store host
             allowed = max((role.max_restart for role in job.elastic_roles()), default=0)
@@ -188,7 +187,7 @@ def in_use(job: JobRecord) -> list[BudgetUse]:
 
 
 def is_used_up(job: JobRecord, node: str) -> bool:
-    """Return True if a role has used up what it allows for failures on this node."""
+    """Return True if any role's failures on this node exceed the role's limit."""
     return any(is_used_up_by(job, role, node) for role in job.spec.roles)
 
 
@@ -204,7 +203,7 @@ def node_limit(role: RoleSpec) -> str:
 
 
 def delay_s(job: JobRecord, num_quick: int) -> float:
-    """Return the wait before the restart after so many quick failures in a row."""
+    """Return the seconds to wait before a restart after this number of quick failures in a row."""
     return Backoff(limit_s=job.spec.restart_backoff_s).delay_s(max(0, num_quick - 1))
 
 
@@ -223,8 +222,9 @@ def cause(job: JobRecord, worker: WorkerRecord, failure: Failure) -> str:
 
 
 def refill(step: MasterStep, job: JobRecord) -> None:
-    """Take back the charges that are older than the job's window, and come again when the next one will be, or a node
-    was given up for that long. A job that has ended goes on showing what was used up then.
+    """Take back charges older than the job's window; arm a timer for the next charge, or given-up node, of that age.
+
+    A job that has ended keeps its charges, so that clients still see them.
     """
     window_s = job.spec.restart_window_s
     if window_s <= 0 or job.is_ending:
@@ -248,7 +248,7 @@ def _charge(step: MasterStep, job: JobRecord, charge: Charge) -> None:
 
 
 def _count(step: MasterStep, job: JobRecord, charge: Charge, number: int) -> None:
-    """Add a charge to the counts that are compared with limits, or take it from them."""
+    """Add `number`, 1 or -1, to the counts of a charge."""
     if worker := job.workers.get(charge.worker):
         worker.num_failures += number
         step.touch_worker(job, worker)

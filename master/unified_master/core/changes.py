@@ -1,4 +1,4 @@
-"""Order in which the parts of a state changed, so that finding what changed since a version costs no more than that."""
+"""Parts of a state in the order of their changes, so that finding new changes costs no more than their number."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 MAX_GONE = 1000
-"""Removals that are remembered. Whoever missed more starts anew."""
+"""Most removals that are remembered. A client that missed more starts anew."""
 
 
 class ChangedPart(NamedTuple):
@@ -21,7 +21,7 @@ class ChangedPart(NamedTuple):
 
 
 class ChangeLog:
-    """Version of each part: the number of the change that it had last.
+    """Version of each part: the number of its last change.
 
     Args:
         first: version of the state without parts. Versions rise from there.
@@ -30,7 +30,7 @@ class ChangeLog:
     def __init__(self, first: int = 0) -> None:
         self.first = self.version = first
         self.floor = first
-        """Oldest version of which it is known what changed since."""
+        """Oldest version since which all changes are known."""
         self._versions: dict[ChangedPart, int] = {}  # in the order of their versions
         self._of_job: dict[str, dict[ChangedPart, int]] = {}
         self._gone: deque[ChangedPart] = deque()
@@ -48,7 +48,7 @@ class ChangeLog:
             versions[part] = version
 
     def remove(self, part: ChangedPart) -> None:
-        """Forget a part, with a job all that belongs to it. A part of the kind ``gone-…`` stands for it."""
+        """Forget a part, and with a job all its parts. A part of the kind ``gone-…`` replaces it."""
         belongings = self._of_job.pop(part.job_id, {}) if part.kind == "job" else [part]
         for each in belongings:
             self._versions.pop(each, None)
@@ -60,11 +60,11 @@ class ChangeLog:
             self.floor = max(self.floor, self._versions.pop(self._gone.popleft(), 0))
 
     def version_of(self, part: ChangedPart) -> int:
-        """Return the version of a part; 0 for one that is not there."""
+        """Return the version of a part; 0 for an unknown part."""
         return self._versions.get(part, 0)
 
     def has_changed(self, version: int, job_id: str = "") -> bool:
-        """Return True if anything changed since; with a job: anything of this job."""
+        """Return True if anything, or anything of this job, changed since a version."""
         if not job_id:
             return self.version > version
         return next(reversed(self._of_job.get(job_id, {"": 0}).values())) > version
@@ -73,9 +73,9 @@ class ChangeLog:
         """Return the parts that changed since a version, oldest first, and the version that they lead to.
 
         Args:
-            limit: number of parts, at most. If there are more, the version that they lead to is not the newest. There
-                are more than `limit` where else that version would be older than `floor`, and so lead nowhere.
-            job_id: job of which the parts are to be; empty: all.
+            limit: most parts to return. If more have changed, the returned version is not the newest. The limit is
+                exceeded if that version would otherwise be older than `floor`, and so useless.
+            job_id: job whose parts are returned; empty: all.
         """
         versions = self._of_job.get(job_id, {}) if job_id else self._versions
         newer = list(takewhile(lambda item: item[1] > version, reversed(versions.items())))[::-1]

@@ -27,9 +27,9 @@ MAX_READ = 8 * 1024 * 1024
 MAX_PATTERN = 500
 """Characters of a regular expression that logs are searched for."""
 PROFILE_SLACK_S = 40.0
-"""Time in which a profile is written, beyond that of its samples: memray takes seconds to begin and to end."""
+"""Time that a profile may take beyond its sampling time: memray takes seconds to begin and to end."""
 MAX_NAMED = 3
-"""Jobs that an error about an unknown one names."""
+"""Most jobs that an error about an unknown job names."""
 Answer = client_master.MasterToClient | None
 """The answer; None: a later step gives it."""
 
@@ -175,7 +175,7 @@ def log_read(step: MasterStep, request_id: int, read: LogRead) -> None:
 
 
 def read_overdue(step: MasterStep, number: int) -> None:
-    """Answer a read whose agent did not answer."""
+    """Refuse a read whose agent did not answer in time."""
     parked = step.cluster.reads.pop(number, None)
     if parked is not None:
         what = "a profile" if parked.request.take else "the log"
@@ -214,7 +214,7 @@ def _submit(step: MasterStep, request: client_master.SubmitJob) -> Answer:
             if request.joins and other.suspended is not None:
                 reason = (
                     f"job {other.job_id} is suspended, and what is submitted now has other roles or another entry "
-                    "point, as its file was changed. Submit what it was before, or give the new job another name."
+                    "point, because its file was changed. Submit the unchanged file, or give the new job another name."
                 )
                 return client_master.Refused(code="name-taken", reason=reason)
             reason = (
@@ -233,7 +233,7 @@ def _submit(step: MasterStep, request: client_master.SubmitJob) -> Answer:
 
 
 def _taken_label(step: MasterStep, request: client_master.SubmitJob) -> client_master.Refused | None:
-    """Return a refusal if a living job has the same value of a label that is to be unique."""
+    """Return a refusal if an unfinished job has the same value of a label that must be unique."""
     labels = {name: request.spec.labels.get(name) for name in request.unique_labels}
     for other in step.cluster.jobs.values() if labels else ():
         if other.stage is not Stage.STOPPED:
@@ -254,7 +254,7 @@ def _not_followed(step: MasterStep, request: client_master.SubmitJob) -> client_
         return None
     known = f"job {found} is the newest of this name" if found else "no job of this name is known any more"
     return client_master.Refused(
-        code="name-taken", reason=f"{known}, not {request.follows or 'none'}: look again before you submit."
+        code="name-taken", reason=f"{known}, not {request.follows or 'none'}: check the newest job before you submit."
     )
 
 
@@ -268,7 +268,7 @@ def _with_kept_env(spec: JobSpec, earlier: JobSpec, names: list[str]) -> JobSpec
 
 
 def _work(spec: JobSpec) -> list[tuple[str, int, EntryPoint]]:
-    """Return what two submissions of one job have in common, from whichever host they come."""
+    """Return the parts of a spec that are equal if one job is submitted from two hosts."""
     return [(role.name, role.total, role.entry_point) for role in spec.roles]
 
 
@@ -340,7 +340,7 @@ def _read_within_s(step: MasterStep, request: client_master.ReadLog) -> float:
 def _kept_tail(
     step: MasterStep, incarnation: JobWorkerIncarnation, request: client_master.ReadLog, why: str
 ) -> client_master.LogChunk | None:
-    """Return what is kept of a log whose node cannot be asked; None if nothing is, or the reader is to wait for all."""
+    """Return the kept end of a log that its node cannot send; None without one, or if the reader waits for the node."""
     part = step.cluster.tails.read(
         incarnation, request.stream, request.offset, max(1, min(request.max_bytes, MAX_READ))
     )
@@ -348,7 +348,7 @@ def _kept_tail(
         return None
     job = step.cluster.jobs[incarnation.job_id]
     is_over = job.stage is Stage.STOPPED
-    if request.keep and not is_over:  # the node may come back, with what is missing here
+    if request.keep and not is_over:  # the node may come back with the whole log
         return None
     next_offset = part.offset + len(part.data)
     worker = step.cluster.worker(incarnation.job_id, incarnation.worker)

@@ -1,7 +1,7 @@
 """Copy nodes: where the copies of a job's snapshots go while all ranks of one of its roles are on one node.
 
-Such a node has no rank of that role. It stays the same as long as it can, also while the job has several nodes, because
-the next incarnation of the job looks there for what it holds.
+A copy node has no rank of that role. A job keeps its copy node as long as possible, even while its ranks are on several
+nodes: the next incarnation of the job looks for copies there.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from unified_master.core.step import MasterStep
 
 
 def settle(step: MasterStep, job: JobRecord) -> None:
-    """Give a job a copy node if it needs one, and take away one that is of no use any more."""
+    """Give a job a copy node if it needs one, and take away a useless one."""
     if job.is_ending or not job.is_placed:
-        return  # where it goes next, it may need what that node holds
+        return  # its next placement may need the copies there
     alone = _lonely_nodes(job)
     known = step.cluster.nodes.get(job.copy_node)
     if known is not None and known.name not in alone and _is_of_use(known):
@@ -28,7 +28,7 @@ def settle(step: MasterStep, job: JobRecord) -> None:
     job.copy_node = copy_node
     step.touch_job(job)
     if copy_node:
-        # For the log alone: whether the job ever takes a snapshot is not known here.
+        # Only in the log: it is not known here whether the job ever takes a snapshot.
         reason = f"copies of snapshots of {job.job_id}, if it takes any, go there: all its ranks are on one node"
         step.report("copy-node-chosen", reason, node=copy_node)
     _notify(step, job)
@@ -41,7 +41,7 @@ def on_change(step: MasterStep, node: NodeRecord) -> None:
     if is_there:
         step.cluster.snapshot_nodes[node.name] = node
     for job in step.cluster.jobs.values():
-        if job.copy_node == node.name:  # which may be at another address now
+        if job.copy_node == node.name:  # its address may be another one now
             _notify(step, job)
             settle(step, job)
         elif is_there and not job.copy_node:
@@ -49,7 +49,7 @@ def on_change(step: MasterStep, node: NodeRecord) -> None:
 
 
 def address_of(cluster: Cluster, job: JobRecord) -> ServerAddress | None:
-    """Return the snapshot server of a job's copy node, as its workers' nodes are told; None: there is none now."""
+    """Return the address of the snapshot server on a job's copy node; None: there is none now."""
     node = cluster.nodes.get(job.copy_node)
     if node is None or not node.is_connected or node.info.snapshots is None:
         return None
@@ -74,13 +74,13 @@ def _lonely_nodes(job: JobRecord) -> set[str]:
 def _is_of_use(node: NodeRecord) -> bool:
     """Return True if a node can hold copies, perhaps once it has registered with a new master."""
     host = node.info.snapshots
-    # Where a snapshot server is, is not saved: after a restart of the master only the node itself can tell.
+    # Addresses of snapshot servers are not saved: after a restart of the master only the node knows its own.
     may_serve = not node.is_registered or (host is not None and host.url != "")
     return node.state is NodeState.ALIVE and node.is_in_service and may_serve
 
 
 def _choose(cluster: Cluster, job: JobRecord, alone: set[str]) -> str:
-    """Return another node, on another host if there is one, so that the jobs of a cluster spread over it."""
+    """Return another node, if possible on another host. The jobs of a cluster are spread over its nodes."""
     fit = [node for name, node in cluster.snapshot_nodes.items() if name not in alone]
     hosts = {cluster.nodes[name].info.host_id for name in alone}
     tie = {node.name: zlib.crc32(f"{job.job_id}/{node.name}".encode()) for node in fit}

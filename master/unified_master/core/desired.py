@@ -1,4 +1,4 @@
-"""The desired set of a node, as its agent is sent it."""
+"""The desired set of a node, as its agent receives it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from unified_master.core.state import JobRecord, NodeRecord, WorkerRecord
 from unified_master.core.step import MasterStep
 
 RESTART_GRACE_S = 2.0
-"""Longest time by which the peers of a failed worker hold up its restart."""
+"""Longest grace of a failed worker's peers: its restart waits for their ends."""
 
 
 def send(step: MasterStep, node: NodeRecord) -> None:
-    """Send the whole desired set under a new generation; later, if the node's agent is not there."""
+    """Send the whole desired set under a new generation; later, if the node's agent is not connected."""
     node.generation += 1
     if node.is_connected:
         _send(step, node)
 
 
 def send_again(step: MasterStep, node: NodeRecord) -> None:
-    """Send the same set under the same generation to an agent that seems not to have it, nor what else was sent."""
+    """Send the same generation again to an agent that seems to lack it, with all descriptions and directories."""
     node.notified.clear()
     _send(step, node)
 
@@ -64,13 +64,13 @@ def _send(step: MasterStep, node: NodeRecord) -> None:
 def _stop_grace_s(job: JobRecord, node: NodeRecord) -> float | None:
     if job.is_forced:
         return 0.0
-    if job.is_ending or job.was_suspended or not node.is_in_service:  # planned, so that they may save what they have
+    if job.is_ending or job.was_suspended or not node.is_in_service:  # planned: workers may save their state
         return None
     return min(job.spec.stop_grace_s, RESTART_GRACE_S)
 
 
 def _worker(job: JobRecord, worker: WorkerRecord, groups: dict[tuple[str, str, int], list[int]]) -> DesiredWorker:
-    """Return a worker as its agent is told of it; `groups` keeps the devices of each group, which its workers share."""
+    """Return a worker as its agent receives it; `groups` caches the devices of each group for its other workers."""
     if worker.kind == "store":
         return DesiredWorker(job_id=job.job_id, name=worker.name, worker_incarnation=worker.incarnation, kind="store")
     role: RoleSpec = job.spec.role(worker.role)
@@ -99,7 +99,7 @@ def _worker(job: JobRecord, worker: WorkerRecord, groups: dict[tuple[str, str, i
 def _group_devices(job: JobRecord, role: RoleSpec, group: int) -> list[int]:
     """Return the devices of a role's workers in one group: the first of each by local rank, then the second of each.
 
-    So the local rank of a worker that has whole devices is the index of its first. A shared device is listed once.
+    The local rank of a worker with whole devices is then the index of its first. A shared device is listed once.
     """
     if role.kind != "elastic" and not role.rank_based_gpu_selection:
         return []

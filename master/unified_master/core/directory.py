@@ -1,9 +1,9 @@
 """The directory of a job: the entry of each worker's newest incarnation, the names that it holds, and news for agents.
 
-Each claim of a name is decided once, in the order in which claims are heard.
+Each claim of a name is decided once, in the order of arrival.
 
-A claim is granted if nobody else holds the name, else refused, and the answer stands until the claim is withdrawn: a
-worker that was told no is never given the name behind its back. A name is free again when it is withdrawn and when the
+A claim is granted if no other worker holds the name, else refused. The answer stands until the claim is withdrawn: a
+worker never gets a name by a claim that was refused. A name is free again when its claim is withdrawn, or when the
 incarnation that holds it is over.
 """
 
@@ -23,7 +23,7 @@ from unified_master.core.state import JobRecord, WorkerRecord
 from unified_master.core.step import MasterStep, may_run_now
 
 MAX_REPORTED_CLAIMS = 100
-"""Claims of one incarnation that are reported as events, so that one that claims without end does not drown the log."""
+"""Most claims of an incarnation that are reported as events, so that endless claims do not flood the log."""
 
 
 def publish(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> None:
@@ -57,7 +57,7 @@ def flush(step: MasterStep) -> None:
         if job.stage is Stage.INIT:
             continue  # nobody runs yet; the order to run brings the whole directory
         nodes = {worker.node for worker in job.workers.values() if worker.is_desired}
-        if job.is_ending:  # workers that are still stopping may wait for one that is gone
+        if job.is_ending:  # stopping workers may wait for a worker that is gone
             nodes |= {leaving.node for leaving in step.cluster.leaving_of(job_id)}
         for name in sorted(nodes):
             if (node := step.connected_node(name)) is None:
@@ -70,12 +70,12 @@ def flush(step: MasterStep) -> None:
 
 
 def _entry(job: JobRecord, worker: WorkerRecord) -> DirectoryEntry | None:
-    """Return the entry of the newest incarnation; None as long as nobody could have heard of it."""
+    """Return the entry of the newest incarnation; None if no other worker can know of it yet."""
     if worker.kind == "store" or worker.incarnation < 0:
         return None
     is_alive = job.can_call(worker)
     if not is_alive and worker.state is not WorkerState.EXITED and worker.is_desired and not job.is_ending:
-        return worker.entry  # one that starts: the end of the incarnation before it stays published
+        return worker.entry  # it starts: the entry of the last incarnation stays published
     is_last = job.is_ending or worker.has_ended_well or job.is_absent(worker) or _is_ended(worker)
     over = Reachability.ENDED if is_last else Reachability.DEAD
     return DirectoryEntry(
@@ -93,15 +93,16 @@ def _entry(job: JobRecord, worker: WorkerRecord) -> DirectoryEntry | None:
 
 
 def _is_ended(worker: WorkerRecord) -> bool:
-    """Return True if the newest incarnation was published as ended, which no agent takes back before the next one: its
-    rank was left out, and the role has come to be able to have it again.
+    """Return True if the newest incarnation was published as ended, which agents keep until the next incarnation.
+
+    The role went on without the worker, and may have room for it again.
     """
     last = worker.entry
     return last is not None and last.incarnation == worker.incarnation and last.state is Reachability.ENDED
 
 
 def _why_before(worker: WorkerRecord) -> str:
-    """Return why the incarnation before this one ended, as it was published then; empty if it was not."""
+    """Return the published reason for the end of the incarnation before this one; empty if none was published."""
     last = worker.entry
     is_of_before = last is not None and (last.incarnation == worker.incarnation) == (last.state is Reachability.ALIVE)
     return last.reason if last is not None and is_of_before else ""
@@ -116,7 +117,7 @@ def _why(job: JobRecord, worker: WorkerRecord, *, is_last: bool) -> str:
 
 
 def decide_claims(step: MasterStep, job: JobRecord, worker: WorkerRecord, claims: NameClaims) -> None:
-    """Decide the claims of an incarnation that can be called. Older ones, or those heard before, change nothing."""
+    """Decide the claims of an incarnation that can be called. Old or repeated claims change nothing."""
     if claims.number <= worker.claims.number or not job.can_call(worker):
         return
     worker.claims = claims

@@ -1,4 +1,4 @@
-"""Faults of a job that came over the wire: what makes the master refuse it."""
+"""Faults of a job that came over the wire, for which the master refuses it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from unified.job.spec import JobSpec, RoleSpec, has_range
 MAX_WORKERS = 100_000
 MAX_SPEC_BYTES = 8 * 2**20
 MAX_LABEL_CHARS = 8192
-"""Most characters of a job's labels, which each list has."""
+"""Most characters of a job's labels: each list of jobs has them."""
 
 
 def faults_of(spec: JobSpec) -> Iterator[str]:
-    """Yield the faults of a job that came over the wire; the builder checks more, and says it better."""
+    """Yield the faults of a job that came over the wire; the builder checks more, with better messages."""
     try:
         check_job_name(spec.name)
     except JobNameError as error:
@@ -27,7 +27,7 @@ def faults_of(spec: JobSpec) -> Iterator[str]:
     if not names:
         yield f"job {spec.name} has no role."
     if len(set(names)) != len(names):
-        yield f"job {spec.name} has two roles of one name."
+        yield f"job {spec.name} has two roles with the same name."
     if spec.node_num < 1:
         yield f"job {spec.name}: node_num must be at least 1."
     if not all(math.isfinite(amount) and amount >= 0 for amount in (spec.master_cpu, spec.master_memory_mb)):
@@ -52,9 +52,7 @@ def faults_of(spec: JobSpec) -> Iterator[str]:
 
 
 def _weight_faults(spec: JobSpec) -> Iterator[str]:
-    """Yield what makes a job too heavy. Each node and each worker is sent all of the job, on the connection that also
-    carries heartbeats.
-    """
+    """Yield the fault of a job that is too large: each node and worker gets all of it, beside heartbeats."""
     if (total := len(msgspec.msgpack.encode(spec))) <= MAX_SPEC_BYTES:
         return
     parts = {"the job's config": len(spec.user_config.data)}
@@ -79,7 +77,10 @@ def _role_faults(role: RoleSpec) -> Iterator[str]:
         yield f"role {role.name}: total={role.total} cannot be cut into groups of {role.per_group}."
     is_of_range = role.kind == "elastic" and not role.collocation and role.num_groups == role.max_nodes
     if has_range(role) and not is_of_range:
-        yield f"role {role.name}: a range of nodes is for an elastic role, not collocated, of so many workers in all."
+        yield (
+            f"role {role.name}: only an elastic role without collocation may have a range of nodes, and its total must "
+            "be that of the most nodes."
+        )
     if role.restart_alone and role.kind == "elastic":
         yield f"role {role.name}: the ranks of an elastic role restart together, so restart_alone is not for it."
     needs = role.resources

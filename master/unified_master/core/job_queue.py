@@ -13,13 +13,13 @@ from unified_master.core.state import STORE, JobRecord
 from unified_master.core.step import MasterStep, count
 
 MAX_LOOKED_AT = 20_000
-"""Number of nodes, each counted once a job, after which a step places no further job."""
+"""Number of nodes, summed over placed jobs, after which a step places no further job."""
 MAX_NAMED = 16
 """Nodes that a sentence lists by name."""
 
 
 def schedule(step: MasterStep) -> None:
-    """Place every waiting job that fits and is not behind one that could fit."""
+    """Place every waiting job that fits, unless it is behind a job that could fit later."""
     ahead: JobRecord | None = None
     num_looked_at = 0
     for job in waiting.waiting_jobs(step.cluster):
@@ -33,7 +33,7 @@ def schedule(step: MasterStep) -> None:
             if found.fits:
                 launch(step, job, found.assignments)
                 num_looked_at += len(step.cluster.nodes)
-                if num_looked_at >= MAX_LOOKED_AT:  # others are to be heard before the next job is placed
+                if num_looked_at >= MAX_LOOKED_AT:  # handle other messages before the next placement
                     step.cluster.timers.arm(("schedule",), step.now)
                     return
                 continue
@@ -43,7 +43,7 @@ def schedule(step: MasterStep) -> None:
 
 
 def launch(step: MasterStep, job: JobRecord, assignments: Iterable[Assignment]) -> None:
-    """Allocate every worker's place and begin an incarnation of it."""
+    """Allocate a place for every worker, and begin their incarnations."""
     job.is_placed = True
     job.was_suspended = False
     job.attempt = None
@@ -62,8 +62,9 @@ def launch(step: MasterStep, job: JobRecord, assignments: Iterable[Assignment]) 
 
 
 def suspend(step: MasterStep, job: JobRecord, reason: str) -> None:
-    """Give up every place of a job, which is not in the queue until it is resumed. Its workers have the grace of a
-    stop, and nothing is charged.
+    """Give up every place of a job, and keep it out of the queue until it is resumed.
+
+    Its workers have the grace of a stop, and nothing is charged.
     """
     if job.is_ending or job.suspended is not None:
         return
@@ -77,7 +78,7 @@ def suspend(step: MasterStep, job: JobRecord, reason: str) -> None:
 
 
 def resume(step: MasterStep, job: JobRecord, reason: str = "") -> None:
-    """Put a suspended job back into the queue, where its first submission puts it."""
+    """Put a suspended job back into the queue, in the order of submission."""
     if job.is_ending or job.suspended is None:
         return
     job.suspended = None
@@ -101,7 +102,7 @@ def _sharing(job: JobRecord) -> str:
         num_nodes, num_groups = len({worker.node for worker in members}), len(members) // role.per_group
         if num_nodes < min(num_groups, job.spec.node_num):
             shared = f"the {num_groups} groups of role {role.name} share {count(num_nodes, 'node')}"
-            text += f"; {shared}, for want of room on others"
+            text += f"; {shared}, because other nodes have no room"
     return text
 
 

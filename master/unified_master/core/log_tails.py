@@ -1,4 +1,4 @@
-"""The ends of workers' output, as their agents sent them, for readers who come when a node is gone."""
+"""The ends of workers' output, as their agents sent them, for readers that ask after a node is gone."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from unified.protocol.records import JobWorkerIncarnation
 
 STREAM_BYTES = 32 * 1024
 TOTAL_BYTES = 64 * 1024 * 1024
-"""Most bytes of all streams; those are dropped first to which nothing was added for longest."""
+"""Most bytes of all streams. Beyond it, the stream that grew least recently is dropped."""
 
 
 class TailPart(NamedTuple):
-    """Part of a stream that is kept; other parts may be missing before it."""
+    """Kept part of a stream; bytes before it may be missing."""
 
     data: bytes
     offset: int
@@ -22,16 +22,16 @@ class TailPart(NamedTuple):
 
 
 class KeptTails:
-    """Ends of streams, in memory: a master that is started again knows those that are sent from then on."""
+    """Ends of streams, in memory only: a new term of the master begins without any."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[JobWorkerIncarnation, str], list[tuple[int, bytes]]] = OrderedDict()
         self._nbytes = 0
 
     def add(self, incarnation: JobWorkerIncarnation, stream: str, offset: int, data: bytes) -> None:
-        """Keep bytes of a stream that follow those kept before, with a gap or without."""
+        """Keep bytes of a stream that follow the kept ones, with or without a gap."""
         parts = self._drop(incarnation, stream)
-        if parts and offset < _end(parts):  # its agent has begun again
+        if parts and offset < _end(parts):  # its agent began anew
             parts = []
         if parts and offset == _end(parts):
             offset, before = parts.pop()
@@ -49,7 +49,7 @@ class KeptTails:
             self._drop(*next(iter(self._kept)))
 
     def read(self, incarnation: JobWorkerIncarnation, stream: str, offset: int, max_bytes: int) -> TailPart | None:
-        """Return what is kept from an offset on, a negative one from the end; None if nothing of the stream is."""
+        """Return what is kept from an offset on (negative: from the end); None if nothing of the stream is kept."""
         parts = self._kept.get((incarnation, stream))
         if not parts:
             return None
@@ -59,7 +59,7 @@ class KeptTails:
             if offset < first + len(data):
                 start = max(offset, first)
                 return TailPart(data[start - first :][:max_bytes], start, size)
-        return TailPart(b"", offset, offset)  # a reader that is further knows more than was sent to here
+        return TailPart(b"", offset, offset)  # the reader already has more than was sent to here
 
     def forget(self, job_id: str) -> None:
         """Drop what is kept of a job."""

@@ -35,7 +35,7 @@ class MasterCore:
         intervals: leases, heartbeats and deadlines, in seconds.
         relay: address of the bus relay, for agents; empty if there is none.
 
-    Time is seconds since 1970 on a clock that never goes back while the master lives; it is an argument of each call.
+    Each call takes the time: seconds since 1970, on a clock that never goes back while the master runs.
     """
 
     def __init__(self, intervals: Intervals, relay: str = "") -> None:
@@ -49,13 +49,13 @@ class MasterCore:
     def restore(
         self, now: float, records: Iterable[Record] = (), events: Iterable[EventRecord] = ()
     ) -> list[MasterAction]:
-        """Begin a term with what an earlier one saved, once, before the first step; RestoreError: it is unreadable."""
+        """Begin a term, before the first step, with an earlier one's records; RestoreError: they are unreadable."""
         step = MasterStep(now, self.cluster)
         restore(step, records, events)
         return self._finish(step)
 
     def step(self, now: float, event: MasterEvent) -> list[MasterAction]:
-        """Return the actions that an event leads to. Every event has an answer in every state, if only an empty one."""
+        """Return the actions that an event leads to, maybe none. Every event is valid in every state."""
         step = MasterStep(now, self.cluster)
         match event:
             case Received():
@@ -67,7 +67,7 @@ class MasterCore:
         return self._finish(step)
 
     def remark(self, now: float, event: str, reason: str, job: str = "", worker: str = "") -> ReportEvent:
-        """Return an entry for the event log about what was decided elsewhere in this process."""
+        """Return an entry for the event log about a decision made elsewhere in this process."""
         return ReportEvent(
             record=MasterStep(now, self.cluster).entry(event, reason, self.cluster.jobs.get(job), worker=worker)
         )
@@ -106,7 +106,7 @@ class MasterCore:
                     step.send(peer, answer, number)
 
     def stop(self, now: float) -> list[MasterAction]:
-        """Return the actions that come before an end in order."""
+        """Return the actions of an orderly stop."""
         step = MasterStep(now, self.cluster)
         nodes.stop(step)
         return self._finish(step)
@@ -158,7 +158,7 @@ class MasterCore:
                 exclusion.group_overdue(step, job, key[2])
 
     def _finish(self, step: MasterStep) -> list[MasterAction]:
-        """Follow the consequences to their end; then save, and only then send."""
+        """Advance and schedule until nothing more follows; then save, and only then send."""
         while step.to_advance or step.wants_schedule or step.has_new_job:
             for job_id in list(step.to_advance):
                 del step.to_advance[job_id]

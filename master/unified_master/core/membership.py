@@ -1,4 +1,4 @@
-"""Memberships: the part that each worker takes in its job now, as the master sees it, read off the worker's record."""
+"""Memberships: the part that each worker takes in its job now, derived from the master's record of the worker."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ class WorkerMembership(StrEnum):
     READY = "READY"
     """Ready: its process waits for an order to run."""
     JOINING = "JOINING"
-    """Joining: ordered into a round, which it has not said to have joined."""
+    """Joining: ordered into a round, but it has not reported that it joined."""
     RUNNING = "RUNNING"
     """Running: a member of a round that goes on, or at work on its own."""
     LEAVING = "LEAVING"
-    """Leaving: notified that the members of its round are to change, and still in it."""
+    """Leaving: notified that the members of its round will change, and still in it."""
     LEFT = "LEFT"
     """Left its round unasked, because a collective failed; the root cause is not known yet."""
     BETWEEN = "BETWEEN"
-    """Between two rounds: the last one is broken, or the worker has left it as it was asked to."""
+    """Between two rounds: the last one is broken, or the worker has left it as asked."""
     DONE = "DONE"
     """Done: it serves calls, or its entry point has returned."""
     ENDING = "ENDING"
     """Ending: not desired any more, and its agent has not confirmed the end."""
     FAILED = "FAILED"
-    """Failed: its incarnation ended badly, and what follows is not decided."""
+    """Failed: its incarnation ended badly, and no decision was made yet."""
     ENDED = "ENDED"
     """Ended without a failure, or because it was stopped."""
 

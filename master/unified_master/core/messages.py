@@ -1,6 +1,6 @@
-"""Events and actions of the master's core. Whatever a step saves and reports is on disk before a `Send` goes.
+"""Events and actions of the master's core. All saves and reports of a step are on disk before a `Send` goes.
 
-There are two events: somebody said something, or time passed.
+There are two events: a message came, or time passed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class MasterTick(Value, frozen=True, kw_only=True):
     """`MasterCore.next_deadline` has come. Too early or too often does no harm."""
 
     is_behind: bool = False
-    """True if messages wait that were not taken in yet: no lease is judged before they are."""
+    """True if messages are still unread: no lease is judged before they are read."""
 
 
 MasterEvent = Received | MasterTick

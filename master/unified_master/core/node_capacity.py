@@ -44,12 +44,11 @@ class Unit(Value, frozen=True, kw_only=True):
     """``role trainer`` or ``roles actor, rollout``."""
     members: tuple[Member, ...]
     isolation: str = ""
-    """Nodes that the unit may be on: those with this resource, of which each member takes 1, or with this label, which
-    may be written ``key=value``. Empty: all."""
+    """Resource (each member takes 1) or label (also ``key=value``) that the unit's node must have; empty: any node."""
     elastic: tuple[str, ...] = ()
-    """Elastic roles among its members'."""
+    """Elastic roles of its members."""
     max_ranks: int = 0
-    """Ranks of them that a node may have, where they take nothing that bounds it; 0: any number."""
+    """Most ranks of these roles on a node, if no resource that they need bounds the number; 0: any number."""
     is_control: bool = False
     """True for the job's store host, which does not count among the nodes that the job uses."""
 
@@ -69,12 +68,12 @@ class PlacementAttempt(Value, frozen=True, kw_only=True):
     """An attempt to place a job, which failed."""
 
     capacity_version: int
-    """The cluster's `room` at that time."""
+    """The cluster's `capacity_version` at that time."""
     reason: str
     nodes: int
-    """Hash of the nodes that there were, and of those that the job may not use."""
+    """Hash of the cluster's `num_node_changes` and of the job's excluded nodes."""
     could_fit: bool | None = None
-    """True if the job would fit onto the nodes if they were empty; None: nobody has asked."""
+    """True if the job would fit onto the nodes if they were empty; None: not known."""
 
 
 class NodeCapacity:
@@ -110,12 +109,12 @@ class NodeCapacity:
         self.ranks: dict[str, int] = {}
         """Number of the job's workers here, by role."""
         self.is_shared = False
-        """True if others read this too, so that only a copy may be made smaller."""
+        """True if others read this object, too: only a copy may be made smaller."""
         self._state: tuple[object, ...] = ()
-        """The `state`, once it was asked for, of one that is shared."""
+        """Cache of `state`, valid if this is shared."""
 
     def shared(self) -> NodeCapacity:
-        """Return this, from now on for all to read."""
+        """Mark this object as shared, and return it."""
         self.is_shared = True
         return self
 
@@ -128,7 +127,7 @@ class NodeCapacity:
         return other
 
     def state(self) -> tuple[object, ...]:
-        """Return all that `fit` and an offer depend on; nodes of one state differ in their names alone."""
+        """Return all that `fit` and an offer depend on; nodes with equal states differ only in their names."""
         if self.is_shared and self._state:
             return self._state
         self._state = (
@@ -141,7 +140,7 @@ class NodeCapacity:
         return self._state
 
     def grants(self, isolation: str) -> dict[str, float] | None:
-        """Return what each member of a unit with this `isolation` takes of the node; None if the node will not do."""
+        """Return what `isolation` takes of the node for each member of a unit; None if the node is not allowed."""
         key, is_pair, value = isolation.partition("=")
         if is_pair:
             return {} if self.labels.get(key) == value else None
@@ -150,7 +149,7 @@ class NodeCapacity:
         return {} if not isolation or isolation in self.labels else None
 
     def allocate(self, unit: Unit, allocations: Mapping[str, Allocation]) -> None:
-        """Subtract what a unit of the job holds here, as `fit` said."""
+        """Subtract the allocations of a unit of the job, as `fit` returned them."""
         for allocation in allocations.values():
             self.subtract(allocation)
             self.own.update(allocation.devices)
@@ -200,7 +199,7 @@ class NodeCapacity:
         return {member.worker: _allocation(member, chosen[member.worker], amounts) for member in unit.members}
 
     def may_hold(self, unit: Unit) -> bool:
-        """Return True if the ranks of the unit would not be more than the job may have here."""
+        """Return True if the job may have the ranks of the unit here, beside its other ranks."""
         there = sum(self.ranks.get(role, 0) for role in unit.elastic)
         return not unit.max_ranks or there + len(unit.members) <= unit.max_ranks
 
@@ -259,14 +258,14 @@ def _pool(resources: NodeResources, accelerator_type: str) -> list[DeviceKey]:
     if accelerator_type == "CPU":
         return virtual or [("slot", number) for number in range(int(resources.cpu))]
     if accelerator_type not in ("GPU", "TPU"):
-        raise InvariantError(f"accelerator type {accelerator_type!r} passed the door; it is none of GPU, CPU, TPU.")
+        raise InvariantError(f"accelerator type {accelerator_type!r} was accepted, but only GPU, CPU and TPU exist.")
     return [("device", device.index) for device in resources.devices if device.kind != "virtual"] or virtual
 
 
 def _preference(
     key: DeviceKey, left: float, own: set[DeviceKey], touched: set[DeviceKey]
 ) -> tuple[int, float, DeviceKey]:
-    """Sort begun devices first: of this unit, of this job, of others, the fullest first. Then whole ones in order."""
+    """Return a sort key: first begun devices, of this unit, this job, others, the fullest first; then whole devices."""
     if left > 1 - EPSILON:
         return (3, 0.0, key)
     if key in touched:

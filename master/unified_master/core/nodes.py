@@ -20,9 +20,9 @@ from unified_master.core.step import MasterStep, count
 FORGET_S = 3600.0
 """Time for which a lost node is shown."""
 GRACE_LEASES = 3
-"""Number of leases for which nodes may take to come back after a restart of the master."""
+"""Number of leases in which nodes must come back after a restart of the master."""
 GRACE_HEARTBEATS = 3
-"""Number of heartbeats for which an agent may be silent longer, because the master was late itself."""
+"""Number of further heartbeats that an agent may miss because the master itself was late."""
 MAX_REPLACED = 16
 REBORN = "its agent was started again"
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")
@@ -53,7 +53,7 @@ def register(step: MasterStep, peer: bytes, request_id: int, info: agent_master.
         _mark_lost(step, known, loss)
     node = _join(step, known, info, peer)
     if loss:
-        _recover(step, node, loss)  # only now, so that its workers may come back to it
+        _recover(step, node, loss)  # after the join, so that its workers may come back to it
     copy_nodes.on_change(step, node)
     step.cluster.leases.renew(node.name, step.now)
     times, relay = step.cluster.intervals, step.cluster.relay
@@ -74,7 +74,7 @@ def heartbeat(step: MasterStep, peer: bytes, request_id: int, message: agent_mas
         return
     step.send(peer, agent_master.HeartbeatSeen(), request_id)
     if node.peer != peer:
-        # A new connection: what was on its way in the old one may be lost, in both directions.
+        # A new connection: messages in transit on the old one may be lost, in both directions.
         node.peer = peer
         node.notified.clear()
         step.send(peer, agent_master.RegisterAgain())
@@ -86,13 +86,13 @@ def heartbeat(step: MasterStep, peer: bytes, request_id: int, message: agent_mas
 
 
 def pulse(step: MasterStep, peer: bytes, request_id: int, message: agent_master.AgentPulse) -> None:
-    """Renew the lease of an agent that is busy, whose keeper speaks for it."""
+    """Renew the lease of a busy agent, whose lease keeper sends this message."""
     if renew(step, message.node, message.incarnation) is not None:
         step.send(peer, agent_master.HeartbeatSeen(), request_id)
 
 
 def died(step: MasterStep, peer: bytes, request_id: int, message: agent_master.AgentDied) -> None:
-    """Take in that an agent's process has ended. The word of an earlier agent's keeper changes nothing."""
+    """Mark the node of an ended agent process as lost. A message about an earlier agent changes nothing."""
     node = step.cluster.nodes.get(message.node)
     if node is not None and node.state is NodeState.ALIVE and node.info.incarnation == message.incarnation:
         lose(step, node, message.reason)
@@ -100,7 +100,7 @@ def died(step: MasterStep, peer: bytes, request_id: int, message: agent_master.A
 
 
 def renew(step: MasterStep, name: str, incarnation: str) -> NodeRecord | None:
-    """Renew the lease of the node that speaks, and return the node; None if it must register (again)."""
+    """Renew the lease of the node that sent a message, and return the node; None if it must register (again)."""
     node = step.cluster.nodes.get(name)
     if node is None or not node.is_connected or node.info.incarnation != incarnation:
         return None
@@ -110,7 +110,7 @@ def renew(step: MasterStep, name: str, incarnation: str) -> NodeRecord | None:
 
 
 def catch_up(step: MasterStep, node: NodeRecord, generation: int) -> None:
-    """Go past the generation of an agent that is ahead, or it would not listen: its master lost its state directory."""
+    """Go past the generation of an agent that is ahead, since its master lost its state: else it would ignore us."""
     if generation > node.generation:
         node.generation = generation
         node.notified.clear()
@@ -118,17 +118,17 @@ def catch_up(step: MasterStep, node: NodeRecord, generation: int) -> None:
 
 
 def leave(step: MasterStep, message: agent_master.AgentLeaving) -> None:
-    """Take in that an agent stopped in order; its workers are gone."""
+    """Mark the node of an agent that stopped in order as lost; its workers are gone."""
     node = renew(step, message.node, message.incarnation)
     if node is not None:
         lose(step, node, f"its agent stopped: {message.reason}")
 
 
 def expire(step: MasterStep, name: str, late_s: float = 0.0) -> None:
-    """Take in that a lease ran out.
+    """Mark a node whose lease ran out as lost.
 
-    With `late_s` we were not there to listen (the process was stopped, its host is busy, its disk hung): what the agent
-    said may still be on its way in, so it is given as much time, and that of some heartbeats, once in each silence.
+    The master itself may be `late_s` behind (its process was stopped, its host is busy, its disk hung). Messages of the
+    agent may then be in transit, so the lease is extended by that time and some heartbeats, once in each silence.
     """
     node = step.cluster.nodes[name]
     if node.state is not NodeState.ALIVE:
@@ -142,7 +142,7 @@ def expire(step: MasterStep, name: str, late_s: float = 0.0) -> None:
 
 
 def stop(step: MasterStep) -> None:
-    """Let agents keep their workers while no master is there, and remember until when they will."""
+    """Let agents keep their workers while no master runs, and save until when they do."""
     until = step.now + step.cluster.intervals.away_s
     step.save("meta", "away_until", repr(until).encode())
     for node in step.cluster.nodes.values():
@@ -151,7 +151,7 @@ def stop(step: MasterStep) -> None:
 
 
 def lose(step: MasterStep, node: NodeRecord, reason: str) -> None:
-    """Take a node for lost, with all that ran on it."""
+    """Mark a node as lost, with all that ran on it, and recover."""
     _mark_lost(step, node, reason)
     _recover(step, node, reason)
 
@@ -164,7 +164,7 @@ def _mark_lost(step: MasterStep, node: NodeRecord, reason: str) -> None:
     step.cluster.timers.arm(("forget", node.name), step.now + FORGET_S)
     step.report("node-lost", reason, node=node.name)
     remember(step, node)
-    for incarnation in list(node.leaving):  # whose next incarnation may wait for its end
+    for incarnation in list(node.leaving):  # the next incarnation may wait for this end
         step.to_advance[incarnation.job_id] = None
         step.cluster.remove_leaving(node, incarnation)
     step.cluster.num_node_changes += 1
@@ -175,7 +175,7 @@ def _mark_lost(step: MasterStep, node: NodeRecord, reason: str) -> None:
 
 
 def _recover(step: MasterStep, node: NodeRecord, reason: str) -> None:
-    """Replace what the node took along, job by job, oldest first."""
+    """Replace the workers that were lost with the node, oldest job first."""
     for job in sorted(step.cluster.jobs.values(), key=lambda job: job.sequence):
         if any(worker.node == node.name for worker in job.workers.values()):
             recovery.on_node_lost(step, job, node, reason)
@@ -201,7 +201,7 @@ def drain(step: MasterStep, name: str, reason: str, *, is_over: bool = False) ->
 
 
 def _vacate(step: MasterStep, node: NodeRecord, reason: str, within_s: float) -> None:
-    """Take a node out of service whose agent stops what is left there after so many seconds, and then itself."""
+    """Take a node out of service whose agent stops in `within_s` seconds, with all workers that are still there."""
     node.stops = reason
     step.show_node(node.name)
     step.wants_schedule = True
@@ -215,7 +215,7 @@ def _move_away(step: MasterStep, node: NodeRecord, within_s: float) -> None:
 
 
 def forget(step: MasterStep, name: str) -> None:
-    """Drop a node that was lost long ago. One that is drained is known until it is put back."""
+    """Drop a node that was lost long ago. A drained node is kept until it is put back."""
     node = step.cluster.nodes.get(name)
     if node is not None and node.state is NodeState.LOST and node.drained is None:
         step.cluster.hosts.get(node.info.host_id, set()).discard(name)
@@ -225,7 +225,7 @@ def forget(step: MasterStep, name: str) -> None:
 
 
 def remember(step: MasterStep, node: NodeRecord) -> None:
-    info = msgspec.structs.replace(node.info, snapshots=None)  # its secret stays in memory
+    info = msgspec.structs.replace(node.info, snapshots=None)  # they have a secret, which is never saved
     memory = NodeMemory(info=info, state=node.state, reason=node.reason, drained=node.drained, check=node.check)
     step.save("node", node.name, msgspec.msgpack.encode(memory))
     step.show_node(node.name)
@@ -245,7 +245,7 @@ def _refusal(known: NodeRecord | None, info: agent_master.RegisterAgent) -> str:
     if known is not None and info.incarnation in known.replaced:
         return (
             f"node id {info.node} was taken over by the agent on {known.info.hostname} with pid {known.info.pid}: "
-            f"this one, with pid {info.pid}, ends. Give each agent a --node-id of its own."
+            f"this one, with pid {info.pid}, must end. Give each agent its own --node-id."
         )
     is_other_host = known is not None and known.info.host_id != info.host_id
     if known is not None and known.state is NodeState.ALIVE and is_other_host:

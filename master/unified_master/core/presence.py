@@ -1,6 +1,6 @@
-"""Presence of the workers that a job cannot go on without, and the phase of its time that follows from it.
+"""Presence of the workers that a job needs, and the phase of the job's time that follows from it.
 
-Each change of a worker's record corrects the set of those that are away, so nobody looks at all workers.
+Each change of a worker's record updates the set of absent workers, so that no step looks at all workers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PRESENT = (WorkerMembership.RUNNING, WorkerMembership.LEAVING, WorkerMembership
 def follow(
     now: float, known: Mapping[str, JobRecord], jobs: Iterable[JobRecord], workers: Iterable[WorkerRecord]
 ) -> Iterator[JobRecord]:
-    """Take in that the records of these jobs and workers may have changed; yield the jobs whose phases did."""
+    """Update jobs whose records or workers may have changed; yield the jobs whose phases changed."""
     changed = {job.job_id: job for job in jobs}
     for worker in workers:
         if (job := known.get(worker.job_id)) is not None:
@@ -32,7 +32,7 @@ def follow(
 
 
 def restore(job: JobRecord) -> None:
-    """Begin with all workers of a job, new or loaded. That no step was heard of meanwhile is no stall."""
+    """Look at all workers of a new or loaded job. The time without a master is no stall."""
     job.away = {worker.name for worker in job.workers.values() if is_away(job, worker)}
     job.account.spent = replace(job.account.spent, stalls_at=None)
 
@@ -49,7 +49,7 @@ def phase_of(job: JobRecord) -> Phase | None:
 def is_away(job: JobRecord, worker: WorkerRecord) -> bool:
     """Return True if the job cannot be whole because of this worker.
 
-    Of a role with a range of nodes, who has no place is not missed, nor is a newcomer, for a round to come.
+    In a role with a range of nodes, workers without a place, and newcomers for a later round, are not missed.
     """
     if worker.kind != "worker" or not leads(job, worker.role) or worker.has_ended_well:
         return False
@@ -60,9 +60,7 @@ def is_away(job: JobRecord, worker: WorkerRecord) -> bool:
 
 
 def leads(job: JobRecord, role: str) -> bool:
-    """Return True for a role whose workers and steps count: one that trains together or, in a job without such a role,
-    one that the job waits for.
-    """
+    """Return True if a role's workers and steps count: it is elastic or, if no role is, the job waits for it."""
     roles = [each for each in job.spec.roles if each.total > 0]
     driving = [each for each in roles if each.is_driver and not each.is_service]
     leading = [each for each in roles if each.kind == "elastic"] or driving or roles

@@ -68,7 +68,7 @@ def _meta(step: MasterStep, meta: dict[str, bytes]) -> None:
 
 
 def _nodes(step: MasterStep, nodes: dict[str, bytes], away_until: float) -> None:
-    """Restore the nodes; those that were alive have some time to come back, and as long as they were told to wait."""
+    """Restore the nodes; alive nodes have some time to come back, at least as long as they were told to wait."""
     cluster = step.cluster
     grace_s = max(GRACE_LEASES * cluster.intervals.lease_s, away_until - step.now)
     if grace_s > away_until - step.now:
@@ -115,7 +115,7 @@ def _jobs(step: MasterStep, by_kind: dict[str, dict[str, bytes]]) -> None:
         job.holders = {name: worker.name for worker in job.workers.values() for name in worker.names}
         if job.restart_at is not None:
             step.cluster.timers.arm(("restart", job.job_id), job.restart_at)
-        if job.charges or job.given_up:  # some may have become old while there was no master
+        if job.charges or job.given_up:  # some may have expired while no master ran
             step.cluster.timers.arm(("refill", job.job_id), step.now)
         for role in job.roles.values():
             if role.group_due_at is not None:
@@ -131,7 +131,7 @@ def _jobs(step: MasterStep, by_kind: dict[str, dict[str, bytes]]) -> None:
 
 
 def _worker(step: MasterStep, worker: WorkerRecord) -> None:
-    """Put a worker back on its node: its allocation, and its incarnation that is desired or has yet to go."""
+    """Put a worker back on its node: its allocation, and its incarnation that is desired or still leaves."""
     node = step.cluster.nodes.get(worker.node)
     if node is None:
         return
@@ -148,7 +148,7 @@ def _worker(step: MasterStep, worker: WorkerRecord) -> None:
 
 
 def _past(step: MasterStep, worker: WorkerRecord) -> None:
-    """Expect the ends of earlier incarnations on other nodes: which of them were confirmed is not saved."""
+    """Expect the ends of earlier incarnations on other nodes: earlier confirmations are not saved."""
     for past in worker.past:
         node = step.cluster.nodes.get(past.node)
         if node is not None and node.state is NodeState.ALIVE and past.node != worker.node:

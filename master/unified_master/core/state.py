@@ -49,11 +49,11 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
     incarnation: int = -1
     """Number of the newest incarnation; -1: there was none."""
     node: str = ""
-    """Name of the node that it is on, or was last."""
-    allocation: Allocation | None = msgspec.field(default=None, name="claim")  # as older state directories have it
+    """Name of the node that it is on, or was on last."""
+    allocation: Allocation | None = msgspec.field(default=None, name="claim")  # its name in older state directories
     """The part of `node` that it holds; None: it has no place."""
     is_desired: bool = False
-    """True if this incarnation shall be."""
+    """True if this incarnation is to run."""
     is_held: bool = False
     """True if its next incarnation waits for a back-off."""
     is_seen: bool = False
@@ -90,9 +90,9 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
     num_failures: int = 0
     """Failures charged to it; compared with `max_restart`."""
     output_lost: str = ""
-    """Losses of the output of its newest incarnation."""
+    """Text about dropped output of its newest incarnation; empty: none."""
     num_unread_before: int = 0
-    """Errors of calls that nobody read, in its earlier incarnations."""
+    """Number of call errors in its earlier incarnations that nobody read."""
     past: list[PastIncarnation] = []
     reason: str = ""
 
@@ -117,7 +117,7 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
 
     @property
     def rank_in_round(self) -> int:
-        """Rank that its round gave it; before there is one, that of its place."""
+        """Rank in its round; before its first order to run, its `rank`."""
         return self.rank if self.run is None else self.run.rank
 
     @property
@@ -143,7 +143,7 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
 
     @property
     def is_joining(self) -> bool:
-        """True if it runs and was ordered into a further round, which it has not said to join."""
+        """True if it runs and was ordered into a further round, but has not reported that it joined."""
         is_behind = self.run is not None and self.round < self.run.round
         return self.is_desired and self.state is records.WorkerState.RUNNING and is_behind
 
@@ -154,7 +154,7 @@ class WorkerRecord(msgspec.Struct, kw_only=True):
 
 
 class Charge(Value, frozen=True, kw_only=True, omit_defaults=True):
-    """One charge to a job's budgets: a failure (worker, role and node), the end of its torch store (the store alone), a
+    """One charge to a job's budgets: a failure (worker, role and node), the end of its torch store (worker alone), a
     lost node (node alone), or a restart of the whole job (none of them).
     """
 
@@ -175,35 +175,35 @@ class RoleRecord(msgspec.Struct, kw_only=True):
     suspect_at: float = 0.0
     """Time of the suspect's failure."""
     grown_at: float | None = None
-    """Time at which it last got room for more groups than it had."""
+    """Time at which it last tried to grow."""
     waits_until: float | None = None
     """Time until which its next round waits for groups without a place."""
     change_due_at: float | None = None
-    """Time at which a planned change waits no longer for workers to leave their round."""
+    """Time until which a planned change waits for workers to leave their round."""
     pending: str = ""
     """The worker whose failure is decided when the others of the role are done."""
     node_failures: dict[str, int] = {}
-    """Charged failures by node, of which the role allows so many."""
+    """Charged failures by node; compared with `per_node_max_failure`."""
     num_failures: int = 0
     """Charged failures of all its workers; compared with `role_max_restart`."""
     num_quick: int = 0
-    """Charged failures in a row that came within a second of running."""
+    """Charged failures in a row after less than a second of running."""
     early_failure: str = ""
-    """Digest of the traceback of the last charged failure, if that came before any step and may come again."""
+    """Digest of the traceback of the last charged failure, if it came before any step and may recur."""
     early_failure_at: float = 0.0
-    """Time at which such a failure came first."""
+    """Time of the first failure with this digest."""
     num_fruitless: int = 0
     """Charged failures in a row since the last new step of the job."""
     fruitless_peak: int = -1
     """Highest step of the job at these failures."""
     fruitless_at: float = 0.0
-    """Time of the last of them."""
+    """Time of the last failure in `num_fruitless`."""
     checked_nodes: list[str] = []
-    """Nodes that have passed a check before a round since a worker of the role last failed there."""
+    """Nodes that passed a node check since a worker of the role last failed there."""
     failed_groups: dict[str, str] = {}
     """Nodes that were lost or excluded since the role last ran, each with its value of the role's `failover_label`."""
     group_due_at: float | None = None
-    """Time at which these nodes' groups are given up."""
+    """Time at which the groups of `failed_groups` are given up."""
     has_served: bool = False
     """True once a worker of it was SERVING, so that it is a service."""
 
@@ -220,7 +220,7 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     stage: records.Stage = records.Stage.INIT
     is_placed: bool = False
     outcome: int | None = None
-    """Exit code to be, once the job is STOPPING."""
+    """Exit code that a STOPPING job will have."""
     exit_code: int | None = None
     reason: str = ""
     is_forced: bool = False
@@ -229,7 +229,7 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     suspended: str | None = None
     """Reason for which it has no place until it is resumed; None: it is not suspended."""
     was_suspended: bool = False
-    """True from a suspend until it is placed again: its workers that still end have the grace of a stop."""
+    """True from a suspension until the next placement: its workers have the grace of a stop meanwhile."""
     submitted_at: float = 0.0
     started_at: float | None = None
     ended_at: float | None = None
@@ -252,7 +252,7 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     copy_node: str = ""
     """Node that holds copies of the job's snapshots, beside those of its workers."""
     journals: dict[str, records.JournalPlace] = {}
-    """Places of the files that belong to names, which outlive their holders."""
+    """Places of the files that belong to names, by name; the files outlive the names' holders."""
     account: Account = msgspec.field(default_factory=Account)
     spec: JobSpec = _NO_SPEC
     workers: dict[str, WorkerRecord] = {}
@@ -261,14 +261,14 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     attempt: PlacementAttempt | None = None
     """The last attempt to place it, while it waits."""
     by_role: dict[str, list[WorkerRecord]] = {}
-    """Workers of each role, as `ranks` has found them."""
+    """Workers of each role: the cache of `ranks`."""
     num_by_role: int = 0
     revision: int = 0
     """Number of changes of its directory in this term."""
     notified_revision: int = 0
     """The `revision` at which agents were last notified of changes."""
     away: set[str] = set()
-    """Workers because of which the job is not whole; `health.presence` keeps it."""
+    """Workers because of which the job is not whole; `presence` updates it."""
 
     def saved(self) -> bytes:
         empty = {"spec": _NO_SPEC, "workers": {}, "holders": {}, "attempt": None, "by_role": {}}
@@ -289,7 +289,7 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.workers.get(STORE)
 
     def can_call(self, worker: WorkerRecord) -> bool:
-        """Return True if others may take the worker's newest incarnation for alive, so that it may hold names."""
+        """Return True if the worker's newest incarnation counts as alive: others may call it, and it may hold names."""
         is_up = worker.inbox is not None and worker.state not in _UNREACHABLE
         return is_up and (worker.is_desired or self.is_ending)
 
@@ -302,7 +302,7 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.by_role.get(role, [])
 
     def members(self, role: RoleSpec) -> list[WorkerRecord]:
-        """Return the workers that take part in a role: all, or of a range of nodes those whose group has a place."""
+        """Return the workers that take part in a role: all, or with a range of nodes, those whose group has a place."""
         ranks = self.ranks(role.name)
         return [worker for worker in ranks if worker.allocation is not None] if has_range(role) else ranks
 
@@ -320,13 +320,11 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
         return [role for role in self.spec.roles if role.kind == "elastic" and role.total > 0]
 
     def is_service(self, role: RoleSpec) -> bool:
-        """Return True for a role that answers calls until the others are done: the user said so, or a worker did."""
+        """Return True if the role answers calls until the others are done: the user said so, or a worker served."""
         return role.is_service or self.roles[role.name].has_served
 
     def driver_roles(self) -> list[RoleSpec]:
-        """Return the roles that the job waits for: of those that are no services the ones marked so, or all if none is
-        marked. A job of services alone waits for none.
-        """
+        """Return the roles that the job waits for: those marked as drivers, or all if none is marked; no services."""
         others = [role for role in self.spec.roles if not self.is_service(role)]
         return [role for role in others if role.is_driver] or others
 
@@ -337,10 +335,10 @@ class Leaving(msgspec.Struct, kw_only=True):
     incarnation: records.JobWorkerIncarnation
     node: str
     generation: int
-    """Generation from which on a report that does not list the incarnation confirms its end."""
+    """First generation whose report confirms the end by not listing the incarnation."""
     allocation: Allocation | None = None
     is_unknown: bool = False
-    """True if it was not expected to be here any more, so that what it holds of the node is not known."""
+    """True if what it holds of the node is not known, because it was not expected here any more."""
 
 
 class NodeRecord(msgspec.Struct, kw_only=True):
@@ -357,7 +355,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     is_registered: bool = False
     """True if its agent has registered in this term of the master."""
     replaced: list[str] = []
-    """Incarnations of agents that another one has replaced, newest last; they are not let in again."""
+    """Incarnations of its agent that were replaced, newest last; they may not register again."""
     has_reported: bool = False
     """True if its agent has reported its workers; before that, what is free is not known."""
     generation: int = 0
@@ -366,15 +364,15 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     check: str = ""
     """Outcome of the last node check."""
     grace_at: float = -1.0
-    """The `seen_at` of the silence for which its lease was prolonged, because the master itself was late."""
+    """The `seen_at` of the last silence in which the lease was extended, because the master itself was late."""
     incarnations: dict[records.JobWorkerIncarnation, WorkerRecord] = {}
     """Workers desired here, by incarnation."""
     allocations: dict[tuple[str, str], Allocation] = {}
     leaving: dict[records.JobWorkerIncarnation, Leaving] = {}
     notified: dict[str, int] = {}
-    """Revision of the directory that its agent has, by jobs whose description it has, too; empty: all is sent again."""
+    """Revision of the directory that its agent has, by job; it has these descriptions, too. Empty: it has nothing."""
     capacities: dict[tuple[str, int, bool], NodeCapacity] = {}
-    """Answers of `capacity` since anything changed here."""
+    """Cache of `capacity`, cleared at each change."""
 
     @property
     def name(self) -> str:
@@ -396,7 +394,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
         return self.is_connected and self.has_reported and is_clear
 
     def held(self) -> Iterator[Allocation]:
-        """Yield every allocation, those of incarnations that are still leaving included."""
+        """Yield every allocation, including those of leaving incarnations."""
         yield from self.allocations.values()
         for leaving in self.leaving.values():
             if leaving.allocation is not None and leaving.incarnation[:2] not in self.allocations:
@@ -410,7 +408,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
         self.capacities.clear()
 
     def capacity(self, accelerator_type: str, device_cap: int, *, is_empty: bool = False) -> NodeCapacity:
-        """Return what is free here for a job that has nothing here, with `is_empty` all of it; callers share it."""
+        """Return the free capacity for a job that has nothing here; with `is_empty`, all capacity. Callers share it."""
         key = (accelerator_type, device_cap, is_empty)
         if (found := self.capacities.get(key)) is None:
             found = NodeCapacity(self.name, self.info.resources, accelerator_type, device_cap, self.info.labels)
@@ -430,7 +428,7 @@ class ParkedWatch(Value, frozen=True, kw_only=True):
     after_version: int
     has_workers: bool
     settled_at: float
-    """Time from which on any change is told, and not only a decision about the job."""
+    """Time from which any change is answered; before it, only a decision about the job."""
     ends_at: float
 
 
@@ -462,7 +460,7 @@ class StackCollection(msgspec.Struct, kw_only=True):
     hang: tuple[str, str] = ("", "")
     """Role and worker whose hang is diagnosed."""
     awaited: dict[str, list[WorkerRecord]] = {}
-    """Workers by the nodes that have not answered."""
+    """Workers on nodes that have not answered, by node."""
     reports: list[StackReport] = []
 
 
@@ -476,7 +474,7 @@ class Cluster:
         """Number of terms before this one; keeps generations and versions rising."""
         self.next_sequence = self.next_event = self.next_read = 1
         self.capacity_version = 0
-        """Number of times that waiting jobs may have got what they wait for."""
+        """Number of changes after which a waiting job may fit."""
         self.num_node_changes = 0
         """Number of times that a node joined, was lost, or was taken out of service or put back."""
         self.nodes: dict[str, NodeRecord] = {}
@@ -492,7 +490,7 @@ class Cluster:
         self.recent_events: deque[tuple[int, records.EventRecord]] = deque(maxlen=MAX_EVENTS)
         """Events of all jobs and nodes, each with the version of the state that it came with."""
         self.watches: dict[str, dict[TimerKey, ParkedWatch]] = {}
-        """Requests that wait for changes, by job; under the empty name those about the cluster."""
+        """Requests that wait for changes, by job; an empty id means the cluster."""
         self.reads: dict[int, ParkedRead] = {}
         self.tails = KeptTails()
         self.collections: dict[int, StackCollection] = {}
@@ -501,7 +499,7 @@ class Cluster:
         self.batched_at: dict[TimerKey, float] = {}
         """Time at which work that large clusters do in batches was last done."""
         self.news: dict[str, dict[str, records.DirectoryEntry]] = {}
-        """Changed directory entries by job and worker, of which agents are to be notified."""
+        """Changed directory entries, by job and worker, that agents still need."""
         self.leaving: dict[str, dict[tuple[str, records.JobWorkerIncarnation], Leaving]] = {}
         """The `leaving` of all nodes, by job."""
 

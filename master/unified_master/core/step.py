@@ -15,10 +15,10 @@ from unified_master.core.messages import MasterAction, ReportEvent, SaveRecord, 
 from unified_master.core.state import MAX_EVENTS, Cluster, JobRecord, NodeRecord, TimerKey, WorkerRecord
 
 BATCH_FROM = 64
-"""Number of nodes from which on work is done in batches."""
+"""Least number of nodes with which work is done in batches."""
 BATCH_S = 0.05
 LARGE_JOB = 256
-"""Number of workers from which on, in a large cluster, a job is looked at in batches too: each look costs that much."""
+"""Least number of workers with which a job of a large cluster is advanced in batches, too: more workers cost more."""
 
 
 class MasterStep:
@@ -31,7 +31,7 @@ class MasterStep:
         self.to_advance: dict[str, None] = {}
         self.to_send: dict[str, None] = {}
         self.wants_schedule = False
-        """True if what waiting jobs wait for may have changed."""
+        """True if a waiting job may fit now."""
         self.has_new_job = self.has_ended_job = False
         self.first_version = cluster.changes.version
         """Version of what clients see, before this step."""
@@ -58,7 +58,7 @@ class MasterStep:
         self.to_advance[job.job_id] = None
 
     def save_worker(self, worker: WorkerRecord) -> None:
-        """Save a worker whose record changed in something that neither people nor the job's course depend on."""
+        """Save a worker after a change that clients do not see, and that does not advance the job."""
         self._workers[worker.place_key] = worker
 
     def forget(self, job: JobRecord) -> None:
@@ -72,21 +72,21 @@ class MasterStep:
             self.save("worker", f"{job.job_id}/{worker.name}", None)
 
     def touch_ending_jobs(self) -> None:
-        """Look again at jobs that stop: the last incarnations on a node may be known to have ended."""
+        """Advance the jobs that stop: their last incarnations may have ended."""
         for job in self.cluster.jobs.values():
             if job.stage is Stage.STOPPING:
                 self.to_advance[job.job_id] = None
 
     def show_job(self, job: JobRecord) -> None:
-        """Show a change of a job that only people see."""
+        """Show clients a change of a job, without a save."""
         self.cluster.changes.touch(ChangedPart("job", job.job_id))
 
     def show_times(self, job: JobRecord) -> None:
-        """Show that the account of a job's time goes on in another way."""
+        """Show clients a change of the account of a job's time."""
         self.cluster.changes.touch(ChangedPart("times", job.job_id))
 
     def touch_progress(self, job: JobRecord, worker: WorkerRecord) -> None:
-        """Show a change of a worker that only people see."""
+        """Show clients a change of a worker, without a save."""
         if worker.kind == "worker":
             self.cluster.changes.touch(ChangedPart("worker", job.job_id, worker.name))
 
@@ -96,7 +96,7 @@ class MasterStep:
         self.show_node(name)
 
     def show_node(self, name: str) -> None:
-        """Show a change of a node that only people see."""
+        """Show clients a change of a node."""
         if name in self.cluster.nodes:
             self.cluster.changes.touch(ChangedPart("node", "", name))
 
@@ -154,9 +154,9 @@ def count(number: int, noun: str, plural: str = "") -> str:
 
 
 def may_run_now(step: MasterStep, key: TimerKey) -> bool:
-    """Return True if work whose cost grows with the cluster may be done now; else the timer `key` comes when it may.
+    """Return True if work whose cost grows with the cluster may be done now; otherwise arm the timer `key` for it.
 
-    The first of a burst is served at once, so that a single event costs no delay; the others are served together.
+    The first request of a burst is served at once, so a single event has no delay; the others are served together.
     """
     cluster = step.cluster
     if len(cluster.nodes) < BATCH_FROM:

@@ -161,7 +161,7 @@ def test_a_key_comes_through_stdin_whose_end_has_the_agent_leave_in_order(
     worker = master.reaches("w-0#0", WorkerState.RUNNING)
     stdin.close()
     assert agent.wait() == 0
-    assert "whoever started it has closed its input" in agent.stderr
+    assert "the process that started it has closed its input" in agent.stderr
     assert not process.is_alive(worker.pid)
 
 

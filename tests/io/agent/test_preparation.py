@@ -55,4 +55,4 @@ def test_it_is_told_how_far_it_has_come(tmp_path: Path) -> None:
     code = Need(DIGEST, tmp_path, "the code", "", "", [], [])
     assert code.awaited() == "the code"
     (tmp_path / f".{DIGEST}.host-1.part").write_bytes(bytes(3 << 19))
-    assert code.awaited() == "the code: 1.5 MiB of it are here"
+    assert code.awaited() == "the code: 1.5 MiB received"

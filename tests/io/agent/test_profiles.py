@@ -88,7 +88,7 @@ def test_each_failure_is_one_sentence_and_leaves_nothing(bench: Bench, monkeypat
         "py-spy cannot read it: Error: no such process"
     )
     assert bench.error() == "py-spy cannot read it: it said nothing"
-    assert bench.error(err=b"Permission Denied: Try sudo").startswith("the kernel does not let py-spy look into it: ")
+    assert bench.error(err=b"Permission Denied: Try sudo").startswith("the kernel does not let py-spy read ")
     assert bench.error(made=b"never") == "py-spy did not end within 16 s"
     assert "memray cannot attach to it: no" in bench.error("memory", err=b"no module named memray\n")
     monkeypatch.setattr(profiles, "MAX_PROFILE_BYTES", 3)

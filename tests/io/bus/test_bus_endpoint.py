@@ -423,7 +423,7 @@ def test_start_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ClusterError, match="has no address"):
         endpoint(address="203.0.113.1", run_dir="/proc/nowhere").start()
     monkeypatch.setenv("UNIFIED_BUS_ROUTE", "relay")
-    with pytest.raises(UsageError, match="there is none: unset UNIFIED_BUS_ROUTE"):
+    with pytest.raises(UsageError, match="there is no relay: unset UNIFIED_BUS_ROUTE"):
         endpoint().start()
     never = endpoint()
     never.close()

@@ -336,7 +336,7 @@ def test_what_cannot_be_pickled_is_not_tried_again(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     with CheckpointManager(tmp_path, max_tries=100) as manager:
         manager.save({"model": torch.ones(2), "wrong": lambda: None}, 1)
-        with pytest.raises(CheckpointSaveError, match=r"tries: 1.*cannot be pickled: .*Leave out"):
+        with pytest.raises(CheckpointSaveError, match=r"tries: 1.*cannot be pickled: .*Remove these"):
             manager.wait()
 
 
@@ -428,7 +428,7 @@ def test_tied_tensors_stay_tied_and_views_are_saved_alone(tmp_path: Path) -> Non
 
 def test_memory_for_copies_is_used_again(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from unified.memory.host_buffers import BufferPool, stage_state
+    from unified.tensors.host_buffers import BufferPool, stage_state
 
     pool = BufferPool(one_size=True)
     places = set()

@@ -95,7 +95,7 @@ def test_no_save_waits_for_the_coordinator_or_fails_with_it(
         for step in (4, 5):
             save_now(manager, b"x", step)
             manager._notifier.close(10)
-        assert caplog.text.count("event=checkpoint-not-told") == 1
+        assert caplog.text.count("event=checkpoint-notification-failed") == 1
         heard.is_away = False
     assert heard.steps == [5], "the end of the manager tells what was lost"
 

@@ -84,8 +84,8 @@ def test_a_rank_that_dies_or_fails_leaves_the_checkpoint_before_and_the_others_k
         "disagree": [0, 1],
     }
     reasons = {
-        "kill_before_part": "there is no part of ranks .*2",
-        "kill_before_note": "after 1 s there is no part of ranks 1",
+        "kill_before_part": "ranks .*2 did not write their parts",
+        "kill_before_note": "ranks 1 did not write their parts within 1 s",
         "kill_before_index": "rank 0 did not write the manifest within 1 s",
         "kill_before_manifest": "rank 0 did not write the manifest within 1 s",
         "refuse_part": "OSError: there is no room",

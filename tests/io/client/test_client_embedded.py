@@ -135,7 +135,7 @@ def test_too_few_descriptors_are_one_sentence_and_exit_code_2(
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path)
     assert (ended.returncode, ended.stdout) == (2, "")
     program = words.split()[0].replace("_", "-")
-    assert ended.stderr == f"{program}: `ulimit -n` is 16, which is too few open files: 64 is the least.\n"
+    assert ended.stderr == f"{program}: `ulimit -n` is 16, which is too few open files: at least 64 are needed.\n"
 
 
 def test_it_starts_answers_and_leaves_nothing(stand_ins: Path, run_dir: Path) -> None:

@@ -48,7 +48,7 @@ async def test_a_worker_of_long_intervals_is_not_lost_between_two_heartbeats(
     gone = TrainingOrchestrator("gone", remote, 2, 1)
     with caplog.at_level(logging.WARNING, "unified.data"):
         await quiet.register_worker()
-    assert "event=heartbeats-closer worker=quiet" in caplog.text
+    assert "event=heartbeat-interval-shortened worker=quiet" in caplog.text
     assert "a heartbeat every 0.2 s" in caplog.text
     await gone.register_worker()
     gone.close()

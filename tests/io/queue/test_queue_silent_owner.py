@@ -33,7 +33,7 @@ def test_waits_for_an_owner_that_is_stopped_end(world: QueueWorld, owner: OwnerP
         owner.stop()
         assert take(1, SHORT_S) == []
         assert take(1, 0.0) == []
-        with pytest.raises(QueueNotFoundError, match=r"worker owner, which owns queue 'q', lives and does not answer"):
+        with pytest.raises(QueueNotFoundError, match=r"owner, which owns queue 'q', is alive but did not answer"):
             begun(theirs.put, "c", timeout=SHORT_S).result(PATIENCE_S)
         for ask in (theirs.qsize, theirs.close):
             with pytest.raises(QueueNotFoundError, match="may have heard"):
@@ -49,7 +49,7 @@ def test_waits_for_an_owner_that_is_stopped_end(world: QueueWorld, owner: OwnerP
 def test_a_client_that_was_not_known_to_it_before_says_who_is_silent(world: QueueWorld, owner: OwnerProcess) -> None:
     ours = world.worker("consumer").queue(owner_timeout=SHORT_S)
     owner.stop()
-    with pytest.raises(QueueNotFoundError, match="worker owner, which owns queue 'q', lives and does not answer"):
+    with pytest.raises(QueueNotFoundError, match="worker owner, which owns queue 'q', is alive but did not answer"):
         begun(ours.get).result(PATIENCE_S)
     owner.go_on()
     assert begun(ours.qsize).result(PATIENCE_S) == 0

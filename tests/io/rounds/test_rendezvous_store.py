@@ -115,4 +115,4 @@ def test_an_address_that_is_not_this_hosts_own_is_listened_at_by_all(capsys: pyt
     """Peers may reach a host at an address that a router translates."""
     with listen("192.0.2.1", 0) as listener:
         assert listener.getsockname()[0] == "0.0.0.0"
-    assert "192.0.2.1 is no address of this host's own" in capsys.readouterr().err
+    assert "192.0.2.1 is not an address of this host" in capsys.readouterr().err

@@ -78,7 +78,7 @@ def test_a_rank_0_that_has_come_and_gone_is_told_from_ranks_that_did_not_come(a_
     with pytest.raises(LookupError):
         a_round.meeting(0).agree(b"", fail)
     for rank in (1, 2):
-        with pytest.raises(RoundMeetingError, match="all have, and rank 0 has not said what follows") as raised:
+        with pytest.raises(RoundMeetingError, match="all have, but rank 0 has not published its decision") as raised:
             a_round.meeting(rank, within_s=missed(0.2)).agree(b"", fail)
         assert raised.value.missing == []
 
@@ -88,7 +88,7 @@ def test_a_store_that_is_gone_ends_the_wait_as_the_death_of_a_peer_does(a_round:
     with pytest.raises(TimeoutError):
         waiting.result(missed(0.5))
     del a_round.stores
-    with pytest.raises(RoundMeetingError, match=r"the round's store is gone\. Look whether") as raised:
+    with pytest.raises(RoundMeetingError, match=r"the round's store is gone\. Check that") as raised:
         waiting.result(LONG_S)
     assert is_collateral(raised.value, has_process_group=False)
 

@@ -129,7 +129,7 @@ def test_a_state_of_another_form_is_refused(state: object, words: str) -> None:
 
 
 def test_what_cannot_be_pickled_is_refused_before_anything_is_written() -> None:
-    with pytest.raises(UsageError, match=r"cannot be pickled.*Leave out"):
+    with pytest.raises(UsageError, match=r"cannot be pickled.*Remove these"):
         StateImage({"loss": lambda value: value})
 
 

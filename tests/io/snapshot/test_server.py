@@ -117,7 +117,7 @@ def test_another_job_gets_nothing(snapshot_node: Nodes) -> None:
     rank.take(a_state(1.0), 1)
     stranger = SnapshotRank(node, job="job-2")
     assert stranger.held == []
-    with pytest.raises(SnapshotError, match="another job's"):
+    with pytest.raises(SnapshotError, match="belongs to another job"):
         stranger.read(1, of=rank.series)
     with pytest.raises(SnapshotError, match="no worker of job job-1"):
         SnapshotRank(node, token=stranger.token)

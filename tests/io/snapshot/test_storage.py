@@ -145,5 +145,5 @@ def test_storage_that_does_not_take_it_is_complained_about(snapshot_node: Nodes,
     rank.take(a_state(1.0), 1, to_storage=True)
     rank.take(a_state(2.0), 2, to_storage=True)
     assert rank.steps() == [(0, 1), (0, 2)]
-    assert "it was not written to storage: " in rank.complaint
+    assert "the snapshot was not written to storage: " in rank.complaint
     rank.client.close()

@@ -213,7 +213,7 @@ def test_a_checkpoint_of_another_model(data: str, base: str, capsys: pytest.Capt
     [
         ({"dataset_text_field": "body"}, "rows.jsonl has no field 'body'"),
         ({"lr": "fast"}, "extra_args: lr='fast' is not allowed"),
-        ({"precision": "fp16"}, "precision=fp16 is not there on cpu"),
+        ({"precision": "fp16"}, "cpu does not support precision=fp16"),
         ({"model": "config:{hidden_sizes: 4}"}, "there is no key 'hidden_sizes'. Did you mean 'hidden_size'?"),
         ({"model": "config:{hidden_size: 5}"}, "hidden_size 5 must be a multiple"),
         ({"model": "config:{vocab_size: 5}"}, "the model has 5 tokens and its tokenizer 259"),

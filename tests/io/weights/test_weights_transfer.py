@@ -226,7 +226,7 @@ def test_a_sender_that_dies_on_the_way_leaves_no_trace(cast: Cast) -> None:
     with pytest.raises(WeightsTimeoutError, match=rf"version 2 from trainer \({len(buckets) - 1} of {len(buckets)}"):
         receiver.wait(2, timeout=missed(0.05))
     cast.die("trainer")
-    with pytest.raises(WeightsTimeoutError, match="complete is version 1; on its way nothing"):
+    with pytest.raises(WeightsTimeoutError, match="newest complete: version 1; under way: nothing"):
         receiver.wait(2, timeout=missed(0.05))
     assert receiver._service._coming == {}
     assert cast.send(cast.sender(incarnation=1), model_of(3), bucket_bytes=SMALL) == 2
@@ -309,7 +309,7 @@ def test_what_went_wrong_behind_the_back_is_told_by_the_next_call(cast: Cast) ->
     sender = cast.sender()
     holdup = Holdup(cast, "r0", "bucket", 1)
     assert cast.send(sender, model_of(1), wait=False, timeout=missed(0.3)) == 1
-    with pytest.raises(WeightsError, match=r"(?s)the version before, which was not waited for: version 1 .*r0"):
+    with pytest.raises(WeightsError, match=r"(?s)the previous version, sent with wait=False, failed: version 1 .*r0"):
         cast.send(sender, model_of(2))
     holdup.release.set()
     assert cast.send(sender, model_of(2)) == 2

@@ -87,7 +87,7 @@ def test_what_keeps_it_from_recording_is_said(recorded: Recorded, monkeypatch: p
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         recorded.recorder.begin(PATIENCE_S)
         recorded.step(1)
-        assert recorded.answer() == "torch.profiler: it runs already, by its own program"
+        assert recorded.answer() == "torch.profiler: the program itself runs a profiler already"
     with monkeypatch.context() as patched:
         patched.setattr(step_recorder, "MAX_PROFILE_BYTES", 10)
         recorded.recorder.begin(PATIENCE_S)

@@ -7,8 +7,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from unified.checkpoint.state_stream import stream  # noqa: E402
-from unified.memory import copy as memory_copy  # noqa: E402 - torch may be missing
-from unified.memory.host_buffers import BufferPool, stage_state  # noqa: E402
+from unified.tensors import copy as memory_copy  # noqa: E402 - torch may be missing
+from unified.tensors.host_buffers import BufferPool, stage_state  # noqa: E402
 
 
 def test_torch_reads_the_stream_and_its_own_files_keep_their_checksums() -> None:

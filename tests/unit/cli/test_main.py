@@ -211,7 +211,7 @@ def test_arguments_of_a_call_are_json() -> None:
         parse_arguments(["last"])
     with pytest.raises(UsageError, match=r"and 'name=it' is not. If it is a text, write 'name=\"it\"';"):
         parse_arguments(["name=it"])
-    with pytest.raises(UsageError, match="'4' comes behind one that is given by name"):
+    with pytest.raises(UsageError, match="'4' comes after a named one"):
         parse_arguments(["lr=1", "4"])
 
 

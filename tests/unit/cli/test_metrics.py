@@ -19,7 +19,7 @@ def test_a_row_has_the_newest_value_of_a_name() -> None:
         ["w-0", "phase", "3", "fit", "-", "-", "1"],
         ["w-0", r"\x1bname", "6", r"a\nb", "-", "-", "1"],
     ]
-    assert lines[4:] == ["2 points between these are kept no more", "node n2 is away"]
+    assert lines[4:] == ["2 points between these were thinned out", "node n2 is away"]
     assert newest_lines({"w-0": KeptReports([], ["no node"])}) == ["nothing was reported", "no node"]
     assert newest_lines({"w-0": KeptReports(REPORTS, [])}, 200)[1].endswith("▁█")
 

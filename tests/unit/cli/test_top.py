@@ -65,7 +65,7 @@ def test_what_is_drawn() -> None:
     assert workers.index("killed by SIGKILL") < workers.index("3/10")
     assert "this job is not known any more" in drawn(TableView("job", "gone"))
     assert "unified submit" in drawn(TableView(), mirror())
-    assert "does not answer for 7.0 s" in drawn(TableView(), silent_s=7.0)
+    assert "has not answered for 7.0 s" in drawn(TableView(), silent_s=7.0)
 
 
 @pytest.mark.parametrize("height", [5, 12, 30])

@@ -112,7 +112,7 @@ def test_the_urgent_comes_first() -> None:
     reason = "exit code 1: t-0 on a: ValueError: no"
     assert attention(made) == [
         Attention("node lost", "b", "nothing was heard", True, is_node=True),
-        Attention("save waits", "gpt-1", f"{saving.name}: that of step 7 waits for its store for 90 s", True),
+        Attention("save waits", "gpt-1", f"{saving.name}: the save of step 7 waits for its store for 90 s", True),
         Attention("failed", "b-3", reason, True, NOW - 9),
         Attention("failed", "b-2", reason, True, NOW - 60),
         Attention("node check", "a", "slow: matmul 3.1", False, is_node=True),

@@ -175,7 +175,7 @@ def test_settings_are_no_options_of_a_job() -> None:
         ("keep_last_n = 3", "run.toml: there is no section [keep_last_n]. There are"),
         ("checkpoint = 3", "run.toml: checkpoint is a section, to be written as [checkpoint] with its keys below."),
         ("[checkpoint]\nkeep_last = 3", "[checkpoint] has no key 'keep_last'. Did you mean 'keep_last_n'? There"),
-        ("[storage]\ninterval_steps = 3", "[storage] has no key 'interval_steps'. It belongs into [checkpoint]."),
+        ("[storage]\ninterval_steps = 3", "[storage] has no key 'interval_steps'. It belongs in [checkpoint]."),
         ("[dataset]\nnonsense = 3", "has no key 'nonsense'. There are: default_shard_size, prefetch_shards."),
         ("[dataset", "run.toml: this is not TOML: Expected ']'"),
     ],

@@ -87,7 +87,7 @@ def test_a_folder_too_long_for_sockets_is_not_used(
 
 def test_a_chosen_folder_too_long_for_sockets_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNIFIED_RUN_DIR", f"/tmp/{'x' * 66}")
-    with pytest.raises(UsageError, match=r"UNIFIED_RUN_DIR=/tmp/x* has 71 bytes; 70 is the most"):
+    with pytest.raises(UsageError, match=r"UNIFIED_RUN_DIR=/tmp/x* has 71 bytes, but at most 70 fit"):
         settings.make_run_root()
     assert not Path(f"/tmp/{'x' * 66}").exists()
 
@@ -106,11 +106,11 @@ def test_without_a_home_or_rights_in_it_state_is_in_a_private_folder(
     for _ in range(2):
         assert settings.home() == private / "home"
     assert mode(private) == 0o700
-    why = f"uid {os.getuid()} has no home folder (HOME is not set): UNIFIED_HOME names another place."
-    assert capsys.readouterr().err == f"unified: state and logs are in {private}/home, as {why}\n"
+    why = f"uid {os.getuid()} has no home folder (HOME is not set); set UNIFIED_HOME to use another place."
+    assert capsys.readouterr().err == f"unified: state and logs are in {private}/home, because {why}\n"
     assert default_key_file() == private / "home/cluster.key"
     monkeypatch.setenv("HOME", str(tmp_path / "mine"))
     assert settings.home() == tmp_path / "mine/.local/state/unified"
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # as root may write anywhere
     assert settings.home() == private / "home"
-    assert f"as {tmp_path}/mine/.local/state/unified cannot be written" in capsys.readouterr().err
+    assert f"because {tmp_path}/mine/.local/state/unified cannot be written" in capsys.readouterr().err

@@ -96,7 +96,7 @@ def test_slashes_at_the_end_of_places_are_dropped() -> None:
         ({"env": {"A": ["x"]}}, "env.A: "),
         ({"env": {"A": "\ud800"}}, "env"),
         ({"annotations": {"a": "\ud800"}}, "annotations"),
-        ({"env": {"UNIFIED_HOME": "/"}}, "env: Value error, UNIFIED_HOME is the runtime's own"),
+        ({"env": {"UNIFIED_HOME": "/"}}, "env: Value error, UNIFIED_HOME is reserved for the runtime"),
         ({"env": {"A": "x" * 100_001}}, "env: Value error, the value of A has"),
         ({"extra_args": {"hub_token": "x"}}, "extra_args: Value error, hub_token looks like a credential"),
         ({"dataset_uri": "s3://user:secret@bucket/x"}, "dataset_uri: Value error, it has a password in it"),

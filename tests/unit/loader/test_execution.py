@@ -114,7 +114,7 @@ def test_batches_of_the_source_travel_as_numbers() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Dataset(iter([1])), "an iterator, good for once"),
+        (lambda: Dataset(iter([1])), "is an iterator, which can be used only once"),
         (lambda: Dataset(3), "cannot read items from a int"),  # type: ignore[arg-type]
         (lambda: Dataset([1]).batch(0), "from 1 up, not 0"),
         (lambda: Dataset([1]).shuffle(buffer=0), "from 1 up, not 0"),

@@ -168,7 +168,7 @@ def test_a_put_to_a_silent_owner_ends_with_its_time(before: list[Any]) -> None:
     lookup: Any = FakeLookup(endpoint)
     lookup.pause = lambda num_failed, until: time.sleep(max(until - time.monotonic(), 0.0))
     ours = QueueProducer(cast(OwnerLookup, lookup))
-    with pytest.raises(QueueNotFoundError, match=r"a is silent\. What was put may be in the queue, or go in yet"):
+    with pytest.raises(QueueNotFoundError, match=r"a is silent\. The items may be in the queue, or may still go in"):
         ours.put([b"a"], 0.05 if before else 0.0)
     assert len(endpoint.asked) == len(before) + 1
     assert not ours._open

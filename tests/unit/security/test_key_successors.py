@@ -149,7 +149,7 @@ def test_a_daemon_hears_of_a_successor_once_and_of_a_strange_key_too(caplog: pyt
         "event=key-unread",
         "event=key-unread",
     ]
-    assert "the successor has left the key file" in caplog.records[1].message
+    assert "the key file no longer has the successor" in caplog.records[1].message
     assert f"from={time_text(4e9)}" in caplog.text
     assert new.secret not in caplog.text
     assert KeyWatch(None, lambda: found).next_deadline is None

@@ -136,4 +136,4 @@ def test_after_sigterm_slurm_alone_decides_and_without_a_signal_the_user_does() 
     assert ending(signal.SIGUSR1, signal.SIGTERM).requeues() == (False, "")
     goes_back, text = ending().requeues()
     assert not goes_back
-    assert "`scontrol requeue 4711` has the job go on" in text
+    assert "`scontrol requeue 4711` lets the job go on" in text

@@ -167,7 +167,7 @@ def test_a_tracker_that_blocks_keeps_nobody(capfd: pytest.CaptureFixture[str]) -
     for step in range(1000):
         fed.add(step, {"loss": 1.0})
     fed.close(0.1)
-    assert "memory did not take all that was reported before this worker had to end.\n" in capfd.readouterr().err
+    assert "memory did not take all reports before this worker had to end.\n" in capfd.readouterr().err
     tracker.may_go_on.set()
     ended(fed)
     assert len(tracker.given) == 1000

@@ -27,11 +27,11 @@ def actor() -> ActorInfo:
 @pytest.mark.parametrize(
     ("order", "words"),
     [
-        ({"version": 0}, "version=0: a whole number from 1 up"),
+        ({"version": 0}, "version=0: it must be a whole number from 1 up"),
         ({"version": "7"}, "version='7'"),
         ({"version": True}, "version=True"),
-        ({"bucket_bytes": 0}, "bucket_bytes and timeout are to be more than zero"),
-        ({"timeout": 0}, "bucket_bytes and timeout are to be more than zero"),
+        ({"bucket_bytes": 0}, "bucket_bytes and timeout must be above zero"),
+        ({"timeout": 0}, "bucket_bytes and timeout must be above zero"),
     ],
 )
 def test_orders_that_make_no_sense(order: dict[str, Any], words: str) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from unified.errors import UsageError, WeightsMismatchError
-from unified.memory.host_buffers import BufferPool
 from unified.protocol.records import WorkerIncarnation
+from unified.tensors.host_buffers import BufferPool
 from unified.weights.receive_service import IncomingVersion
 from unified.weights.sender import stage_bucket
 from unified.weights.state_dict import OutgoingStateDict, VersionedStateDict, assemble, check_bucket, load, unwrap

@@ -81,7 +81,7 @@ def test_an_opening_said_twice_changes_nothing() -> None:
 def test_versions_go_up_unless_forced() -> None:
     assembly = begun(VersionTable(), opening("s7", 7, 0))
     assembly.commit("s7")
-    assert assembly.begin(0, opening("s6", 6)).refusal == "version 7 is there already, and versions go up"
+    assert assembly.begin(0, opening("s6", 6)).refusal == "version 7 is there already, and versions must increase"
     assert assembly.begin(0, opening("s0", 0)).refusal == "versions are numbered from 1"
     begun(assembly, opening("again", 7, 0))
     assert assembly.commit("again") == [published("again", 7)]
@@ -132,7 +132,7 @@ def test_death_of_any_sender_drops_what_it_was_to_send() -> None:
     assert ended == SessionEnd("s", SessionOutcome.DROPPED, 1, "b, which was sending it, died: killed")
     assert assembly.incarnation_died(B, "killed") == []
     assert (
-        assembly.begin(0, opening("late", 1, senders=(B,))).refusal == "b was to send it, and its incarnation 0 is over"
+        assembly.begin(0, opening("late", 1, senders=(B,))).refusal == "b should send it, but its incarnation 0 is dead"
     )
     begun(assembly, opening("next", 1, sender=WorkerIncarnation("b", 1)))
 

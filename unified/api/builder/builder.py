@@ -34,8 +34,8 @@ TRAINER_ROLE = "TRAINER"
 class DLJobBuilder:
     """Describes a job: the settings of the job itself, and its roles.
 
-    Nothing is checked before `build()`, and the order of calls does not matter, save that `role(name)` goes before
-    the `run` or `train` it names.
+    Nothing is checked before `build()`. The order of calls does not matter, except that `role(name)` comes before the
+    `run` or `train` that it names.
 
         job = (
             DLJobBuilder()
@@ -62,7 +62,7 @@ class DLJobBuilder:
         return self
 
     def node_num(self, num: int = 1) -> Self:
-        """Set how many nodes the job may use: its workers never use more, and it waits while these have no room."""
+        """Set how many nodes the job's workers may use. The job waits while it does not fit on so many nodes."""
         return self._set(node_number=num)
 
     def device_per_node(self, num: int = 8) -> Self:
@@ -70,10 +70,10 @@ class DLJobBuilder:
         return self._set(device_per_node=num)
 
     def may_share_nodes(self, may: bool = True) -> Self:
-        """Let groups share a node where there is no room on others, beyond `device_per_node`.
+        """Let groups share a node beyond `device_per_node`, if other nodes have no room.
 
-        The job then uses up to ``node_num * device_per_node`` devices of one node. By default it does not;
-        `by_dlrover_run_cmd` and ``unified run`` say so.
+        The job then uses up to ``node_num * device_per_node`` devices of one node. Without this call it does not;
+        `by_dlrover_run_cmd` and ``unified run`` allow it.
         """
         return self._set(may_share_nodes=may)
 
@@ -89,14 +89,14 @@ class DLJobBuilder:
         return self._set(user_config=config)
 
     def restart_window(self, seconds: float | timedelta) -> Self:
-        """Count only failures, lost nodes and restarts of the last so many seconds against the job's limits.
+        """Set for how many seconds a failure, a lost node or a restart counts against the job's limits.
 
-        The option `restart_window` of `submit` goes before it.
+        The option `restart_window` of `submit` wins over it.
         """
         return self._set(restart_window=seconds)
 
     def global_env(self, env: Mapping[str, Any] | None = None) -> Self:
-        """Add environment variables of all workers; a role's own win."""
+        """Add environment variables of all workers; those of a role win over them."""
         return self._set(global_envs=merged(self._fields.get("global_envs"), env))
 
     def dl_type(self, dl_type: str = "SFT") -> Self:
@@ -104,11 +104,11 @@ class DLJobBuilder:
         return self._set(dl_type=dl_type)
 
     def as_task_stream(self) -> Self:
-        """The roles' own code drives the job; so it is by default."""
+        """Let the roles' own code drive the job: the default."""
         return self._set(stream_type="TASK_STREAM")
 
     def as_data_stream(self) -> Self:
-        """The data that flows between roles drives the job."""
+        """Let the data that flows between roles drive the job."""
         return self._set(stream_type="DATA_STREAM")
 
     def role(self, role: str) -> Self:
@@ -117,13 +117,13 @@ class DLJobBuilder:
         return self
 
     def run(self, entrypoint: EntryPoint, cls: str | None = None) -> SimpleRoleBuilder[Self]:
-        """A simple workload under the name given to `role`: workers that run side by side.
+        """Add a simple workload under the name given to `role`: workers that run side by side.
 
         Args:
             entrypoint: a function or class, or its name: `module.attr`, `module::attr`; `file.py arguments` or
-                `-m module arguments`; or a pair, ``(module, attr)``. An object that workers can import goes by its
-                name. One of ``__main__``, of a notebook's cell, or a closure goes with its code.
-            cls: the attribute, where `entrypoint` is a module alone.
+                `-m module arguments`; or a pair, ``(module, attr)``. If workers can import an object, only its name is
+                sent. For a closure, or an object of ``__main__`` or of a notebook's cell, the code is sent.
+            cls: the attribute, if `entrypoint` is only a module.
         """
         if self._role is None:
             raise JobError("run() does not know which role it describes: call role(name) before it.")
@@ -134,55 +134,55 @@ class DLJobBuilder:
         return self.role(role).run(entrypoint, cls)
 
     def train(self, entrypoint: EntryPoint, cls: str | None = None) -> ElasticRoleBuilder[Self]:
-        """An elastic workload, under the name given to `role` or as ``ELASTIC``: workers that train together.
+        """Add an elastic workload, under the name given to `role` or as ``ELASTIC``: workers that train together.
 
         Args:
-            entrypoint: as of `run`.
-            cls: as of `run`.
+            entrypoint: as for `run`.
+            cls: as for `run`.
         """
         return self._add(ElasticRoleBuilder(self, self._role or ELASTIC_ROLE, entry_point_of(entrypoint, cls)))
 
     def trainer(
         self, module: EntryPoint | None = None, cls: str | None = None, *, entrypoint: EntryPoint | None = None
     ) -> SimpleRoleBuilder[Self]:
-        """A simple workload ``TRAINER``.
+        """Add a simple workload ``TRAINER``.
 
         Args:
-            module: an entry point, as of `run`, or the module of one (also ``entrypoint``).
-            cls: then, the attribute in it.
+            module: an entry point, as for `run`, or only its module (also ``entrypoint``).
+            cls: the attribute, if `module` is only a module.
         """
         return self.role(TRAINER_ROLE).run(one_of("trainer", module=module, entrypoint=entrypoint), cls)
 
     def with_collocation(self, *roles: str) -> Self:
-        """Put these roles' groups on one node, sharing devices by equal parts.
+        """Put these roles' groups on one node, where they share devices in equal parts.
 
-        Names are taken as they are written; where no role is called exactly so, case does not matter.
+        If no role has exactly the name that is given, case does not matter.
         """
         self._collocations.append(set(roles))
         return self
 
     def with_collocation_all(self, *exclude_roles: str) -> Self:
-        """Collocate all roles of the job but these, wherever in the chain they are described."""
+        """Collocate all roles of the job except these, also roles that the chain describes later."""
         self._collocate_all_but.append(exclude_roles)
         return self
 
     def no_setup_process_group(self) -> Self:
-        """Leave `init_process_group` to the entry points of elastic roles, whose own call else replaces the group."""
+        """Leave `init_process_group` to the entry points of elastic roles. By default their call replaces the group."""
         self._elastic_fields["comm_auto_setup_process_group"] = False
         return self
 
     def skip_node_check(self) -> Self:
-        """Begin to train without a check of the nodes' devices and links."""
+        """Start training without a check of the nodes' devices and links."""
         self._elastic_fields["comm_pre_check"] = False
         return self
 
     def by_dlrover_run_cmd(self, cmd: str) -> Self:
         """Describe an elastic role by a command line of `torchrun` or `dlrover-run`.
 
-        Sets nodes, workers a node, the entry point with its arguments, `--max-restarts`, `--rdzv-id` and
-        `--master-port`; options that are the master's business here (rendezvous, addresses) are ignored and reported in
-        the log. A script of `torchrun` sets up its process group itself; for one of `dlrover-run` that is done, and
-        without `--max-restarts` it has the limits of any role.
+        Sets nodes, workers per node, the entry point with its arguments, `--max-restarts`, `--rdzv-id` and
+        `--master-port`. Options for what the master does here (rendezvous, addresses) are ignored and reported in the
+        log. A script of `torchrun` sets up its process group itself. For a script of `dlrover-run` the runtime does it,
+        and without `--max-restarts` the usual limits of a role hold.
 
         Raises:
             JobError: (a ValueError) another launcher, an option that does not exist, or `--node-rank`
@@ -199,7 +199,7 @@ class DLJobBuilder:
         return self
 
     def description(self) -> dict[str, Any]:
-        """Return all that was said so far, as input of `DLJob`."""
+        """Return the description so far, as input of `DLJob`."""
         workloads = {}
         for name, role in self._roles.items():
             extra = self._elastic_fields if isinstance(role, ElasticRoleBuilder) else {}
@@ -208,7 +208,7 @@ class DLJobBuilder:
         return {**self._fields, "workloads": workloads, "collocations": collocations}
 
     def build(self) -> DLJob:
-        """Check everything and give the job.
+        """Check everything and return the job.
 
         Raises:
             JobError: (a ValueError) something is wrong; it names the role and the field.
@@ -219,7 +219,7 @@ class DLJobBuilder:
         return DLJob.model_validate(self.description())
 
     def _warn_of_misplaced_config(self) -> None:
-        """Upstream's roles have no config of their own: what a script for it says after a role is the job's."""
+        """Warn of a role's config that may be meant for the job: upstream's roles have no config of their own."""
         roles = [name for name, role in self._roles.items() if "config" in role.description()]
         if roles and "user_config" not in self._fields and compat.is_installed():
             _log.warning(
@@ -229,7 +229,7 @@ class DLJobBuilder:
             )
 
     def _all_but(self, exclude: tuple[str, ...]) -> set[str]:
-        """A name to leave out that no role has stays in, so that `build()` refuses it."""
+        """Return all roles except these. An unknown name is returned, too, so that `build()` refuses it."""
         left_out = {name.lower() for name in exclude}
         unknown = left_out - {role.lower() for role in self._roles}
         roles = {role for role in self._roles if role.lower() not in left_out}

@@ -6,10 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack, overload
 
-from unified.api import driver
 from unified.config import settings
 from unified.errors import OptionError, nearest
-from unified.job.config import DLConfig
+from unified.job.config import DLConfig, JobConfig
 from unified.job.driver import STORY_FOLDER
 from unified.job.enums import AcceleratorType
 from unified.job.options import SubmitOptions, submit_options
@@ -43,7 +42,7 @@ class DLJob(DLConfig):
         return self.global_envs
 
     def get_workload(self, role: str) -> WorkloadDesc:
-        """The workload of a role; KeyError, naming the nearest role, if there is none."""
+        """Return the workload of a role; KeyError, with the nearest role's name, if there is none."""
         if role not in self.workloads:
             raise KeyError(f"this job has no role {role!r}.{nearest(role, self.workloads)}")
         return self.workloads[role]
@@ -83,12 +82,12 @@ class DLJob(DLConfig):
         on: Slurm | None = None,
         **options: Unpack[SubmitOptions],
     ) -> int | JobHandle | SlurmJob:
-        """Run the job on the cluster of `master`, or, without one, on a cluster of its own on this host.
+        """Run the job on the cluster of `master`; without a master, on its own cluster on this host.
 
         Args:
             job_name: letters, digits and ``._-``; by default `UNIFIED_JOB_NAME`, or ``unified-`` and four digits.
             blocking: True: show progress and logs until the job ends. False: return at once.
-            on: submit it to SLURM, which runs this program again in an allocation: there, `submit` goes to a cluster of
+            on: submit it to SLURM, which runs this program again in an allocation. There, `submit` uses a cluster of
                 its own. With ``blocking=False`` a `SlurmJob` is returned here.
             options: the fields of `unified.job.JobConfig`, such as ``master="tcp://HOST:PORT"`` or
                 ``job_max_restart=0``. Each may come from the environment instead, as `UNIFIED_JOB_MAX_RESTART`
@@ -108,9 +107,28 @@ class DLJob(DLConfig):
             options["job_name"] = job_name
         config = submit_options(self, options, os.environ)
         if on is None or STORY_FOLDER in os.environ:  # the allocation has a cluster for this program
-            return driver.submit(config, blocking)
+            return submit(config, blocking)
         from unified.slurm.job import send, this_program
 
         spec = to_spec(config)
         sent = send(spec, on, settings.command_line(), this_program(spec.name))
         return sent.wait() if blocking else sent
+
+
+@overload
+def submit(config: JobConfig, blocking: Literal[True] = True) -> int: ...
+@overload
+def submit(config: JobConfig, blocking: Literal[False]) -> JobHandle: ...
+@overload
+def submit(config: JobConfig, blocking: bool = True) -> int | JobHandle: ...
+def submit(config: JobConfig, blocking: bool = True) -> int | JobHandle:
+    """Run a job that is described together with its options; see `DLJob.submit`."""
+    from unified.client.submission import run_job, submit_job
+
+    call, spec = run_job if blocking else submit_job, to_spec(config)
+    if config.ship is False:
+        return call(spec, master=config.master, wait=config.wait)
+    from unified.client.code.archive import pack
+
+    with pack(config.ship, config.exclude, spec.working_dir) as archive:
+        return call(spec, master=config.master, wait=config.wait, archive=archive)

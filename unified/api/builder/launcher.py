@@ -30,7 +30,7 @@ _USED = {
     *("node_rank", "master_port", "rdzv_id", "signals_to_handle"),
 }
 _JOINING = {"rdzv_backend", "rdzv_endpoint", "master_addr"}
-"""Used where they name what commands on several hosts have in common."""
+"""Options that are used only if the command has a `common_key`."""
 _CHECKS = {"node_check", "precheck", "comm_perf_test", "exclude_straggler"}
 _SCRIPT = {"training_script", "training_script_args"}
 
@@ -53,7 +53,7 @@ def apply_command(builder: JobBuilder, cmd: str) -> None:
     try:
         words = shlex.split(cmd.replace("\\\n", " "))
     except ValueError as error:
-        raise UsageError(f"command {cmd!r}: {error}. Each quote needs its partner.") from None
+        raise UsageError(f"command {cmd!r}: {error}. Close each quote.") from None
     launcher = PurePath(words[0]).name if words else ""
     if launcher not in LAUNCHERS:
         raise UsageError(
@@ -64,7 +64,7 @@ def apply_command(builder: JobBuilder, cmd: str) -> None:
     check_hosts(arguments, launcher, has_master=True, can_join=False)
     nodes = None
     if not arguments.nproc_per_node.isdecimal() and (master := find_master(None)):
-        from unified.client.submission import cluster_nodes  # loads zmq, which describing a job does without
+        from unified.client.submission import cluster_nodes  # loads zmq, which a description does not need
 
         nodes = cluster_nodes(master)
     describe(builder, arguments, parser, launcher, nodes)
@@ -80,7 +80,7 @@ def describe(
     """Add the role that parsed arguments describe, and the nodes and devices it needs.
 
     Args:
-        nodes: of the cluster that the job goes to, if that is known: where ``gpu`` and the like are counted.
+        nodes: nodes of the job's cluster, if known, on which ``cpu``, ``gpu`` and ``auto`` are counted.
     """
     if args.no_python and args.module:
         raise UsageError(f"{parser.prog}: --no-python and -m contradict each other: leave one of them out.")
@@ -107,10 +107,10 @@ def describe(
 
 
 def num_workers(nproc_per_node: str, nodes: Sequence[NodeStatus] | None = None) -> int:
-    """Workers on each node. ``cpu``, ``gpu`` and ``auto`` count what nodes have: each must have room for so many.
+    """Return the workers on each node. ``cpu``, ``gpu`` and ``auto`` count devices or cores that every node has.
 
     Args:
-        nodes: of the cluster; None: this machine is counted.
+        nodes: nodes of the cluster, to count on; None: count on this machine.
     """
     if nproc_per_node.isdecimal() and int(nproc_per_node) > 0:
         return int(nproc_per_node)
@@ -132,7 +132,7 @@ def num_workers(nproc_per_node: str, nodes: Sequence[NodeStatus] | None = None) 
 
 
 def _count_in_cluster(word: str, nodes: Sequence[NodeStatus]) -> int:
-    """The number that the smallest node has; of GPUs, the smallest node that has any."""
+    """Return the number on the smallest node; for GPUs, on the smallest node that has any."""
     alive = [node.resources for node in nodes if node.state == NodeState.ALIVE]
     if not alive:
         raise UsageError(f"--nproc-per-node={word}: the cluster has no node to count. Give the number that each has.")
@@ -149,7 +149,7 @@ def _entry_point(args: Namespace) -> str:
     if args.no_python:
         return shlex.join([NO_PYTHON, *words])
     if not args.module and "/" not in words[0] and not words[0].endswith(".py"):
-        words[0] = f"./{words[0]}"  # a file or a folder, whatever its name looks like
+        words[0] = f"./{words[0]}"  # a file or a folder, even if it looks like `module.attr`
     return shlex.join(["-m", *words] if args.module else words)
 
 
@@ -160,11 +160,11 @@ def _report_ignored(args: Namespace, parser: ArgumentParser) -> None:
         names[dest][0] for dest, value in vars(args).items() if dest not in known and value != parser.get_default(dest)
     ]
     if ignored:
-        _log.warning("%s: ignored, since the master and the agents see to it: %s", parser.prog, ", ".join(ignored))
+        _log.warning("%s: ignored, because the master and the agents do this: %s", parser.prog, ", ".join(ignored))
 
 
 def _num_gpus(env: Mapping[str, str]) -> int:
-    """NVIDIA GPUs that a process here may use; 0 without a driver."""
+    """Return the number of NVIDIA GPUs that a process here may use; 0 without a driver."""
     import pynvml
 
     try:
@@ -180,16 +180,16 @@ def _num_gpus(env: Mapping[str, str]) -> int:
 
 
 def output_files(args: Namespace, prog: str, nproc: int) -> dict[str, Any] | None:
-    """The description of a role's `output_files`; None where the options say nothing.
+    """Return a role's `output_files`; None if the options set nothing.
 
     Args:
-        prog: what messages call the program.
-        nproc: workers on each node, for a value that is meant for all of them.
+        prog: name of the program in messages.
+        nproc: workers on each node, for a value that holds for all of them.
     """
     redirects = _streams(args.redirects, prog, "--redirects", nproc)
     tee = _streams(args.tee, prog, "--tee", nproc)
     ranks = _local_ranks(args.local_ranks_filter, prog)
-    if args.log_dir == os.devnull:  # torchrun then writes no file, and shows it all
+    if args.log_dir == os.devnull:  # torchrun then writes no file and shows all output
         redirects, tee = {}, {}
     log_dir = os.path.abspath(args.log_dir) if args.log_dir and args.log_dir != os.devnull else ""
     if os.path.isfile(log_dir):

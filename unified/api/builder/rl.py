@@ -1,4 +1,4 @@
-"""Reinforcement learning: a job with the roles that such jobs have."""
+"""Reinforcement learning: a job with the usual roles."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ROLES = [role.value for role in RLRoleType]
 
 
 class RLJob(DLJob):
-    """A job of the roles TRAINER, ACTOR, ROLLOUT, REFERENCE, REWARD and CRITIC, of which ACTOR is required."""
+    """A job of the roles TRAINER, ACTOR, ROLLOUT, REFERENCE, REWARD and CRITIC. ACTOR is required."""
 
     thing: ClassVar[str] = "RL job"
 
@@ -37,9 +37,9 @@ class RLJob(DLJob):
 
 
 class RLJobBuilder(DLJobBuilder):
-    """Builds an `RLJob`: one method a role, with the defaults that suit it.
+    """Builder of an `RLJob`: one method per role, with suitable defaults.
 
-    The job waits for the trainer alone, which calls the other roles. `with_collocation_all` leaves the trainer out.
+    The job waits only for the trainer, which calls the other roles. `with_collocation_all` leaves the trainer out.
     """
 
     TRAINER_ROLE = RLRoleType.TRAINER.value
@@ -53,38 +53,38 @@ class RLJobBuilder(DLJobBuilder):
     def trainer(
         self, module: EntryPoint | None = None, cls: str | None = None, *, entrypoint: EntryPoint | None = None
     ) -> SimpleRoleBuilder[Self]:
-        """The program that drives the others: one worker with 4 cores and 8192 MB; the job waits for it.
+        """Add the program that drives the other roles: one worker with 4 cores and 8192 MB. The job waits for it.
 
         Args:
-            module: an entry point, as of `run`, or the module of one (also ``entrypoint``).
-            cls: then, the attribute in it.
+            module: an entry point, as for `run`, or only its module (also ``entrypoint``).
+            cls: the attribute, if `module` is only a module.
         """
         return super().trainer(module, cls, entrypoint=entrypoint).resource(cpu=4, mem=8192)
 
     def actor(self, entrypoint: EntryPoint, cls: str | None = None) -> ElasticRoleBuilder[Self]:
-        """The policy that is trained: elastic, required. The arguments of all roles are those of `run`."""
+        """Add the policy that is trained: elastic, required. All roles take the arguments of `run`."""
         return self.role(self.ACTOR_ROLE).train(entrypoint, cls).not_driver()
 
     def critic(self, entrypoint: EntryPoint, cls: str | None = None) -> ElasticRoleBuilder[Self]:
-        """The value model that is trained: elastic."""
+        """Add the value model that is trained: elastic."""
         return self.role(self.CRITIC_ROLE).train(entrypoint, cls).not_driver()
 
     def rollout(self, entrypoint: EntryPoint, cls: str | None = None) -> SimpleRoleBuilder[Self]:
-        """Workers that generate."""
+        """Add workers that generate."""
         return self.role(self.ROLLOUT_ROLE).run(entrypoint, cls).not_driver()
 
     def reference(self, entrypoint: EntryPoint, cls: str | None = None) -> SimpleRoleBuilder[Self]:
-        """Workers that hold the reference model."""
+        """Add workers that hold the reference model."""
         return self.role(self.REF_ROLE).run(entrypoint, cls).not_driver()
 
     def reward(self, entrypoint: EntryPoint, cls: str | None = None) -> SimpleRoleBuilder[Self]:
-        """Workers that score."""
+        """Add workers that score."""
         return self.role(self.REW_ROLE).run(entrypoint, cls).not_driver()
 
     def _all_but(self, exclude: tuple[str, ...]) -> set[str]:
         return super()._all_but(exclude) - {self.TRAINER_ROLE}
 
     def build(self) -> RLJob:
-        """Check everything and give the job. The roles must be those of an RL job, with an actor."""
+        """Check everything and return the job. The roles must be those of an RL job, with an actor."""
         self._warn_of_misplaced_config()
         return RLJob.model_validate(self.description())

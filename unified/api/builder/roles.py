@@ -1,4 +1,4 @@
-"""Builders of one role each. A method that one does not have is its parent's, so that chains need no `end()`."""
+"""Builders of one role each. A method that a builder lacks is looked up in its parent, so chains need no `end()`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Builds(Protocol[JobT]):
 
 
 class RoleBuilder(Generic[ParentT]):
-    """Gathers what is said of one role. Nothing is checked here: `build()` checks it all, and names role and field."""
+    """Collects the description of one role. Only `build()` checks it; its errors name role and field."""
 
     backend = "simple"
 
@@ -40,7 +40,7 @@ class RoleBuilder(Generic[ParentT]):
         return self._set(total=num)
 
     def per_group(self, num: int = 1) -> Self:
-        """Set how many of them share a group, and so a node."""
+        """Set how many workers of the role share a group, and so a node."""
         return self._set(per_group=num)
 
     def env(self, env: Mapping[str, Any] | None = None) -> Self:
@@ -69,15 +69,16 @@ class RoleBuilder(Generic[ParentT]):
     ) -> Self:
         """Set the resources that each worker needs. A later call replaces an earlier one.
 
-        Asking for nothing means one accelerator, and so does asking for memory or disk alone; but none in a job of
-        ``device_type("CPU")``, where the ranks of an elastic role still spread over nodes, `device_per_node` on each.
+        A worker gets one accelerator if nothing, or only memory and disk, is asked for. In a job of
+        ``device_type("CPU")`` it then gets none; ranks of an elastic role still spread over nodes, `device_per_node` on
+        each.
 
         Args:
-            cpu: cores; or all of it as one mapping.
+            cpu: cores; or all resources as one mapping.
             memory: MB (also ``mem``).
             disk: MB.
             accelerator: devices, or a share of one (also ``gpu``, ``acc``).
-            others: the other names, and ``user_defined={name: amount}``.
+            others: the other names above, and ``user_defined={name: amount}``.
         """
         named: dict[str, Any] = {"memory": memory, "disk": disk, "accelerator": accelerator}
         given = dict(cpu) if isinstance(cpu, Mapping) else {"cpu": cpu}
@@ -85,38 +86,38 @@ class RoleBuilder(Generic[ParentT]):
         return self._set(resource={**given, **others})
 
     def not_driver(self) -> Self:
-        """The job does not wait for this role: it is stopped when the drivers are done."""
+        """Stop this role when the drivers are done: the job does not wait for it."""
         return self._set(is_driver=False)
 
     def service(self) -> Self:
-        """The role is a service: it answers calls until the job's other roles are done, or until the job is stopped if
-        there are no others.
+        """Make the role a service: it answers calls until the job's other roles are done.
 
-        When its entry point has returned, its workers are SERVING. A worker that fails is started again alone (of an
-        elastic role: with the role's other ranks), and is charged to this role's limits. A class with `@rpc` methods
-        and without `run()` is a service without this call, unless its role is elastic.
+        If there are no other roles, it answers until the job is stopped. When its entry point has returned, its workers
+        are SERVING. A worker that fails starts again alone (in an elastic role: with the role's other ranks). The
+        failure counts against this role's limits. A class with `@rpc` methods and without `run()` is a service without
+        this call, unless its role is elastic.
         """
         return self._set(is_service=True)
 
     def max_restart(self, num: int) -> Self:
-        """Set the restarts of one worker, past which the job fails."""
+        """Set how often one worker may restart before the job fails."""
         return self._set(max_restart=num)
 
     def per_node_max_failure(self, num: int) -> Self:
-        """Set the failures of this role on one node, past which that node is excluded from the job."""
+        """Set how often this role may fail on one node before the job excludes that node."""
         return self._set(per_node_max_failure=num)
 
     def hang_timeout(self, seconds: float | timedelta) -> Self:
         """Set the time without progress after which the role is diagnosed, fails and is restarted.
 
-        Progress is a report (`current_worker().report`), a collective or a call that goes on; the ranks of an elastic
-        role are watched together, the workers of others each by itself. Choose it longer than the longest quiet phase:
-        a first compilation, an evaluation, a checkpoint. 0: never.
+        Progress is a report (`current_worker().report`), a collective or a call that goes on. The ranks of an elastic
+        role are watched together, the workers of other roles one by one. Choose a time above the longest quiet phase: a
+        first compilation, an evaluation, a checkpoint. 0: never.
         """
         return self._set(hang_timeout=seconds)
 
     def rank_based_gpu_selection(self) -> Self:
-        """Every worker sees all devices of its group, and takes the one of its local rank."""
+        """Let every worker see all devices of its group, and take the device of its local rank."""
         return self._set(rank_based_gpu_selection=True)
 
     def enable_node_group_failover(
@@ -124,9 +125,9 @@ class RoleBuilder(Generic[ParentT]):
     ) -> Self:
         """Give up a whole group of nodes, such as a rack, if the role does not run again soon after one of them failed.
 
-        It has not run again if, since a node of it was lost or excluded, its workers were never all RUNNING. The job
-        uses the group's nodes no more, provided that it fits on others; each is used again once its agent was started
-        anew.
+        The role runs again when all its workers are RUNNING after a node of it was lost or excluded. If that takes too
+        long, and the job fits on other nodes, it leaves the group's nodes. It uses a node again once the node's agent
+        was started anew, or the job's `restart_window` is over.
 
         Args:
             label_key: nodes with the same value of this label are a group (also ``group_label_key``).
@@ -148,14 +149,14 @@ class RoleBuilder(Generic[ParentT]):
         return self._set(sub_stage=list(sub_stage or ()))
 
     def end(self) -> ParentT:
-        """Back to the job's builder. Only type checkers need it."""
+        """Return the job's builder. Only type checkers need it."""
         return self._parent
 
     def description(self) -> dict[str, Any]:
-        """All that was said, as input of the workload models."""
+        """Return the description so far, as input of the workload models."""
         return dict(self._fields)
 
-    if TYPE_CHECKING:  # the parent's methods that most chains go on with; the others are Any
+    if TYPE_CHECKING:  # the parent's methods that most chains call next; the others are Any
 
         def build(self: RoleBuilder[Builds[JobT]]) -> JobT: ...
         def role(self, role: str) -> ParentT: ...
@@ -177,7 +178,7 @@ class SimpleRoleBuilder(RoleBuilder[ParentT]):
     """Builder of a role whose workers run side by side."""
 
     def restart_alone(self) -> Self:
-        """The workers do without each other: one that fails is started again alone, not its role or its job."""
+        """Start a failed worker again alone, without its role or its job: the workers do not need each other."""
         return self._set(restart_alone=True)
 
 
@@ -192,18 +193,18 @@ class ElasticRoleBuilder(RoleBuilder[ParentT]):
         return super().total(num)
 
     def per_group(self, num: int = 1) -> Self:
-        """Set how many of them share a node, in place of `nproc_per_node`."""
+        """Set how many workers share a node, in place of `nproc_per_node`."""
         self._fields.pop("nproc_per_node", None)
         return super().per_group(num)
 
     def nnodes(self, num: int | str) -> Self:
         """Set the number of groups of `nproc_per_node` workers: ``total = nnodes * nproc_per_node``, in either order.
 
-        The workers of a group share a node. Groups go to nodes of their own, as many as the job may use (`node_num`);
-        they share nodes only where there is no room on others, and `unified explain` says so.
+        The workers of a group share a node. Groups go to different nodes, as many as the job may use (`node_num`). They
+        share a node only if the other nodes have no room, and `unified explain` says so.
 
-        A range, ``"2:8"``, becomes a number when the job is submitted: as many of them as the cluster has nodes then,
-        and without a master its lower end, since there is but this host.
+        With a range, ``"2:8"``, the role runs on as many nodes as the cluster has, within the range, and grows and
+        shrinks with the cluster. Without a master the lower end counts, since there is only this host.
         """
         self._fields.pop("total", None)
         return self._set(nnodes=num)
@@ -214,23 +215,23 @@ class ElasticRoleBuilder(RoleBuilder[ParentT]):
         return self._set(nproc_per_node=num)
 
     def role_max_restart(self, num: int) -> Self:
-        """Set the restarts of the role as a whole, whichever worker failed: torchrun's `--max-restarts`.
+        """Set how often the role as a whole may restart, whichever worker failed: torchrun's `--max-restarts`.
 
-        No other limit counts the role's own failures then.
+        With it, no other limit counts the role's own failures.
         """
         return self._set(role_max_restart=num)
 
     def rendezvous(self, port: int = 0, run_id: str = "") -> Self:
-        """Set what ranks are told of their rendezvous: torchrun's `--master-port` and `--rdzv-id`.
+        """Set the rendezvous variables of the ranks: torchrun's `--master-port` and `--rdzv-id`.
 
         Args:
-            port: `MASTER_PORT`; 0: any that is free. Two jobs that meet on one node need different ones.
+            port: `MASTER_PORT`; 0: any free port. Two jobs on one node need different ports.
             run_id: `TORCHELASTIC_RUN_ID`; empty: the job's id.
         """
         return self._set(comm_port=port, comm_run_id=run_id)
 
     def output_files(self, log_dir: str = "", **options: Any) -> Self:
-        """Write what ranks print to files of their own: torchrun's `--log-dir`, `--redirects`, `--tee`.
+        """Write the output of each rank to its own files: torchrun's `--log-dir`, `--redirects`, `--tee`.
 
         Args:
             log_dir: ``LOG_DIR/RUN_ID/attempt_N/RANK/stdout.log`` and ``stderr.log``, on the nodes of the ranks.
@@ -240,24 +241,24 @@ class ElasticRoleBuilder(RoleBuilder[ParentT]):
         return self._set(output_files={"log_dir": log_dir, **options})
 
     def communication(self, backend: str = "auto", timeout: float | timedelta | None = None) -> Self:
-        """Set the process group: `auto` is nccl with CUDA and else gloo; the timeout is in seconds, None is torch's."""
+        """Set the process group: `auto` is nccl with CUDA, else gloo. The timeout is in seconds; None is torch's."""
         return self._set(comm_backend=backend, comm_timeout_s=timeout)
 
 
 def merged(old: Any, new: Any) -> Any:
-    """Two layers of environment; what is no mapping is left for `build()` to refuse."""
+    """Return two layers of environment as one. A value that is no mapping stays, so that `build()` refuses it."""
     if new is None:
         return old or {}
     return {**(old or {}), **new} if isinstance(new, Mapping) and isinstance(old, Mapping | None) else new
 
 
 def entry_point_of(entrypoint: EntryPoint, cls: str | None) -> EntryPoint:
-    """An entry point that may be given in two arguments, a module and what is in it. `build()` checks it."""
+    """Return an entry point that may be given as two arguments, module and attribute. `build()` checks it."""
     return entrypoint if cls is None or not isinstance(entrypoint, str) else (entrypoint, cls)
 
 
 def one_of(call: str, **names: Any) -> Any:
-    """The value of an argument that has several names; JobError unless exactly one is given."""
+    """Return the value of an argument that has several names; JobError unless exactly one is used."""
     given = {name: value for name, value in names.items() if value is not None}
     if len(given) != 1:
         arguments = " and ".join(given) or " or ".join(names)

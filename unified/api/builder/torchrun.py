@@ -1,7 +1,7 @@
-"""The options of `torchrun` and `dlrover-run`, and torchrun's way on several hosts: which commands are one job.
+"""The options of `torchrun` and `dlrover-run`, and the rule for several hosts: which commands are one job.
 
-Importing torch, which holds the real parser, takes longer than all the rest of starting a job, so there is
-this table. A test compares it with the parser of the torch at hand, option by option.
+The real parser is in torch, but importing torch takes longer than all other work of starting a job. So there is
+this table. A test compares it with the parser of the installed torch, option by option.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STREAMS = "0 none, 1 stdout, 2 stderr, 3 both; or so for some local ranks, 0:1,
 _THIS_HOST = ("", "localhost", "127.0.0.1", "::1", "[::1]", "0.0.0.0")
 _NO_ID = ("", "none")
 _STATIC_PORT = 29500
-"""torchrun's, where no other is given."""
+"""torchrun's default port."""
 
 
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
@@ -30,7 +30,7 @@ _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL, signal.SIGSTOP)
 
 
 class Option(NamedTuple):
-    """One option, whose default may come from ``PET_{dest}`` in the environment, as with torchrun."""
+    """One option. As with torchrun, its default may come from ``PET_{dest}`` in the environment."""
 
     names: tuple[str, ...]
     default: Any
@@ -125,13 +125,13 @@ DLROVER_RUN = (
 
 
 LAUNCHERS = {"torchrun": (), "dlrover-run": DLROVER_RUN}
-"""Launcher → the options it has beyond torchrun's."""
+"""Launcher → its options besides torchrun's."""
 
 
 def named_signals(text: str) -> list[int]:
-    """Return the numbers of the signals that ``--signals-to-handle`` names, but for those that stop a job.
+    """Return the numbers of the signals that ``--signals-to-handle`` names, except those that stop a job.
 
-    UsageError: one is no signal.
+    UsageError: a name is no signal.
     """
     found = []
     for name in text.split(",") if text != _SIGNALS else ():
@@ -144,7 +144,7 @@ def named_signals(text: str) -> list[int]:
 
 class _LaunchParser(ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse as argparse does; but what follows the script is the script's, however much it looks like ours."""
+        """Parse as argparse does, but leave all words after the script to the script, even our options."""
         words = list(sys.argv[1:] if args is None else args)
         end = self._script_at(words) + 1
         found, unknown = super().parse_known_args(words[:end], namespace)
@@ -158,7 +158,6 @@ class _LaunchParser(ArgumentParser):
         return at
 
     def _takes_next(self, word: str) -> bool:
-        """Return True if an option's value is the next word."""
         actions = self._option_string_actions
         alike = {actions[word]} if word in actions else {actions[name] for name in actions if name.startswith(word)}
         return bool(alike) and all(action.nargs != 0 for action in alike)
@@ -177,7 +176,7 @@ def table_parser(launcher: str, env: Mapping[str, str], prog: str | None = None)
     for option in (*TORCHRUN, *LAUNCHERS[launcher]):
         add_option(parser, option, env)
     if launcher == "dlrover-run" and "PET_MAX_RESTARTS" not in env:
-        parser.set_defaults(max_restarts=None)  # that launcher's own default is the default of a role
+        parser.set_defaults(max_restarts=None)  # dlrover-run's default is the default of a role
     parser.add_argument("training_script", type=str, help="Script, or module with -m, that each worker runs.")
     parser.add_argument("training_script_args", nargs=REMAINDER, help="Its arguments.")
     return parser
@@ -198,7 +197,7 @@ def add_option(parser: ArgumentParser, option: Option, env: Mapping[str, str]) -
 
 
 def run_id(args: Namespace) -> str:
-    """The id that `--rdzv-id` gives the run; empty without one."""
+    """Return the run's id from `--rdzv-id`; empty without one."""
     return "" if args.rdzv_id in _NO_ID else str(args.rdzv_id)
 
 
@@ -223,7 +222,7 @@ def check_hosts(args: Namespace, prog: str, *, has_master: bool, can_join: bool 
         can_join: a command with a `common_key` joins the job that another host has submitted.
 
     Raises:
-        UsageError: such a command, or a number of nodes or restarts that is none.
+        UsageError: the command is refused, or its number of nodes or restarts is invalid.
     """
     try:
         parse_nnodes(args.nnodes)
@@ -262,5 +261,5 @@ def _highest(nnodes: str) -> int:
 
 
 def _number(text: str) -> int:
-    """Return the number that `text` is; 1 if it is none, which is refused later, where nodes are counted."""
+    """Return `text` as a number; 1 if it is none, which `parse_nnodes` refuses."""
     return int(text) if text.isdecimal() else 1

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def is_cut(value: object) -> bool:
-    """Return True if each actor gets a share of it: a sequence that is not text or bytes, an array, a tensor."""
+    """Return True if each actor gets a share of the value: a sequence that is not text or bytes, an array, a tensor."""
     if isinstance(value, str | bytes | bytearray | memoryview):
         return False
     if isinstance(value, Sequence):
@@ -39,14 +39,14 @@ def share(value: Any, start: int, end: int) -> Any:
 
 
 def size_of_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-    """The size that `call_batch` was given, by its place or by its name, and the arguments after it.
+    """Return the size given to `call_batch`, by position or by name, and the arguments after it.
 
-    A `size` beside a number in that place is an argument of the method.
+    If a number is at the position of the size, a keyword `size` is an argument of the method.
     """
     if "size" in kwargs and not (args and type(args[0]) is int):
         return kwargs.pop("size"), args
     if not args:
-        raise UsageError("call_batch(method, size, …) was given no size: how many inputs has the batch?")
+        raise UsageError("call_batch(method, size, …) needs size, the number of inputs of the batch.")
     return args[0], args[1:]
 
 
@@ -56,15 +56,17 @@ def check_lengths(size: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         raise UsageError(f"the size of a batch is a number from 0 on, not {size!r}.")
     for where, value in [*((f"argument {i}", arg) for i, arg in enumerate(args)), *kwargs.items()]:
         if is_cut(value) and len(value) != size:
-            raise UsageError(f"a batch of {size}, and {where} has {len(value)} entries: they must be as many.")
+            raise UsageError(
+                f"the batch has {size} inputs, but {where} has {len(value)} entries: give one for each input."
+            )
 
 
 class FutureSequence(Sequence[T]):
-    """Several futures, each of a run of results, read as one sequence. Reading blocks only for the runs that are read.
+    """Sequence over several futures, each of a run of results. Reading blocks only for the runs that are read.
 
     Args:
         futures: each becomes a sequence of results.
-        lens: how many results each becomes.
+        lens: number of results of each future.
     """
 
     def __init__(self, futures: Sequence[Future[Any]], lens: Sequence[int]) -> None:
@@ -95,11 +97,11 @@ class FutureSequence(Sequence[T]):
             yield from self._run(which)
 
     def wait(self, timeout: float | None = None) -> list[T]:
-        """All results, waiting for at most `timeout` seconds.
+        """Return all results, after a wait of at most `timeout` seconds.
 
         Raises:
-            RpcError: what the first failed call, in order, ended in.
-            RpcTimeoutError: not all are there yet.
+            RpcError: the error of the first failed call, in order.
+            RpcTimeoutError: not all results came in time.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         results: list[T] = []
@@ -126,6 +128,6 @@ class FutureSequence(Sequence[T]):
         return run
 
     def _one_speaks_for_all(self) -> None:
-        """A part of the batch has failed, and that was read: of the others' errors nobody need be told."""
+        """Mark the errors of all parts as read, so that none is logged: the caller has read one of them."""
         for future in self._futures:
             future.add_done_callback(lambda ended: ended.exception())

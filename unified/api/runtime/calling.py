@@ -1,4 +1,4 @@
-"""Calls of groups, actors and proxies: deadline, retries, and streams that have perhaps not begun yet."""
+"""Calls of groups, actors and proxies: deadlines, retries, and streams that may not have begun yet."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Generating = AsyncIterator[T] | Iterator[T]
 
 
 class UnboundMethod(Protocol[P, R]):
-    """A method as its class has it, ``Engine.generate``. Its `self` is none of the arguments of a call.
+    """A method of a class, such as ``Engine.generate``. Its `self` is not among the arguments of a call.
 
     Type checkers tell it from a function by the name of its first parameter.
     """
@@ -38,18 +38,18 @@ class CallOptions:
     timeout: float | None = None
     """Seconds to the deadline, all attempts together; None: the job's default, `call_timeout_s`."""
     retries: int = 0
-    """Attempts after the first, where a failure is worth one (`unified.bus.calls.retry`)."""
+    """Attempts after the first, if the failure is worth another attempt (`unified.bus.calls.retry`)."""
 
     def __post_init__(self) -> None:
         if self.timeout is not None and (
             not isinstance(self.timeout, int | float) or isinstance(self.timeout, bool) or not self.timeout > 0
         ):
-            raise UsageError(f"timeout={self.timeout!r}: a number of seconds above 0 is wanted, or None.")
+            raise UsageError(f"timeout={self.timeout!r} must be a number of seconds above 0, or None.")
         if type(self.retries) is not int or self.retries < 0:
-            raise UsageError(f"retries={self.retries!r}: a number from 0 up is wanted.")
+            raise UsageError(f"retries={self.retries!r} must be a whole number, 0 or more.")
 
     def but(self, timeout: float | None, retries: int | None) -> Self:
-        """Return options with these in place of its own, where they are not None."""
+        """Return options with these values; None keeps the value of this object."""
         if timeout is None and retries is None:
             return self
         return replace(
@@ -59,7 +59,7 @@ class CallOptions:
         )
 
     def taken_from(self, kwargs: dict[str, Any]) -> Self:
-        """Return options with `_timeout` and `_retries` of a call's keyword arguments, which are taken out."""
+        """Remove `_timeout` and `_retries` from a call's keyword arguments, and return options with them."""
         if not kwargs:
             return self
         return self.but(kwargs.pop("_timeout", None), kwargs.pop("_retries", None))
@@ -82,7 +82,7 @@ def begin(
 def begin_all(
     targets: Sequence[str], method: Method, args: Sequence[Any], kwargs: dict[str, Any], options: CallOptions
 ) -> list[RpcFuture[Any]]:
-    """Call the same of several workers; the arguments are encoded once."""
+    """Call a method of several workers with the same arguments, which are encoded once."""
     name = method_name(method)
     if options.retries:
         check_retries(method, options.retries)
@@ -102,9 +102,9 @@ def begin_each(
 
 
 def check_stream(options: CallOptions) -> None:
-    """UsageError if a stream is to be retried: what was consumed of it cannot be taken back."""
+    """Raise UsageError if the options ask for retries: items of a stream that were read cannot be taken back."""
     if options.retries:
-        raise UsageError(f"retries={options.retries} was asked for a stream: begin a new one when one has failed.")
+        raise UsageError(f"retries={options.retries}: a stream cannot be retried; start a new stream after a failure.")
 
 
 def _all_retried(
@@ -130,7 +130,7 @@ def _retried(
 
 
 class PromisedStream(RpcStream[T]):
-    """The stream that a call will be answered with. Only reading waits for that."""
+    """Stream of a call that may not be answered yet. Only reading waits for the answer."""
 
     def __init__(self, future: RpcFuture[Any]) -> None:
         self._future = future
@@ -154,7 +154,7 @@ class PromisedStream(RpcStream[T]):
         if self._is_over:
             raise StopAsyncIteration
         if self._stream is None:
-            try:  # shielded: a consumer that is cancelled at its first item, or at a later one, may come back
+            try:  # shielded: a consumer that is cancelled may read on later
                 self._begin(await asyncio.shield(asyncio.ensure_future(self._future)))
             except Exception:
                 self._is_over = True
@@ -163,7 +163,7 @@ class PromisedStream(RpcStream[T]):
         return await anext(self._stream)
 
     def close(self) -> None:
-        """Want no more: the generator is told to stop, or never begins. Never waits."""
+        """Stop the generator, or keep it from beginning. Never waits."""
         self._is_over = True
         if not self._future.cancel() and self._future.exception() is None:
             stream = self._future.result()
@@ -171,11 +171,11 @@ class PromisedStream(RpcStream[T]):
                 stream.close()
 
     def __del__(self) -> None:
-        """The stream inside has its own; before there is one, the endpoint alone will hold it, and drop it."""
+        """Do nothing: the inner stream ends itself. If it is not here yet, only the endpoint will hold and drop it."""
 
     def _begin(self, stream: Any) -> None:
         if not isinstance(stream, RpcStream):
             raise UsageError(
-                f"{self.what} was asked for a stream and returned {type(stream).__name__}: its handler is no generator."
+                f"{self.what} returned {type(stream).__name__} instead of a stream: its handler is not a generator."
             )
         self._stream = stream

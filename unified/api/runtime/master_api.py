@@ -35,7 +35,7 @@ class MasterStatus:
 
 
 class MasterCall(Generic[P, R]):
-    """A function that asks the master, and its twin for an event loop."""
+    """A function that asks the master, with a variant for event loops."""
 
     def __init__(self, function: Callable[P, R]) -> None:
         self._function = function
@@ -46,7 +46,7 @@ class MasterCall(Generic[P, R]):
         return self._function(*args, **kwargs)
 
     async def async_call(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Do the same, waiting on a thread, so that the event loop goes on."""
+        """Call the function on a thread, so that the event loop goes on."""
         return await asyncio.to_thread(self._function, *args, **kwargs)
 
 
@@ -73,10 +73,10 @@ def get_all_roles() -> dict[str, list[ActorInfo]]:
 
 
 def restart_actors(names: Iterable[str] = (), *, actor_names: Iterable[str] = ()) -> None:
-    """Give these workers (full names or ``role-rank``) a new incarnation each, and return when those are READY.
+    """Restart these workers (full names or ``role-rank``), and return when their new incarnations are READY.
 
-    A rank of an elastic role restarts with its role. No call that begins afterwards meets an old one. `actor_names` is
-    another word for `names`.
+    A rank of an elastic role restarts with its role. A call that begins afterwards never reaches an old incarnation.
+    `actor_names` is another name of `names`.
 
     Raises:
         RefusedError: the job ends meanwhile.
@@ -99,11 +99,11 @@ def stop() -> None:
 def wait() -> int:
     """Wait until the job's outcome is decided, and return its exit code.
 
-    From then on the job is STOPPING, and this worker is stopped with it: it has the job's `stop_grace_s` to act on the
-    answer. STOPPED, when no worker is left, is not for a worker to see. A driver's own entry point must return before
-    that can be: this is for the workers beside it.
+    The job is then STOPPING and stops this worker, too. The worker has the job's `stop_grace_s` to act on the answer.
+    No worker sees STOPPED, because no worker is left then. Do not call this in a driver: the outcome is not decided
+    before the driver's entry point has returned.
     """
-    current_worker().on_stop(lambda: None)  # so that it is not ended at once, before it has the answer
+    current_worker().on_stop(lambda: None)  # without a callback, a stop ends the worker at once, without the answer
     watch = JobWatch(_master(), _job_id(), has_workers=False)
     while True:
         job = watch.next_status(POLL_S)
@@ -114,11 +114,11 @@ def wait() -> int:
 
 
 class PrimeMasterApi:
-    """The master, as a worker asks about its own job. Every function can be awaited as ``….async_call(…)``.
+    """Requests of a worker to the master about its own job. Each can be awaited as ``….async_call(…)``.
 
     Raises:
-        RefusedError: the master said no.
-        MasterUnreachableError: it did not answer.
+        RefusedError: the master refused.
+        MasterUnreachableError: the master did not answer.
         NotInWorkerError: this process is not a worker.
     """
 
@@ -133,7 +133,7 @@ class PrimeMasterApi:
 
 
 def _mark_dead(incarnations: dict[str, int]) -> None:
-    """Take incarnations for ended that are about to be, and whose end this worker has not heard of."""
+    """Treat the incarnations before these as dead, though this worker has not heard of their end."""
     worker = current_worker()
     dead = [
         DirectoryEntry(worker=name, incarnation=number - 1, state=Reachability.DEAD, reason="restarted on request")
@@ -155,5 +155,5 @@ def _master() -> MasterConnection:
 
 @functools.cache
 def _connected(address: str, key: ClusterKey | None) -> MasterConnection:
-    """One connection a process, made when first asked for; a worker has one master all the time."""
+    """Return the connection of this process, made at first use; a worker never changes its master."""
     return MasterConnection(address, key=key)

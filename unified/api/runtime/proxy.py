@@ -14,26 +14,25 @@ T = TypeVar("T")
 
 
 class UserRpcProxy:
-    """Stands for an object that its owner exported with `export_rpc_instance(ns, obj)`.
+    """Proxy of an object that its owner exported with `export_rpc_instance(ns, obj)`.
 
     The proxy has the `@rpc` methods of the object's class. A sync method blocks and returns the value. An ``async def``
     method makes the call at once and returns a coroutine, to be awaited, or given to `asyncio.run` or `create_task`. A
-    generator method returns an iterator, and an async one an async iterator, at once; what goes wrong is raised where
-    it is read.
+    generator method returns an iterator at once, and an async one an async iterator. Reading it raises the errors.
 
     Attributes:
-        owner, name, cls: as they were given; a method of the class that has the same name hides one.
+        owner, name, cls: as given; a method of the class with the same name hides the attribute.
 
     Args:
         owner: worker that has the object: full name, ``role-rank``, or a role's name for its rank 0.
-        name: namespace of the export; None or empty for one without.
+        name: namespace of the export; None or empty: the export has none.
         cls: class of the object, or a base of it that declares the methods.
         timeout: seconds to the deadline of each call; None: the job's default.
         retries: attempts after the first, for the methods that are marked ``@rpc(idempotent=True)``; the others are
             called once.
 
     Raises:
-        UsageError: (a ValueError) the job has no such worker; or `retries`, and no method may be retried.
+        UsageError: (a ValueError) the job has no such worker; or `retries` is given, and no method may be retried.
         NotInWorkerError: this process is not a worker.
     """
 
@@ -48,8 +47,8 @@ class UserRpcProxy:
         methods = marked_methods(cls)
         if retries and not any(_may_retry(mark) for mark in methods.values()):
             raise UsageError(
-                f"retries={retries} was asked for {cls.__name__}, which has no method that is marked "
-                "@rpc(idempotent=True) and is no stream."
+                f"retries={retries}: {cls.__name__} has no method that may be retried: one marked "
+                "@rpc(idempotent=True) that is not a stream."
             )
         for attribute, mark in methods.items():
             setattr(self, attribute, functools.wraps(getattr(cls, attribute))(functools.partial(self._invoke, mark)))
@@ -71,7 +70,7 @@ class UserRpcProxy:
 
 
 def create_rpc_proxy(owner: str, name: str | None, cls: type[T], timeout: float | None = None, retries: int = 0) -> T:
-    """A `UserRpcProxy`, typed as the class that it stands for."""
+    """Return a `UserRpcProxy`, typed as the class that it stands for."""
     return cast(T, UserRpcProxy(owner, name, cls, timeout, retries))
 
 

@@ -1,4 +1,4 @@
-"""A queue that workers of a job share: `DataQueue`, and what it says of itself."""
+"""A queue that workers of a job share: `DataQueue`, and its statistics."""
 
 from unified.queue.client import DataQueue
 from unified.queue.core.state import QueueStats

@@ -1,6 +1,6 @@
 """Functions without a body that call a role: the stubs of a ``remote_call.py``.
 
-A provider names a stub in `@rpc(name=stub)`, and whoever imports the stub calls it like any function::
+A provider names a stub in `@rpc(name=stub)`. Other code imports the stub and calls it like any function::
 
     # remote_call.py
     from unified.api.runtime.remote_call import bind
@@ -56,26 +56,26 @@ _EMPTY_BODY = frozenset(
 
 
 def bind(role: str, *, to: To | None = None, timeout: float | None = None, retries: int = 0) -> Callable[[F], F]:
-    """A decorator for stubs, which makes calling them call the methods of their names in the workers of `role`.
+    """Return a decorator for stubs: a call of the stub calls the method of its name in the workers of `role`.
 
-    The return annotation says how a stub is called, unless `to` does:
+    The return annotation says how a stub is called, unless `to` says it:
 
     ======== ========================== ========================================================================
     `to`     annotated as returning     what a call does and returns
     ======== ========================== ========================================================================
-    all      ``None``                   calls every worker and waits for all; None, unless something else is annotated:
-                                        then the list of their results
+    all      ``None``                   calls every worker and waits for all; returns None, or the list of their
+                                        results if something else is annotated
     batch    ``FutureSequence[…]``      cuts the sequences among the arguments, as `RoleGroup.call_batch`
     stream   ``RpcStream[…]``,          calls rank 0, and iterates over what it yields
              ``Iterator[…]``
-    rank0    anything else              calls rank 0 and waits for its result; of ``RpcFuture[…]`` the future
+    rank0    anything else              calls rank 0 and waits for its result; for ``RpcFuture[…]``, returns the future
     ======== ========================== ========================================================================
 
     An ``async def`` stub returns a coroutine, and a type checker sees each stub's own signature.
 
     Args:
-        role: whose workers are called.
-        to: as above; None: as the return annotation says, which must be there then.
+        role: the role whose workers are called.
+        to: see above; None: the return annotation decides, and must be there.
         timeout: seconds to the deadline of each call; None: the job's default.
         retries: as for `RoleActor.with_options`.
 
@@ -100,7 +100,7 @@ def bind(role: str, *, to: To | None = None, timeout: float | None = None, retri
 
         @functools.wraps(stub)
         def call(*args: Any, **kwargs: Any) -> Any:
-            signature.bind(*args, **kwargs)  # a wrong argument is a TypeError here, and not over there
+            signature.bind(*args, **kwargs)  # raises TypeError for a wrong argument, before the call
             group = RoleGroup(role).with_options(timeout=timeout, retries=retries)
             name = method_name(call)
             if how == "stream":
@@ -121,19 +121,19 @@ def bind(role: str, *, to: To | None = None, timeout: float | None = None, retri
 
 
 def bind_module(role: str, module: types.ModuleType | str) -> list[str]:
-    """Have every stub of a module call a role, as `bind` does one: for a ``remote_call.py`` of plain stubs.
+    """Bind every stub of a module to a role, as `bind` does with one: for a ``remote_call.py`` of plain stubs.
 
-    Call it at the end of that module, ``bind_module("rollout", __name__)``: a name that was imported from it before
-    stays a stub. Functions with a body, and those that were bound before, are left as they are.
+    Call it at the end of that module, ``bind_module("rollout", __name__)``: a name that was imported from the module
+    before stays a stub. Functions that have a body, or are bound already, stay as they are.
 
     Args:
-        module: itself, or its name in `sys.modules`.
+        module: the module, or its name in `sys.modules`.
 
     Returns:
         the names of the functions that were bound.
 
     Raises:
-        UsageError: it has no stub, or one that does not say what it returns.
+        UsageError: the module has no stub, or one without a return annotation.
     """
     module = sys.modules[module] if isinstance(module, str) else module
     stubs = {
@@ -160,18 +160,18 @@ async def _none_of(awaitable: Any) -> None:
 
 
 def _how(stub: types.FunctionType) -> tuple[To, bool]:
-    """Return how the stub is to be called, and whether its caller wants the future: what it returns says both."""
+    """Return how to call the stub, and whether its caller wants the future: its return annotation says both."""
     returned = _returned(stub)
     if not returned:
         raise UsageError(
-            f"{stub.__qualname__} does not say what it returns, and so not whether one worker is called or all: write "
+            f"{stub.__qualname__} has no return annotation, which decides whether one worker or all are called: write "
             "`-> None: ...`, or bind(role, to='all'), 'rank0', 'batch' or 'stream'."
         )
     return _KINDS.get(returned, "rank0"), returned in _FUTURES
 
 
 def _returned(stub: types.FunctionType) -> str:
-    """The name of the class that it is annotated to return, without its module and parameters; empty: it says none."""
+    """Return the name of the annotated class, without its module and parameters; empty: no annotation."""
     annotation = _signature(stub).return_annotation
     if annotation is inspect.Signature.empty:
         return ""
@@ -183,7 +183,7 @@ def _returned(stub: types.FunctionType) -> str:
 
 
 def _signature(stub: types.FunctionType) -> inspect.Signature:
-    """Return the signature, where some of the annotations may name what only a type checker imports."""
+    """Return the signature. Its annotations may name classes that only a type checker imports."""
     if sys.version_info >= (3, 14):
         import annotationlib
 
@@ -195,4 +195,4 @@ def _size(stub: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any
     for value in (*args, *kwargs.values()):
         if is_cut(value):
             return len(value)
-    raise UsageError(f"{stub.__qualname__} is called as a batch, and none of its arguments is a sequence to be cut.")
+    raise UsageError(f"{stub.__qualname__} is called as a batch, but none of its arguments is a sequence.")

@@ -29,9 +29,9 @@ class RoleActor:
 
     Attributes:
         name: full name.
-        rank: in its role.
-        info: all that is known of it.
-        options: of its calls (`with_options`).
+        rank: rank in its role.
+        info: all that is known of the worker.
+        options: options of its calls (`with_options`).
     """
 
     def __init__(self, info: ActorInfo, options: CallOptions = DEFAULT_OPTIONS) -> None:
@@ -41,15 +41,15 @@ class RoleActor:
         self.options = options
 
     def with_options(self, *, timeout: float | None = None, retries: int | None = None) -> Self:
-        """The same worker, with other options for the calls that are made through what is returned.
+        """Return the same worker, with other options for the calls through the returned object.
 
-        Unlike `_timeout=` and `_retries=` in a call, this leaves a typed method its own signature.
+        Unlike `_timeout=` and `_retries=` in a call, this keeps the signature of a typed method.
 
         Args:
             timeout: seconds to the deadline of each call, all its attempts together, and of each stream.
-            retries: attempts after the first, where a failure is worth one: the worker died and another incarnation may
-                come, a connection broke, too much was in flight. For methods marked ``@rpc(idempotent=True)``; of one
-                that bears no mark in this process (a stub, a name) it is the caller's word that it may run twice.
+            retries: attempts after the first, if the worker died and another incarnation may come, a connection broke,
+                or too much was in flight. For methods marked ``@rpc(idempotent=True)``. For a method without a mark in
+                this process (a stub, a name) the caller promises that it may run twice.
 
         Raises:
             UsageError: a value that makes no sense.
@@ -81,12 +81,12 @@ class RoleActor:
         self, method: str, /, *args: Any, _timeout: float | None = None, _retries: int | None = None, **kwargs: Any
     ) -> RpcFuture[Any]: ...
     def call(self, method: Any, /, *args: Any, **kwargs: Any) -> RpcFuture[Any]:
-        """Call one of its `@rpc` methods and return at once.
+        """Call an `@rpc` method of the worker and return at once.
 
         Arrays, tensors and large bytes must not be changed before the future has ended.
 
         Args:
-            method: its name, or a function whose `@rpc` name, or own name, is meant.
+            method: name of the method, or a function: its `@rpc` name, or its own name, is used.
             _timeout: seconds to the call's deadline; None: that of `with_options`, or else the job's `call_timeout_s`.
             _retries: attempts after the first; None: those of `with_options`.
 
@@ -107,19 +107,19 @@ class RoleActor:
     @overload
     def stream(self, method: str, /, *args: Any, _timeout: float | None = None, **kwargs: Any) -> RpcStream[Any]: ...
     def stream(self, method: Any, /, *args: Any, **kwargs: Any) -> RpcStream[Any]:
-        """Call one of its `@rpc` methods that is a generator, sync or async, and iterate over what it yields.
+        """Call an `@rpc` method that is a generator, sync or async, and iterate over its items.
 
-        Returns at once; what goes wrong is raised where the stream is read::
+        Returns at once; reading the stream raises the errors::
 
             for token in actor.stream("generate", prompt):
                 ...
 
         Args:
-            method: its name, or a function whose `@rpc` name, or own name, is meant.
+            method: name of the method, or a function: its `@rpc` name, or its own name, is used.
             _timeout: seconds to the deadline of the whole stream; None: as for `call`.
 
         Raises:
-            UsageError: (a ValueError) an argument cannot be sent; or retries are asked for, which a stream has not.
+            UsageError: (a ValueError) an argument cannot be sent; or the options ask for retries: a stream has none.
         """
         options = self.options.taken_from(kwargs)
         check_stream(options)
@@ -130,7 +130,7 @@ class RoleActor:
 
 
 def actors_of(role: str, *, optional: bool = False) -> list[ActorInfo]:
-    """The workers of a role, by rank; UsageError if there are none, unless `optional`."""
+    """Return the workers of a role, by rank; UsageError if there are none, unless `optional`."""
     worker = current_worker()
     actors = worker.workers_of(role)
     if not actors and not optional:
@@ -141,7 +141,7 @@ def actors_of(role: str, *, optional: bool = False) -> list[ActorInfo]:
 
 
 def actor_named(name: str) -> ActorInfo:
-    """The worker of this full name, or short name ``role-rank``, or the rank 0 of the role of this name."""
+    """Return the worker of this full name or short name ``role-rank``, or rank 0 of the role of this name."""
     worker = current_worker()
     if name in worker.roles:
         return actors_of(name)[0]
@@ -153,7 +153,7 @@ def actor_named(name: str) -> ActorInfo:
         if name in (actor.name, f"{role}-{actor.rank}"):
             return actor
     total = len(worker.workers_of(role))
-    reason = f"Role '{role}' has ranks 0 to {total - 1}: rank {rank}?" if total else _known(worker.roles)
+    reason = f"Role '{role}' has no rank {rank}: its ranks are 0 to {total - 1}." if total else _known(worker.roles)
     raise UsageError(f"No actor is named '{name}'. {reason}")
 
 

@@ -37,13 +37,13 @@ class RoleGroup(Sequence[RoleActor]):
     """The workers of a role, by rank; or of several roles, one after the other.
 
     Args:
-        role: its name.
+        role: name of the role.
         optional: a role without workers, or that does not exist, gives an empty group instead of an error.
-        name: of the group, for people; the roles' names if not given.
-        roles: in place of `role`.
+        name: name of the group, for people; the roles' names if not given.
+        roles: names of several roles, in place of `role`.
 
     Attributes:
-        options: of its calls (`with_options`).
+        options: options of its calls (`with_options`).
 
     Raises:
         UsageError: (a ValueError) ``No actors found for role 'x'.``
@@ -59,7 +59,7 @@ class RoleGroup(Sequence[RoleActor]):
         roles: Sequence[str] | None = None,
     ) -> None:
         if (role is None) == (roles is None):
-            raise UsageError("RoleGroup takes a role, or roles=[…]: one of them.")
+            raise UsageError("give RoleGroup either a role or roles=[…].")
         wanted = [role] if role is not None else list(roles or ())
         if not wanted and not optional:
             raise UsageError("RoleGroup got an empty list of roles.")
@@ -68,8 +68,8 @@ class RoleGroup(Sequence[RoleActor]):
         self.actors = [RoleActor(info) for each in wanted for info in actors_of(each, optional=optional)]
 
     def with_options(self, *, timeout: float | None = None, retries: int | None = None) -> Self:
-        """The same workers, with other options for the calls that are made through what is returned, or through its
-        actors. For the arguments see `RoleActor.with_options`."""
+        """Return the same workers, with other options for the calls through the returned group or its actors. For the
+        arguments see `RoleActor.with_options`."""
         view = copy.copy(self)
         view.options = self.options.but(timeout, retries)
         view.actors = [actor.with_options(timeout=timeout, retries=retries) for actor in self.actors]
@@ -125,18 +125,18 @@ class RoleGroup(Sequence[RoleActor]):
         **kwargs: Any,
     ) -> RpcFuture[list[Any]]: ...
     def call(self, method: Any, /, *args: Any, **kwargs: Any) -> RpcFuture[list[Any]]:
-        """Call a method of every actor; the results come in the group's order, or the first error at once.
+        """Call a method of every actor. The future has the results in the group's order, or the first error at once.
 
-        The arguments are encoded once for all, and are once in the shared memory of each host. No actor is called where
-        one of them cannot be sent.
+        The arguments are encoded once for all actors, and are in the shared memory of each host only once. If an
+        argument cannot be sent, no actor is called.
 
         Args:
-            method: its name, or a function whose `@rpc` name, or own name, is meant.
+            method: name of the method, or a function: its `@rpc` name, or its own name, is used.
             _scatter: every argument is a list with one entry for each actor.
             _timeout, _retries: as for `RoleActor.call`, for each of the calls.
 
         Raises:
-            UsageError: (a ValueError) `_scatter`, and an argument is no list of that length; or as for
+            UsageError: (a ValueError) with `_scatter`, an argument is no list with one entry for each actor; or as for
                 `RoleActor.call`.
         """
         scatter = kwargs.pop("_scatter", False)
@@ -211,15 +211,15 @@ class RoleGroup(Sequence[RoleActor]):
         **kwargs: Any,
     ) -> FutureSequence[Any]: ...
     def call_batch(self, method: Any, /, *args: Any, **kwargs: Any) -> FutureSequence[Any]:
-        """Give each actor a run of a batch.
+        """Call a method of each actor with its run of a batch.
 
         Lists, tuples, arrays, tensors and other sequences (but not strings and bytes) are cut into runs of
         ``ceil(size / number of actors)``; all other arguments go to every actor. An actor left without a run is not
-        called. The method returns one result for each input.
+        called. The method must return one result for each input.
 
         Args:
-            method: its name, or a function whose `@rpc` name, or own name, is meant.
-            size: of the batch, and so of each sequence among the arguments; by its place or as ``size=``.
+            method: name of the method, or a function: its `@rpc` name, or its own name, is used.
+            size: size of the batch, and so of each sequence among the arguments; by position or as ``size=``.
             _timeout, _retries: as for `RoleActor.call`, for each of the calls.
 
         Raises:
@@ -251,7 +251,7 @@ class RoleGroup(Sequence[RoleActor]):
         self, method: str, /, *args: Any, _scatter: bool = False, _timeout: float | None = None, **kwargs: Any
     ) -> list[RpcStream[Any]]: ...
     def stream(self, method: Any, /, *args: Any, **kwargs: Any) -> list[RpcStream[Any]]:
-        """Call a generator method of every actor; one stream each, in the group's order. See `RoleActor.stream`."""
+        """Call a generator method of every actor: one stream each, in the group's order. See `RoleActor.stream`."""
         scatter = kwargs.pop("_scatter", False)
         options = self.options.taken_from(kwargs)
         check_stream(options)
@@ -270,23 +270,23 @@ class RoleGroup(Sequence[RoleActor]):
         force: bool = False,
         collective: bool | None = None,
     ) -> int:
-        """Bring a model to all workers of the group, each of which has a `WeightsReceiver`.
+        """Send a model to all workers of the group, each of which has a `WeightsReceiver`.
 
-        One rank calls it; or all ranks of an FSDP2 or DDP model together, as they call any collective. A worker that
-        dies on the way is given the version when its next incarnation has its receiver, as long as there is time.
+        One rank calls this; or all ranks of an FSDP2 or DDP model call it together, like a collective. If a worker dies
+        meanwhile, its next incarnation gets the version as soon as it has its receiver, if there is time left.
 
         Args:
-            weights: a module, or a state dict. DDP and torch.compile are looked through. Sharded tensors (FSDP2,
-                DTensor) are gathered bucket by bucket; tied ones are sent once; entries that are no tensors come too.
+            weights: a module, or a state dict. Wrappers of DDP and torch.compile are ignored. Sharded tensors (FSDP2,
+                DTensor) are gathered bucket by bucket; tied tensors are sent once; non-tensor entries are sent, too.
             version: its number, from 1; None: one more than any worker of the group has.
-            name: of the receivers.
-            dtype: what floating-point tensors are cast to.
-            bucket_bytes: how much is gathered and sent at a time; a larger tensor is a bucket by itself.
+            name: name of the receivers.
+            dtype: floating-point tensors are cast to it; None: no cast.
+            bucket_bytes: bytes that are gathered and sent at a time; a larger tensor is a bucket by itself.
             timeout: seconds for all of it, from the wait for receivers to the last answer.
-            wait: return when every worker has it. False: return when this process has a copy of its part, which a
-                thread then sends; what goes wrong is raised by the next call.
-            force: a version lower than what is there is no error.
-            collective: all ranks of the process group call this together. None: they do if the model is a
+            wait: True: return when every worker has the version. False: return when this process has a copy of its
+                part. A thread then sends it, and the next call raises its errors.
+            force: True: the version may be lower than that of a worker.
+            collective: True: all ranks of the process group call this together. None: True if the model is a
                 DistributedDataParallel or sharded.
 
         Returns:
@@ -294,8 +294,8 @@ class RoleGroup(Sequence[RoleActor]):
 
         Raises:
             WeightsVersionError: a worker has a newer version, or gets this one from another sender.
-            WeightsTimeoutError: not everybody had it in time; names who, and why.
-            WeightsError: somebody cannot have it; or the version before, which was not waited for, did not arrive.
+            WeightsTimeoutError: not all workers had it in time; the message says which, and why.
+            WeightsError: a worker cannot have it; or the previous version, sent with ``wait=False``, did not arrive.
             UsageError: (a ValueError) ``No actors in the role group.``, or `weights` cannot be sent.
         """
         with needed_by("RoleGroup.sync_weights()"):
@@ -322,6 +322,6 @@ class RoleGroup(Sequence[RoleActor]):
     def _check_scatter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for where, value in [*((f"argument {i}", arg) for i, arg in enumerate(args)), *kwargs.items()]:
             if not isinstance(value, list | tuple):
-                raise UsageError(f"_scatter: {where} is a {type(value).__name__}, not a list with one entry an actor.")
+                raise UsageError(f"_scatter: {where} is a {type(value).__name__}, not a list with one entry per actor.")
             if len(value) != len(self):
                 raise UsageError(f"_scatter: {where} has {len(value)} entries for {len(self)} actors.")

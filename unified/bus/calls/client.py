@@ -39,12 +39,12 @@ class ClientHost(Host, Protocol):
     """The endpoint, as its client sees it."""
 
     def peer_gone(self, inbox_id: str) -> None:
-        """The process behind an inbox is gone."""
+        """Forget the process behind an inbox: it is gone."""
 
 
 class CallClient:
-    """The open calls of one endpoint. `learn` alone changes the directory of the job. For `default_timeout_s` and
-    `limit_bytes` see `BusEndpoint`."""
+    """The open calls of one endpoint. Only `learn` changes the directory of the job. `BusEndpoint` explains
+    `default_timeout_s` and `limit_bytes`."""
 
     def __init__(
         self,
@@ -120,14 +120,14 @@ class CallClient:
                     self._mind_deadlines()
         except RpcError as error:
             self._ended(call_id)
-            future.fail(error.with_traceback(None))  # which would hold this frame, and so the future
+            future.fail(error.with_traceback(None))  # a traceback would keep this frame, and so the future
         else:
             if inbox is not None:
                 self._send_call(outbound, inbox, timeout, may_wait)
         return future
 
     def step(self, event: pending.Event) -> None:
-        """Take an event in: have the table decide what follows, and do that."""
+        """Pass an event to the table, and perform the actions that the table returns."""
         later: list[RpcFuture[Any]] = []
         actions: list[pending.Action] = []
         stopped_by: BaseException | None = None
@@ -135,10 +135,10 @@ class CallClient:
             with self._lock:
                 actions = self.table.step(time.monotonic(), event)
                 self._mind_deadlines()
-        except BaseException as error:  # such as KeyboardInterrupt: the table does not decide the same again
+        except BaseException as error:  # such as KeyboardInterrupt: the table returns actions only once
             stopped_by = error
             with self._lock:
-                self._mind_deadlines()  # it may have come before the timer was set, which nothing else may do
+                self._mind_deadlines()  # the error may have come before the timer was set
         while actions:
             try:
                 while actions:
@@ -154,9 +154,9 @@ class CallClient:
             _call_back(later)
 
     def learn(self, entries: Iterable[DirectoryEntry]) -> list[Change]:
-        """Take entries of the directory in; return what they change.
+        """Merge entries of the directory; return the changes.
 
-        Nobody calls the next incarnation of a worker while a call of an earlier one is open: the lock is held.
+        The lock is held: nobody calls the next incarnation of a worker while a call of an earlier one is open.
         """
         later: list[RpcFuture[Any]] = []
         with self._lock:
@@ -175,14 +175,14 @@ class CallClient:
         return changes
 
     def _mind_deadlines(self) -> None:
-        """Set the timer to the next deadline, under the lock. It is never put off: while calls come and go, a later
-        deadline finds it set to an earlier one, and need not wake the thread."""
+        """Set the timer to the next deadline, under the lock. The timer is never put off: while calls come and go, most
+        deadlines find an earlier time set, and need not wake its thread."""
         due = self.table.next_deadline
         if due is not None:
             self._timer.set(due)
 
     def take(self, envelope: Envelope, body: Buffer, buffers: list[Buffer]) -> None:
-        """Take an answer in, or a part of one."""
+        """Handle an answer, or an item of a stream."""
         call_id = envelope.call_id
         outbound = self._outbound.get(call_id)
         if envelope.kind is Kind.ITEM:
@@ -192,7 +192,7 @@ class CallClient:
             return
         try:
             self._end_with(envelope, outbound, body, buffers)
-        except BaseException as error:  # such as KeyboardInterrupt, on a user's thread: it can be half done
+        except BaseException as error:  # such as KeyboardInterrupt on a user's thread: the answer may be half handled
             if outbound is not None:
                 failure = RpcError(f"{type(error).__name__} came while the answer to {outbound.words} was read.")
                 self.step(pending.SendFailed(call_id=call_id, error=failure))
@@ -201,14 +201,14 @@ class CallClient:
             raise
 
     def _end_with(self, envelope: Envelope, outbound: OutboundCall | None, body: Buffer, buffers: list[Buffer]) -> None:
-        """Take in an answer, or that a stream begins."""
+        """Handle the last answer of a call, or the begin of a stream."""
         call_id, kind = envelope.call_id, envelope.kind
         is_last = kind is not Kind.STREAM
         with self._lock:
             is_awaited = self.table.answer(call_id, envelope.sender, is_last)
         if not is_awaited:
             inbox = None if is_last else self.table.directory.inbox(envelope.sender)
-            if inbox is not None:  # a CANCEL can come before its call; without another the generator waits for MORE
+            if inbox is not None:  # a CANCEL can overtake its call; without a second one the generator waits for MORE
                 self._sender.tell(Kind.CANCEL, call_id, inbox)
             return
         if not is_last:
@@ -234,7 +234,7 @@ class CallClient:
             self.step(pending.SendFailed(call_id=call_id, error=_unreadable(outbound, reason)))
 
     def give_up(self, call_id: int, error: RpcError) -> None:
-        """End a call whose messages were lost, and tell its callee, in case that one goes on."""
+        """End a call whose messages were lost, and cancel it at its callee, which may go on."""
         outbound = self._outbound.get(call_id)
         self.step(pending.SendFailed(call_id=call_id, error=error))
         if outbound is not None and outbound.inbox is not None:
@@ -244,7 +244,7 @@ class CallClient:
         return list(self._outbound.values())
 
     def settle(self, quiet_s: float, within_s: float) -> None:
-        """Wait until no call of users' code is open, or none has ended for `quiet_s`, for at most `within_s`."""
+        """Wait until users' code has no open call, or none has ended for `quiet_s`; at most `within_s`."""
         until = time.monotonic() + within_s
         while futures := [
             each.future
@@ -256,7 +256,7 @@ class CallClient:
                 return
 
     def relay_lost(self) -> None:
-        """End the calls that were with the relay, which keeps nothing: they may be lost, and would wait for ever."""
+        """End the calls that went through the relay. It keeps nothing: they may be lost, and would wait for ever."""
         for call_id, outbound in list(self._outbound.items()):
             if outbound.is_relayed:
                 error = RouteLostError(
@@ -266,7 +266,7 @@ class CallClient:
                 self.give_up(call_id, error)
 
     def detoured(self, inbox_id: str) -> None:
-        """Note that calls that waited for a connection to this inbox are with the relay now."""
+        """Mark the calls that waited for a connection to this inbox as relayed."""
         for outbound in list(self._outbound.values()):
             if outbound.inbox is not None and outbound.inbox.inbox_id == inbox_id:
                 outbound.is_relayed = True
@@ -282,7 +282,7 @@ class CallClient:
                 outbound = self._outbound.get(call_id)
                 try:
                     outbound = self._ended(call_id)
-                finally:  # also if it was interrupted
+                finally:  # also if `_ended` was interrupted
                     if outbound is not None:
                         outbound.fail(error, later)
             case pending.SendCancel(call_id=call_id, inbox=inbox):
@@ -291,8 +291,8 @@ class CallClient:
                 self._host.peer_gone(inbox_id)
 
     def _send_waiting(self, target: str) -> None:
-        """Send the calls that waited, on a thread of its own: news and deadlines cannot wait until all is connected,
-        and large arguments copied."""
+        """Send waiting calls on a thread of its own: news and deadlines cannot wait for connections and large
+        copies."""
         with self._lock:
             released = self.table.release(time.monotonic(), target)
         for each in released:
@@ -300,7 +300,7 @@ class CallClient:
             if outbound is not None:
                 self._send_call(outbound, each.inbox, each.timeout_s, False)
         if released:
-            self._resumer.put(target)  # behind those of other workers
+            self._resumer.put(target)  # behind other workers
 
     def _send_call(self, outbound: OutboundCall, inbox: Inbox, timeout_s: float | None, may_wait: bool) -> None:
         if outbound.payload is None or outbound.future is None:
@@ -344,16 +344,16 @@ class CallClient:
         feed.reader_thread = outbound.made_on
         stream: RpcStream[Any] = RpcStream(feed)
         with self._lock:
-            if call_id not in self._outbound:  # it was ended meanwhile, with its future
+            if call_id not in self._outbound:  # the call and its future have ended meanwhile
                 return
             outbound.feed = feed
-            outbound.future = None  # that its user drops the stream is noticed by its being collected
+            outbound.future = None  # keep no reference: a dropped stream must be collected
             if link is not None:
                 link.want()
         future.succeed(stream)
 
     def _ended(self, call_id: int) -> OutboundCall | None:
-        with self._lock:  # it is a future or a stream from here on
+        with self._lock:  # from here on, `_open_stream` opens no stream
             outbound = self._outbound.pop(call_id, None)
         self._let_go(outbound)
         return outbound
@@ -371,7 +371,7 @@ def _call_back(futures: list[RpcFuture[Any]]) -> None:
 
 
 def _call_back_elsewhere(futures: list[RpcFuture[Any]]) -> None:
-    """Call done callbacks on another thread: on those of deadlines and of news, one could hold up all others."""
+    """Call done callbacks on another thread: a slow one must not hold up deadlines or news."""
     if not futures:
         return
     try:

@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 
 class QueuedCall(Protocol):
-    """An incoming call, as far as its limit and its order concern it."""
+    """An incoming call, as its limit and its order see it."""
 
     sender: str
     method: str
@@ -23,7 +23,7 @@ class QueuedCall(Protocol):
 
     @property
     def token(self) -> int:
-        """Name of the call in the chains of the calls that its handler makes."""
+        """Name of the call in the chains of its handler's calls."""
 
 
 CallT = TypeVar("CallT", bound=QueuedCall)
@@ -71,8 +71,7 @@ class ConcurrencyLimit(Generic[CallT]):
         return any(call.stream is not None for call in self.running)
 
     def deadlocked(self) -> list[CallT]:
-        """Return the queued calls that can never run: each call that runs waits, through the calls that its handler
-        made, for the queued one."""
+        """Return the queued calls that can never run: each running call waits for it, through calls of its handler."""
         if any(not call.waits for call in self.running):
             return []
         holders = {call.token for call in self.running}
@@ -87,7 +86,7 @@ class SenderOrder(Generic[CallT]):
         self._lines: dict[tuple[str, str], deque[CallT]] = {}
 
     def is_free(self, call: CallT) -> bool:
-        """Return True if no earlier call of the sender has yet to start."""
+        """Return True if all earlier calls of the sender to the method have started."""
         return (call.sender, call.method) not in self._lines
 
     def line_up(self, call: CallT) -> bool:
@@ -115,8 +114,8 @@ class SenderOrder(Generic[CallT]):
 class InlinePolicy:
     """Policy that runs a method's handler inline, on the I/O thread, once the method has shown that it is short.
 
-    Seconds are those of the clock on the wall, so that a short call is long when its thread loses the processor in the
-    midst of it: one long call after many short ones changes nothing.
+    Seconds are wall-clock time: a short call looks long if its thread loses the processor. So a long call after many
+    short ones changes nothing.
     """
 
     SHORT_S = 0.0002
@@ -142,7 +141,7 @@ class InlinePolicy:
             self._needed = max(self._needed // 4, 4)
 
     def forget(self) -> None:
-        """Note that a call was long, or waited: the method has to prove itself for longer now."""
+        """Note that a call was long, or waited: the method needs more short calls now."""
         if self.is_short:
             self._needed = min(self._needed * 4, 4096)
         self.is_short = False

@@ -1,4 +1,4 @@
-"""Dispatcher of incoming messages: admission first, then CALL to the server, replies to the client, streams to theirs.
+"""Dispatcher of incoming messages: after admission, calls go to the call server, answers and items to the client.
 
 Admission checks the version, the job, the inbox, the sender, and whether the message came before.
 """
@@ -41,16 +41,16 @@ from unified.protocol.envelope import (
 from unified.protocol.records import Inbox
 
 MAX_OUTSIDERS = 256
-"""Callers from outside the job whose calls are told from repetitions."""
+"""Most callers from outside the job for which duplicates are found."""
 
 
 class TooOldError(ProtocolError):
-    """A call came so far behind others of its sender that it is not known any more whether it came before."""
+    """A call came so far behind others of its sender that nobody can tell whether it is a duplicate."""
 
 
 class SeenCalls:
-    """Set of the calls of one sender that have come, by their places among all that it sent. Not all of them are for
-    this inbox, and calls of several threads may overtake one another a little. Takes some 20 KiB at most."""
+    """Set of the received calls of one sender, by their places among all calls that it sent. Some of these go to other
+    inboxes, and calls of several threads may overtake one another a little. The set takes some 20 KiB at most."""
 
     KEPT = 65_536
     """Distance behind the newest call at which a call is too old."""
@@ -58,7 +58,7 @@ class SeenCalls:
 
     def __init__(self) -> None:
         self._blocks: dict[int, int] = {}
-        """Blocks of one bit for each call that came."""
+        """Blocks with one bit for each received call."""
         self._first_block = 0
 
     def is_new(self, place: int) -> bool:
@@ -76,7 +76,7 @@ class SeenCalls:
         return True
 
     def is_too_old(self, place: int) -> bool:
-        """Return True if it is not known any more whether the call came."""
+        """Return True if the call is so old that nobody can tell whether it came before."""
         return place // self._BITS < self._first_block
 
     def _begin(self, number: int) -> None:
@@ -88,7 +88,7 @@ class SeenCalls:
 
 class Admission:
     """Admission of messages to one inbox: checks of version, job, inbox, sender and duplicates. `num_rejected` messages
-    were dropped. Calls of dead incarnations (`tombstones`) are not taken in."""
+    were dropped. Calls of dead incarnations (`tombstones`) are refused."""
 
     def __init__(self, identity: BusIdentity, tombstones: Tombstones) -> None:
         self._job_id = identity.job
@@ -98,26 +98,25 @@ class Admission:
         self._seen: dict[str, SeenCalls] = {}
         self._outsiders: deque[str] = deque()
         self.on_outsider_gone: Callable[[str], object] = lambda inbox_id: None
-        """Called with the inbox id of a caller from outside the job that is not known any more."""
+        """Called with the inbox id of a caller from outside the job that was forgotten."""
         self._logged: set[tuple[object, ...]] = set()
         self.num_rejected = 0
         self.num_read = 0
-        """Messages of calls; those that look for deadlocks come while nothing goes on."""
+        """Messages of calls. WAITS does not count: it comes even while nothing goes on."""
 
     def read(self, frame: Bytes) -> Envelope:
-        """Decode a first frame that is for this inbox; ProtocolError: the message is to be dropped."""
+        """Decode the first frame of a message for this inbox; ProtocolError: drop the message."""
         envelope = decode_envelope(frame)
         if envelope.target != self._inbox_id:
-            raise ProtocolError(f"for inbox {envelope.target!r}, which is not this incarnation's")
-        if envelope.job != self._job_id and envelope.sender:  # a relay serves all jobs, and has no name of its own
-            raise ProtocolError(f"from worker {envelope.worker} of job {envelope.job!r}, and this is {self._job_id!r}")
+            raise ProtocolError(f"for inbox {envelope.target!r}, but this incarnation has another inbox")
+        if envelope.job != self._job_id and envelope.sender:  # the relay serves all jobs, and has no sender name
+            raise ProtocolError(f"from worker {envelope.worker} of job {envelope.job!r}, but this is {self._job_id!r}")
         if envelope.kind is not Kind.WAITS:
             self.num_read += 1
         return envelope
 
     def check_new(self, envelope: Envelope) -> None:
-        """Check that a call is to be run; ProtocolError: it came before (TooOldError: nobody can tell any more whether
-        it did), or its sender's incarnation is over."""
+        """Check that a call may run; ProtocolError: it is a duplicate (TooOldError: unknown), or its sender is dead."""
         seen = self._seen.get(envelope.sender)
         if seen is None:
             if envelope.sender in self._tombstones:
@@ -135,8 +134,7 @@ class Admission:
             raise ProtocolError(f"call {envelope.call_id} of worker {envelope.worker} came a second time")
 
     def _meet_outsider(self, inbox_id: str) -> None:
-        """Add a caller from outside the job. Nobody tells when it is gone, so the first one is forgotten for one too
-        many."""
+        """Add a caller from outside the job. Nobody reports its end: beyond the limit the oldest is forgotten."""
         self._outsiders.append(inbox_id)
         if len(self._outsiders) > MAX_OUTSIDERS:
             gone = self._outsiders.popleft()
@@ -161,7 +159,7 @@ class Admission:
 
 
 def _raised_at(trace: TracebackType | None) -> tuple[object, ...]:
-    """Return the line of code, which tells errors apart whose text differs each time."""
+    """Return the line of code that raised: it names the kind of an error whose text differs each time."""
     if trace is None:
         return ()
     while trace.tb_next is not None:
@@ -170,12 +168,12 @@ def _raised_at(trace: TracebackType | None) -> tuple[object, ...]:
 
 
 logger = logging.getLogger(__name__)
-_ANSWERS = (Kind.RESULT, Kind.ITEM, Kind.ERROR, Kind.STREAM)  # no set: to hash an enum takes longer than to look
+_ANSWERS = (Kind.RESULT, Kind.ITEM, Kind.ERROR, Kind.STREAM)  # no set: hashing an enum takes longer than a search
 
 
 class Dispatcher(TransportEvents):
-    """Gives each message that one endpoint receives to the part that handles its kind. Messages that cannot be believed
-    or read are counted and dropped. `memory` is shared memory of this process, `reader` has that of others."""
+    """Gives each message that one endpoint receives to the part that handles its kind. Messages that fail admission or
+    cannot be read are counted and dropped. `memory` is this process's shared memory, `reader` has that of others."""
 
     def __init__(
         self,
@@ -203,7 +201,7 @@ class Dispatcher(TransportEvents):
         self.admission.on_outsider_gone = connections.forget_relayed
 
     def message_came(self, link: UnixConnection, frames: Frames) -> None:
-        """See `TransportEvents`, as for all that follow."""
+        """See `TransportEvents`, also for the other events."""
         try:
             envelope = self.admission.read(frames.envelope)
             if envelope.kind is Kind.HELLO:
@@ -213,19 +211,18 @@ class Dispatcher(TransportEvents):
                 link.meet(inbox, self._connections.inbox)
                 return
             if envelope.sender != link.peer_id:
-                raise ProtocolError(f"from inbox {envelope.sender!r}, which is not who said HELLO on this connection")
+                raise ProtocolError(f"from inbox {envelope.sender!r}, but another one said HELLO on this connection")
             buffers = self._buffers(envelope, frames, link)
             self._dispatch(envelope, frames.body, buffers, link, False)
         except ProtocolError as error:
             self.admission.reject(error)
-            if not link.peer_id:  # it did not even begin as it should
+            if not link.peer_id:  # no valid HELLO came first
                 self.connection_lost(link, str(error))
         except Exception:
             logger.exception("worker=%s event=mail-failed: the bus goes on", self._worker)
 
     def _buffers(self, envelope: Envelope, frames: Frames, link: UnixConnection) -> list[Buffer]:
-        """Return the buffers of a message, from shared memory or beside it. ProtocolError: they cannot be read here;
-        whoever waits has been told."""
+        """Return the buffers of a message. ProtocolError: they cannot be read here; the call has been ended."""
         if envelope.shared is None:
             return frames.buffers
         try:
@@ -239,7 +236,7 @@ class Dispatcher(TransportEvents):
     def _refuse_unreadable(
         self, envelope: Envelope, reason: ProtocolError, link: UnixConnection | None, is_relayed: bool = False
     ) -> None:
-        """End the call of a message that cannot be read: its caller is not to wait for ever."""
+        """End the call of a message that cannot be read: its caller must not wait for ever."""
         if envelope.kind in _ANSWERS and isinstance(reason, PayloadGoneError):
             self._client.step(pending.MailLost(call_id=envelope.call_id, reason=str(reason)))
         elif envelope.kind in _ANSWERS:
@@ -249,8 +246,7 @@ class Dispatcher(TransportEvents):
             self._answer_with(error, envelope, link, is_relayed)
 
     def _answer_too_old(self, envelope: Envelope, link: UnixConnection | None, is_relayed: bool) -> None:
-        """Answer a call that may be a repetition. Most likely its caller has had the answer; if not, it would wait for
-        ever."""
+        """Answer a call that may be a duplicate. Its caller may not have the answer, and would wait for ever."""
         error = RouteLostError(
             f"the call of {envelope.method!r} reached worker {self._worker} behind so many later ones that it cannot "
             "be told from a repetition, and was not run; whether it had run before is not known. Call again if it may "
@@ -259,7 +255,6 @@ class Dispatcher(TransportEvents):
         self._answer_with(error, envelope, link, is_relayed)
 
     def _answer_with(self, error: RpcError, envelope: Envelope, link: UnixConnection | None, is_relayed: bool) -> None:
-        """Tell the caller of a call that is not taken in."""
         call = InboundCall(envelope.call_id, envelope.sender, envelope.worker, envelope.method, None, b"", [])
         call.link, call.is_relayed = link, is_relayed
         self._sender.reply(call, Kind.ERROR, SerializedValue(describe_ours(error), []), False)
@@ -378,7 +373,7 @@ class Dispatcher(TransportEvents):
         self._connections.known_to_relay(True)
 
     def relay_lost(self) -> None:
-        self._connections.known_to_relay(False)  # first: what it drops was marked as being with the relay before
+        self._connections.known_to_relay(False)  # first: the calls that this drops are marked as relayed
         self._client.relay_lost()
         self._server.answers_lost(self._connections.is_relayed, "the bus relay")
 
@@ -390,7 +385,7 @@ class Dispatcher(TransportEvents):
             words = {"unknown-target": "the relay does not know it", "overloaded": "too much waits for it at the relay"}
             self._client.step(pending.MailLost(call_id=envelope.call_id, reason=words[lost.code]))
         elif lost.kind in _ANSWERS:
-            self._server.cancel(lost.target, envelope.call_id)  # a stream of which an item was lost is of no use
+            self._server.cancel(lost.target, envelope.call_id)  # a stream that lost an item is useless
             if lost.code == "overloaded":
                 error = BusOverloadedError(
                     f"worker {self._worker} answered {envelope.method!r}, and the relay dropped the answer: too many "

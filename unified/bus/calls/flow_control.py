@@ -13,9 +13,9 @@ CALL_OVERHEAD_BYTES = 512
 
 
 class FlowControl:
-    """Counter of the bytes of the open calls to each target, from the call until its end.
+    """Counter of the bytes of open calls, by target.
 
-    A single call larger than the limit for one target passes when nothing else is in flight.
+    A call larger than the limit passes when nothing else is in flight to its target.
     """
 
     def __init__(self, limit_bytes: int) -> None:

@@ -16,7 +16,7 @@ from unified.errors import RpcCancelledError, RpcError, RpcTimeoutError
 
 T = TypeVar("T")
 _LONGEST_SLEEP_S = 3600.0
-"""Longest wait for a lock, which refuses to wait for centuries."""
+"""Longest single wait for a lock: Python refuses very long ones."""
 _ENDED = (FINISHED, CANCELLED, CANCELLED_AND_NOTIFIED)
 
 
@@ -26,33 +26,31 @@ class RpcFuture(Future[T]):
 
     The future ends in the handler's value or in one of the errors under `unified.errors.RpcError`. An error that nobody
     reads is logged when the future is collected, or its worker ends. Callbacks run on a thread of the bus, or on one
-    that waits for another answer of the same worker: they must be short, and may not wait for another call to it.
+    that waits for another answer of the same worker. They must be short, and must not wait for a call to that worker.
 
-    The standard future makes a lock and a condition for each future; most calls end without anybody having needed one,
-    so this one makes them on demand.
+    The standard future makes a lock and a condition at once; most calls need neither. This class makes them on demand.
 
     Attributes:
         deadline: of the call, on this process's monotonic clock; None if it has none.
     """
 
-    # As an open call has them; there are many, and few come to have all of these.
+    # Class attributes hold the state of an open call: there are many futures, and few set all of these.
     _state = PENDING
     _result: Any = None
     _exception: BaseException | None = None
     _made_condition: threading.Condition | None = None
     _waiters: list[Any]
     _done_callbacks: list[Callable[[Any], object]]
-    """Made with the condition, as the callbacks are: without one nobody reads or writes them."""
+    """Made with the condition, as `_waiters` is: without it nobody uses them."""
     _is_wanted = False
-    """True if the answer is to be received though no thread may be waiting for it."""
+    """True if the bus must receive the answer even if no thread waits for it."""
     _wants: object = None
-    """Set once its link knows that, by the first of two threads that try."""
+    """Set once the link knows that, by the first of two threads that try."""
     link: UnixConnection | None = None
     """Connection that the answer comes on, where a waiting thread can receive it itself; else None."""
     parts: Sequence[Future[Any]] = ()
     """Futures that this one waits for."""
     _unread: Unread | None = None
-    """The error, until somebody reads it."""
     watcher = 0
     """Ident of the thread that waits with `concurrent.futures.wait` or `as_completed`, where `is_watched`."""
 
@@ -76,7 +74,7 @@ class RpcFuture(Future[T]):
         return what if isinstance(what, str) else call_in_words(*what)
 
     if TYPE_CHECKING:
-        _condition: threading.Condition  # to `concurrent.futures.as_completed` it is as any other's
+        _condition: threading.Condition  # `concurrent.futures.as_completed` uses it
     else:
 
         @property
@@ -89,12 +87,12 @@ class RpcFuture(Future[T]):
         """Return True if the call has ended."""
         if self._state in _ENDED:
             return True
-        if not self._is_wanted:  # who asks again and again does not receive the answer
+        if not self._is_wanted:  # a caller that polls does not receive the answer itself
             self.be_received()
         return False
 
     def has_ended(self) -> bool:
-        """Return True if the call has ended, as `done` does, to a thread that does not wait for it."""
+        """Return True if the call has ended. Unlike `done`, this does not have the bus receive the answer."""
         return self._state in _ENDED
 
     @property
@@ -108,8 +106,8 @@ class RpcFuture(Future[T]):
             self.be_received()
 
     def be_received(self, *, at_once: bool = True) -> None:
-        """Have the bus receive the answer, for somebody who is to be told of the end and may not wait for it. Unless
-        `at_once`, leave alone what is held back to share a write, this call perhaps."""
+        """Have the bus receive the answer, for a user that is notified and may not wait. Unless `at_once`, leave
+        messages alone that are held back to share a write, perhaps with this call."""
         self._is_wanted = True
         for part in self.parts:
             if isinstance(part, RpcFuture):
@@ -124,7 +122,7 @@ class RpcFuture(Future[T]):
             self._unwant_link()
 
     def on_end(self, fn: Callable[[Future[T]], object]) -> None:
-        """Add a done callback where somebody is going to wait for the future, or calls `be_received`."""
+        """Add a done callback. Somebody must wait for the future, or call `be_received`."""
         with self._make_condition():
             if self._state not in _ENDED:
                 self._done_callbacks.append(fn)
@@ -145,7 +143,7 @@ class RpcFuture(Future[T]):
         return condition
 
     def _unwant_link(self) -> None:
-        """Tell the connection that the answer is not wanted any more: once, of two threads that try."""
+        """Tell the connection that the answer is not wanted any more: once, even if two threads try."""
         if self.__dict__.pop("_wants", None) is not None and self.link is not None:
             self.link.unwant()
 
@@ -153,7 +151,7 @@ class RpcFuture(Future[T]):
         """Return the value, waiting for it for at most `timeout` seconds.
 
         Raises:
-            RemoteError: the handler raised; also an instance of the class of what it raised.
+            RemoteError: the handler raised; the error is also an instance of the raised class.
             WorkerDiedError, RpcNotFoundError, RpcCancelledError, BusOverloadedError: as their names say.
             RpcTimeoutError: the call's deadline passed, or `timeout` did (then the call goes on).
         """
@@ -164,7 +162,7 @@ class RpcFuture(Future[T]):
             try:
                 raise self._exception
             finally:
-                self = None  # type: ignore[assignment]  # else the traceback would keep the future, and so itself
+                self = None  # type: ignore[assignment]  # else a reference cycle: traceback, future, error
         value: T = self._result
         return value
 
@@ -194,8 +192,8 @@ class RpcFuture(Future[T]):
         return isinstance(self._exception, RpcCancelledError)
 
     def fail(self, error: BaseException, later: list[RpcFuture[Any]] | None = None) -> None:
-        """End in `error`, unless it has ended already. Done callbacks are called now or, if `later` is given, left to
-        whoever finds the future there, with `call_back`."""
+        """End in `error`, unless it has ended already. Done callbacks are called now. With `later`, the future is added
+        there instead, and the caller calls `call_back`."""
         self._end(None, error, later)
 
     def call_back(self) -> None:
@@ -207,21 +205,21 @@ class RpcFuture(Future[T]):
         self._end(value, None)
 
     def _end(self, value: Any, error: BaseException | None, later: list[RpcFuture[Any]] | None = None) -> None:
-        """End the future: of two threads that try, one does."""
+        """End the future; if two threads try, one of them does."""
         with _making:
             condition = self._made_condition
             if condition is None and not self._set(value, error):
                 return
         if condition is not None:
-            # Who holds it counts what has ended, and is told of the rest: `concurrent.futures.wait` holds those of all
-            # its futures meanwhile, and one that ended between would be counted twice.
+            # `concurrent.futures.wait` holds the conditions of all its futures while it counts the ended ones. A future
+            # that ended in between would be counted twice.
             with condition:
                 if not self._set(value, error):
                     return
                 for waiter in self._waiters:
                     if error is None:
                         waiter.add_result(self)
-                    elif self.cancelled():  # which is no exception to those that wait for the first
+                    elif self.cancelled():  # FIRST_EXCEPTION does not count this
                         waiter.add_cancelled(self)
                     else:
                         waiter.add_exception(self)
@@ -241,7 +239,7 @@ class RpcFuture(Future[T]):
             later.append(self)
 
     def _set(self, value: Any, error: BaseException | None) -> bool:
-        """Set the outcome, under the lock that keeps others from doing so; return False if there is one already."""
+        """Set the outcome, under a lock that excludes other threads; return False if it was set before."""
         if self._state in _ENDED:
             return False
         if error is not None and self._host is not None:
@@ -267,7 +265,7 @@ class RpcFuture(Future[T]):
             raise RpcTimeoutError(f"{self.what} had not ended after {timeout} s of waiting; the call goes on.")
 
     def receive(self, until: float | None, whole: RpcFuture[Any]) -> None:
-        """Receive the answer on this thread, if no other does, until `whole`, of which it is a part, has ended."""
+        """Receive the answer on this thread, if no other does, until this future, or `whole` around it, has ended."""
         link = self.link
         if link is None or self.has_ended() or whole.has_ended():
             return
@@ -276,7 +274,7 @@ class RpcFuture(Future[T]):
         link.receive_until(self.has_ended if whole is self else lambda: self.has_ended() or whole.has_ended(), until)
 
     def waited_in_vain(self) -> RpcError:
-        """Make the error of a thread that waits for an answer that it alone could receive."""
+        """Make the error for a thread that waits for an answer that only this thread could receive."""
         return RpcError(
             f"{self.what} was waited for on the thread that its answer comes on (in a done callback, or while a "
             "value is unpickled): it would wait for ever. Wait in another thread, or chain callbacks."
@@ -285,7 +283,7 @@ class RpcFuture(Future[T]):
     def _sleep(self, until: float | None) -> None:
         if self.has_ended():
             return
-        if self.parts:  # which other threads receive now, and need not go on to
+        if self.parts:  # other threads receive these now, and may stop at any time
             self.be_received()
         link = self.link
         if link is not None:
@@ -326,8 +324,8 @@ class RpcFuture(Future[T]):
 
 
 _making = threading.RLock()
-"""Lock that keeps a condition from being made while its future ends without one. Held for so few instructions that one
-serves all; a finalizer that runs amid them may end another future."""
+"""Lock that keeps a future from ending without a condition while one is being made. It is held so briefly that one lock
+serves all futures. Reentrant: a finalizer that runs meanwhile may end another future."""
 
 
 def call_in_words(method: str, target: str) -> str:
@@ -364,7 +362,7 @@ def gather(futures: Sequence[Future[T]], what: str) -> RpcFuture[list[T]]:
 
     for future in futures:
         if isinstance(future, RpcFuture):
-            future.on_end(ended)  # whoever waits for the whole receives it
+            future.on_end(ended)  # a thread that waits for `whole` receives it
         else:
             future.add_done_callback(ended)
     return whole

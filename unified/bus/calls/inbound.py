@@ -1,4 +1,4 @@
-"""Incoming calls, from their arrival until they are answered, and what a handler may know of its call."""
+"""Incoming calls, from arrival to answer, and the facts that a handler may know about its call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Caller(NamedTuple):
     worker: str
     """Full name."""
     inbox_id: str
-    """Inbox of this incarnation of the worker."""
+    """Inbox of the calling incarnation."""
 
 
 class InboundCall(msgspec.Struct, eq=False):
@@ -58,7 +58,7 @@ class InboundCall(msgspec.Struct, eq=False):
     limit: ConcurrencyLimit[InboundCall] | None = None
     task: asyncio.Task[None] | None = None
     deferred: RpcFuture[Any] | None = None
-    """The call that the handler returned: both end together, and are given up together."""
+    """The future that the handler returned: both calls end together, and are given up together."""
     stream: StreamSource | None = None
 
     @property
@@ -68,7 +68,7 @@ class InboundCall(msgspec.Struct, eq=False):
 
     @property
     def token(self) -> int:
-        """Names this call in the chains of those that its handler makes."""
+        """Name of the call in the chains of its handler's calls."""
         return hash((self.sender, self.call_id)) & 0xFFFFFFFF
 
 
@@ -77,7 +77,7 @@ MAX_KEPT = 10_000
 
 
 class RecentReplies:
-    """The newest calls that this worker answered. `tell` answers one with an error."""
+    """The newest calls that this worker answered. `tell(call, error)` answers a call with an error."""
 
     def __init__(self, worker: str, tell: Callable[[InboundCall, RpcError], object]) -> None:
         self._worker = worker
@@ -94,12 +94,12 @@ class RecentReplies:
         )
 
     def lost(self, known: Iterable[InboundCall], is_concerned: Callable[[str], bool], where: str) -> None:
-        """End the calls whose answers or items may have been lost with a connection: their callers would wait for them.
-        A caller that has had its answer ignores that.
+        """End the calls whose answers or items may have been lost with a connection: their callers would wait for ever.
+        A caller that has its answer ignores the error.
 
         Args:
             known: calls that are not answered yet.
-            is_concerned: True if messages to this inbox took that connection, which led to `where`.
+            is_concerned: returns True for an inbox whose messages took that connection, to `where`.
         """
         lost = [each for each in list(self._calls) if is_concerned(each.sender)]
         for call in known:

@@ -1,7 +1,7 @@
 """The `@rpc` functions of a script: exported while it runs, as each of them is defined.
 
-A function that is being decorated has no name yet, and the decorators around `@rpc` have yet to wrap it. So the names
-of the script are looked at when a call asks for one that is not registered, and again until it is there.
+A function that is being decorated has no name yet, and outer decorators may still wrap it. So the names of the script
+are searched when a call asks for an unregistered function, and again until it is there.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from unified.bus.calls.registry import RPC_REGISTRY, MethodRegistry, export_rpc_
 from unified.threads import start_thread
 
 DEFINED_WITHIN_S = 30.0
-"""Seconds, from the begin of a script, for which calls wait for functions that it has not defined yet."""
+"""Seconds from a script's start for which calls wait for functions that it has not defined yet."""
 POLL_S = 0.02
 
 
 class LateExports:
-    """Exports what a script (the module `__main__`) defines, from now until `close`, and keeps calls that come before
-    for so many seconds."""
+    """Exports the functions that a script (the module `__main__`) defines, from now until `close`. Calls that come too
+    early wait, until `within_s` seconds from now."""
 
     def __init__(
         self, module: ModuleType, *, registry: MethodRegistry = RPC_REGISTRY, within_s: float = DEFINED_WITHIN_S
@@ -37,7 +37,7 @@ class LateExports:
         registry.on_missing = self.keep
 
     def keep(self, name: str, again: Callable[[], object]) -> bool:
-        """A call asks for a function that is not registered. True: `again` is called when it is, or will never be."""
+        """Keep a call of an unregistered function. True: `again` is called when it is there, or never will be."""
         with self._lock:
             self._look()
             is_over = self._closed.is_set() or time.monotonic() >= self._until
@@ -49,8 +49,7 @@ class LateExports:
         return True
 
     def close(self) -> None:
-        """The script has ended: export all that it has defined, and let go of the calls that still wait. ValueError:
-        two of its functions have one name."""
+        """Export all functions of the ended script, and release waiting calls. ValueError: two have one name."""
         with self._lock:
             self._closed.set()
             self._look()
@@ -71,8 +70,8 @@ class LateExports:
                 return
 
     def _look(self) -> None:
-        """Export the functions that are defined by now, under the lock. A name that leads to another function than
-        before is exported anew: the script has redefined or wrapped it."""
+        """Export the functions that are defined by now, under the lock. A name that now refers to another function is
+        exported again: the script has redefined or wrapped it."""
         names: Mapping[str, Any] = vars(self._module)
         seen: set[str] = set()
         for function, mark in marked_functions(names):

@@ -1,8 +1,8 @@
 """Table of pending calls: every decision about them. Pure: no socket, no clock, no thread.
 
-Every call ends exactly once. While a call is open it has been *sent* to one incarnation of its target, or it *waits*:
-for an incarnation, for a relay to know that one, or for earlier calls that waited too and are being sent. So calls to
-one worker leave in the order in which they were made, and a call that a relay gave back has its old place again.
+Every call ends exactly once. An open call was *sent* to one incarnation of its target, or it *waits*: for an
+incarnation, until the relay knows that incarnation, or until earlier calls that waited are sent. So calls to one worker
+leave in the order in which they were made. A call that the relay gave back gets its old place again.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from unified.values import Value
 GIVEN_BACK = Backoff(first_s=0.02, limit_s=1.0, num_free=0)
 """Waits before a call that a relay gave back is sent again."""
 LOST_GRACE_S = 2.0
-"""Seconds that the directory has to say that the worker behind a broken link died."""
+"""Seconds to wait for news that the worker behind a broken link died."""
 
 
 class DeliveryFailed(Value, frozen=True, kw_only=True):
-    """A relay gave a call up, which was surely not delivered."""
+    """The relay gave a call back: it was surely not delivered."""
 
     call_id: int
     code: Literal["unknown-target", "overloaded"]
@@ -80,13 +80,13 @@ Event = DeliveryFailed | MailLost | SendFailed | LinkLost | CallCancelled | Time
 
 
 class SendWaiting(Value, frozen=True, kw_only=True):
-    """Send the calls to `target` that waited: all that `CallTable.release` returns, until there are none."""
+    """Send the waiting calls to `target`: call `CallTable.release` until it returns none."""
 
     target: str
 
 
 class SendCall(Value, frozen=True, kw_only=True):
-    """Send a call, whose target has `timeout_s` seconds left."""
+    """Send a call that has `timeout_s` seconds left; None: no deadline."""
 
     call_id: int
     inbox: Inbox
@@ -126,22 +126,22 @@ class _OpenCall(msgspec.Struct, gc=False):
     inbox: Inbox | None = None
     """Inbox of the incarnation that the call was sent to; None while it waits."""
     incarnation: int = -1
-    """Incarnation that the call ends with, also if the relay gave the call back: the only one that may have it, or the
-    one that it was sent to; -1 while there is neither."""
+    """Incarnation whose end ends the call: the only one that may get it, or that it was sent to (even if the relay gave
+    the call back); -1: neither."""
     sent_at: float = 0.0
     num_refused: int = 0
     """Number of times that a relay did not know the target."""
     lost: str = ""
-    """Reason why the link of the call broke; empty: it did not."""
+    """Reason why the link of the call broke, or its answer was lost; empty: neither."""
 
     def left(self, now: float) -> float | None:
         return None if self.timeout_s is None else max(self.made_at + self.timeout_s - now, 0.0)
 
 
 class CallTable:
-    """The open calls of one process. `step(now, event)` takes any event in any state and returns what to do.
+    """The open calls of one process. `step(now, event)` takes any event in any state and returns the actions.
 
-    Events that every call has, and so ten thousands a second, have methods of their own: `make` and `answer`.
+    The events of every call come ten thousand times a second, and have their own methods: `make` and `answer`.
     """
 
     def __init__(self, directory: WorkerDirectory | None = None) -> None:
@@ -153,7 +153,7 @@ class CallTable:
         self._early: dict[str, dict[int, _OpenCall]] = {}
         """Open calls whose incarnation has not begun, by target."""
         self._ready: dict[str, tuple[Inbox, int]] = {}
-        """Inbox and incarnation of each worker to which calls go at once: alive, with no earlier calls to be sent."""
+        """Inbox and incarnation of each worker that gets calls at once: it is alive, and no earlier calls wait."""
         self._sending: set[str] = set()
         """Workers to which calls that waited are being sent."""
         self._timers: TimerTable[TimerKey] = TimerTable()
@@ -185,10 +185,9 @@ class CallTable:
         timeout_s: float | None,
         incarnation: int | None = None,
     ) -> Inbox | None:
-        """Open a call of `method` of `target` (a worker's full name), or of its one incarnation that may have the call.
+        """Open a call of `method` of `target` (a worker's full name). With `incarnation`, only that one gets it.
 
-        Return the inbox to send the call to, with all its time left; None: the call waits. RpcError: the call ends in
-        this, and has not been opened.
+        Return the inbox to send the call to, with all its time left; None: it waits. RpcError: the call is not opened.
         """
         if self._closed:
             raise RpcCancelledError(self._closed)
@@ -215,22 +214,20 @@ class CallTable:
         return call.inbox
 
     def answer(self, call_id: int, sender: str, is_last: bool = True) -> bool:
-        """Take in that a result or an error came from the inbox `sender`; return True if the call waits for that.
-        Unless it is the last answer, it opens a stream."""
+        """Note an answer from the inbox `sender`; return True if it is awaited. Unless last, it opens a stream."""
         call = self._open.get(call_id)
         if call is None or call.inbox is None or call.inbox.inbox_id != sender:
-            return False  # late, or from another incarnation than the one that was asked
+            return False  # a late answer, or one from another incarnation
         if is_last:
             self._close(call)
         return True
 
     def learn(self, now: float, entries: Iterable[DirectoryEntry]) -> tuple[list[Change], list[Action]]:
-        """Take entries of the directory in; return what changes in it, and the actions.
+        """Merge entries of the directory; return its changes, and the actions.
 
-        A call lives no longer than the incarnation that it was sent to, or was made for: when that is over, all such
-        calls end here in WorkerDiedError. Their `FailCall` actions come before any other, and whoever carries them out
-        does so before another call is made and before anybody else is told of the changes: no call of an earlier
-        incarnation is open when the next one is heard of.
+        A call ends, in WorkerDiedError, with the incarnation that it was sent to or made for. These `FailCall` actions
+        come before all others. Perform them before another call is made, and before anybody else hears of the changes:
+        when the next incarnation becomes known, no call of an earlier one is open.
         """
         changes = self.directory.merge(entries)
         failed: list[Action] = []
@@ -256,10 +253,9 @@ class CallTable:
         return changes, failed + others
 
     def release(self, now: float, target: str) -> list[SendCall]:
-        """Return the calls that waited and are to be sent now, in this order.
+        """Return the waiting calls to send now, in this order.
 
-        Ask again when they are sent, for those that were made meanwhile. An empty list: that is all, until another
-        `SendWaiting`.
+        Call this again when they are sent: there may be new ones. An empty list: done, until another `SendWaiting`.
         """
         incarnation = self._incarnation_of(target)
         waiting = None
@@ -271,7 +267,7 @@ class CallTable:
             self._sending.discard(target)
             return []
         released = []
-        for call_id, call in sorted(waiting.items()):  # one that was given back has come after later ones
+        for call_id, call in sorted(waiting.items()):  # a call that was given back was added after later ones
             call.inbox, call.incarnation = incarnation
             call.sent_at = now
             released.append(SendCall(call_id=call_id, inbox=call.inbox, timeout_s=call.left(now)))
@@ -313,7 +309,7 @@ class CallTable:
                 "there for that worker. Call less at once, or send smaller arguments."
             )
             return [self._fail(call, error)]
-        # It lives, says the directory, but has not connected to the relay yet, or again: later calls wait behind this.
+        # The target is alive in the directory, but not yet connected to the relay: later calls wait behind this one.
         if ("retry", call.target) not in self._timers:
             self._timers.arm(("retry", call.target), now + GIVEN_BACK.delay_s(call.num_refused))
         self._ready.pop(call.target, None)
@@ -338,7 +334,7 @@ class CallTable:
         return []
 
     def _lose(self, now: float, call: _OpenCall, reason: str) -> None:
-        """Note that a call will not be answered; the directory has time to say that its worker died."""
+        """Note that a call will not be answered. News of its worker's death may come within `LOST_GRACE_S`."""
         if not call.lost:
             call.lost = reason
             self._timers.arm(("lost", call.call_id), now + LOST_GRACE_S)
@@ -422,8 +418,8 @@ def _died(call: _OpenCall, death: IncarnationDied) -> WorkerDiedError:
 
 def _broken(call: _OpenCall) -> RouteLostError:
     return RouteLostError(
-        f"mail to or from worker {call.target} was lost while {call.method!r} was open ({call.lost}), and nothing says "
-        "that it died; whether its handler ran is not known. Call again if it may run twice."
+        f"messages to or from worker {call.target} were lost while {call.method!r} was open ({call.lost}), and no "
+        "report says that it died; whether its handler ran is not known. Call again if it may run twice."
     )
 
 

@@ -16,7 +16,7 @@ from unified.job.by_value import RPC_MARK
 F = TypeVar("F", bound=Callable[..., Any])
 MAX_NAMED = 50
 _RUNTIMES = ("unified.", "__queue__.")
-"""Names of the runtime's own methods begin with one of these; users have no business with them."""
+"""Prefixes of the names of the runtime's own methods, which are not for users."""
 
 
 class RpcMark(NamedTuple):
@@ -42,11 +42,11 @@ class MethodRegistry(dict[str, Callable[..., Any]]):
     """Functions by the name under which they are called."""
 
     on_missing: Callable[[str, Callable[[], object]], bool] | None = None
-    """Function that is given the name of a missing method and a callback. Returning True, it calls that back when the
-    method is there, or when it will never be."""
+    """Function that gets the name of a missing method and a callback. If it returns True, it calls the callback when
+    the method is there, or never will be."""
 
     owners: Sequence[object] = ()
-    """Class and module of the entry point, whose unmarked functions an error tells from those that do not exist."""
+    """Class and module of the entry point: if a missing method is an unmarked function there, the error says so."""
 
     def register(self, name: str, function: Callable[..., Any]) -> None:
         """Make `function` callable as `name`; ValueError: the name is taken."""
@@ -59,8 +59,8 @@ class MethodRegistry(dict[str, Callable[..., Any]]):
         self.pop(name, None)
 
     def adopt(self, name: str, function: Callable[..., Any]) -> None:
-        """Register a function that the runtime found by itself: one that is there already stays, and a bound method
-        takes the place of its own plain function (``@rpc(export=True)`` inside a class registers that one)."""
+        """Register a function that the runtime found by itself. It may be registered already, and a bound method
+        replaces its own plain function (``@rpc(export=True)`` inside a class registers the plain one)."""
         there = self.get(name)
         if there == function or (there is not None and there is getattr(function, "__func__", None)):
             self[name] = function
@@ -130,24 +130,23 @@ def rpc(
     A generator function, sync or async, is a stream: its caller iterates over what it yields while it runs.
 
     Args:
-        name: under which others call it; default: the function's own name.
+        name: name for callers; default: the function's own name.
         export: register it now.
-        inline: run it on the thread that receives, one call after the other, for a handler of microseconds that never
-            waits. It may return a `concurrent.futures.Future` to answer later. Beside one that takes longer than some
-            50 ms others run.
+        inline: run it on the receiving thread, one call after the other; for a handler of microseconds that never
+            waits. It may return a `concurrent.futures.Future` to answer later. Beside a call of over 50 ms others run.
         concurrency: how many calls of it may run at once in one worker; default: as many as there are threads.
-        group: functions of one group run one at a time, all together; with `concurrency`, that many.
+        group: the functions of a group together run one call at a time, or `concurrency` calls.
         idempotent: running it twice does no harm, so that a caller may ask for retries.
 
     Raises:
-        ValueError: `export` was asked for, and the name is taken; or options that contradict each other.
+        ValueError: `export` was asked for, and the name is taken; or options contradict each other.
     """
     if inline and (concurrency is not None or group is not None):
         raise UsageError(
             "@rpc(inline=True) runs on one thread, one call at a time: give it no concurrency and no group."
         )
     if concurrency is not None and (type(concurrency) is not int or concurrency < 1):
-        raise UsageError(f"@rpc(concurrency={concurrency!r}): a number of calls from 1 up is wanted.")
+        raise UsageError(f"@rpc(concurrency={concurrency!r}): give a number of calls, 1 or more.")
     how = RpcMark("", False, inline=inline, concurrency=concurrency, group=group, idempotent=idempotent)
     if callable(name) and not export and how == RpcMark("", False) and not _is_bound(name, sys._getframe(1)):
         return _mark(name, None, how)  # bare @rpc: the function is being defined, so nothing is bound to it yet
@@ -208,14 +207,11 @@ def export_rpc_instance(ns: str | None, instance: Any) -> None:
         hint = ""
         if isinstance(instance, type):
             hint = f" It is a class: export an instance of it, {instance.__name__}(…)."
-        raise UsageError(
-            f"export_rpc_instance({ns!r}, {instance!r}): it has no method that is marked with @rpc, so that nothing "
-            f"of it could be called.{hint}"
-        )
+        raise UsageError(f"export_rpc_instance({ns!r}, {instance!r}): it has no method that is marked with @rpc.{hint}")
 
 
 def adopt_instance(ns: str | None, instance: Any) -> int:
-    """Do as `export_rpc_instance`, for an object that may also have no such methods; return how many it has."""
+    """Export as `export_rpc_instance` does, but accept an object without `@rpc` methods; return their number."""
     if isinstance(instance, ModuleType):
         functions = {mark.name: function for function, mark in marked_functions(vars(instance))}
     else:
@@ -283,7 +279,7 @@ def _plain(function: Any) -> Any:
 
 
 def _is_bound(function: Callable[..., Any], frame: FrameType) -> bool:
-    """Return True if a name leads to the function already, so that it is a stub and not being decorated."""
+    """Return True if a name refers to the function already: it is a stub, and not being decorated."""
     value: object = sys.modules.get(getattr(function, "__module__", None) or "")
     for part in getattr(function, "__qualname__", "").split("."):
         value = inspect.getattr_static(value, part, None)
@@ -302,7 +298,7 @@ class Method(NamedTuple):
 
 
 def describe_method(name: str, function: Callable[..., Any], limits: dict[str, ConcurrencyLimit[Any]]) -> Method:
-    """Describe a function. Its concurrency limit is that of its name among the server's; a missing one is made."""
+    """Describe a function. Its concurrency limit comes from the server's `limits`; a missing one is added there."""
     mark = mark_of(function) or RpcMark(name, False)
     limit = None
     if mark.group is not None or mark.concurrency is not None:
@@ -311,5 +307,5 @@ def describe_method(name: str, function: Callable[..., Any], limits: dict[str, C
         limit = limits.get(key)
         if limit is None:
             limit = limits[key] = ConcurrencyLimit(key, size)
-        limit.size = min(limit.size, size)  # of a group whose members say different numbers
+        limit.size = min(limit.size, size)  # members of a group may have different numbers
     return Method(function, is_async(function), mark.inline, limit, InlinePolicy())

@@ -39,14 +39,14 @@ _OURS: dict[str, type[RpcError]] = {
 }
 """Errors of the callee's bus itself; the caller gets them as they are."""
 _UNFIT = (StopIteration, StopAsyncIteration)
-"""A future of asyncio refuses these; GeneratorExit and the like are no `Exception` and left out anyway."""
+"""Exceptions that an asyncio future refuses; GeneratorExit and the like are no `Exception`, and left out anyway."""
 
 
 class Raised(Value, frozen=True, kw_only=True):
     """Body of an ERROR."""
 
     from_bus: bool
-    """True if the callee's bus says this; no handler raised it."""
+    """True if the callee's bus made the error; no handler raised it."""
     type_name: str
     message: str
     traceback: str = ""
@@ -59,8 +59,7 @@ class Raised(Value, frozen=True, kw_only=True):
 class HandlerErrors:
     """Errors that handlers raise: encoded for their callers, and logged where they happened.
 
-    Each method and kind of error is logged with its traceback when it is new, since its caller need not log anything;
-    more of the same go to their callers only.
+    An error of a new method and kind is logged with its traceback: its caller may not log it. Repeated ones are not.
     """
 
     def __init__(self, worker: str, node: str, ours: dict[str, Any]) -> None:
@@ -98,9 +97,9 @@ _decoder = msgspec.msgpack.Decoder(Raised)
 
 
 def describe(error: BaseException, *, worker: str, node: str, ours: dict[str, Any]) -> bytes:
-    """Return the body of an ERROR for an exception of a handler. Never fails, whatever the exception's own methods do.
+    """Return the body of an ERROR for an exception of a handler. Never fails, even if the exception's own methods do.
 
-    Frames of the module that called the handler, whose globals are `ours`, say nothing to the caller.
+    Frames of the module that called the handler, whose globals are `ours`, are left out: the caller does not need them.
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals is ours:
@@ -127,7 +126,7 @@ def describe_ours(error: RpcError) -> bytes:
 
 
 def rebuild(body: Buffer, what: str) -> RpcError:
-    """Return the error that the caller of `what` gets; ProtocolError: the body is none of `describe`'s."""
+    """Return the error that the caller of `what` gets; ProtocolError: `describe` did not make the body."""
     try:
         raised = _decoder.decode(body)
     except UNREADABLE as unreadable:
@@ -154,12 +153,12 @@ def raise_as(far: Exception, message: str, facts: dict[str, str]) -> RemoteError
     try:
         cls = _both(base)
         native = _native(base)
-        arguments = native.__reduce__(far)[1]  # with what `args` leaves out, such as the filename of an OSError
+        arguments = native.__reduce__(far)[1]  # also those that `args` lacks, such as the filename of an OSError
         both = native.__new__(cls, *arguments)
         native.__init__(both, *arguments)
         both.args = far.args
         both.__dict__.update(far.__dict__)
-    except Exception:  # the class is the user's, and need not like being subclassed
+    except Exception:  # a user's class may refuse to be subclassed
         return RemoteError(message, **facts)
     both.message, both.far = message, far
     for name, value in facts.items():
@@ -169,7 +168,7 @@ def raise_as(far: Exception, message: str, facts: dict[str, str]) -> RemoteError
 
 
 def _point_out_option(error: BaseException) -> None:
-    """Return a note where the arguments did not fit, and one of them may have been meant as an option of the call."""
+    """Add a note if an unexpected argument may have been meant as an option of the call."""
     for option in ("timeout", "retries"):
         if type(error) is TypeError and f"unexpected keyword argument '{option}'" in _text(error):
             error.add_note(
@@ -180,7 +179,7 @@ def _point_out_option(error: BaseException) -> None:
 
 @functools.cache
 def _both(cls: type[Exception]) -> Any:
-    """Return the class under both RemoteError and `cls`, the same each time."""
+    """Return the subclass of both RemoteError and `cls`, the same object each time."""
 
     def to_text(self: RemoteError) -> str:
         return self.message
@@ -203,7 +202,7 @@ def _pickled(error: BaseException) -> bytes:
         return b""
     try:
         return pickle.dumps(error, protocol=5)
-    except Exception:  # a lock in it, a local class: type, message and traceback arrive all the same
+    except Exception:  # a lock in it, a local class: type, message and traceback still arrive
         return b""
 
 
@@ -225,7 +224,7 @@ def _text(error: BaseException) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Return the traceback of an error, or as much as can be had of it."""
+    """Return the traceback of an error (its last `MAX_TEXT` characters), or a note that it cannot be formatted."""
     try:
         return "".join(traceback.format_exception(error))[-MAX_TEXT:]
     except Exception as second:
@@ -233,7 +232,7 @@ def error_text(error: BaseException) -> str:
 
 
 def _type_name(error: BaseException) -> str:
-    """Return the type name of the error that was raised first, where this came from another worker."""
+    """Return the type name of an error; if it came from another worker, that of the original error."""
     if type(error) is RemoteError and error.type_name:
         return error.type_name
     far = getattr(type(error), "far_class", type(error))

@@ -23,9 +23,9 @@ BACKOFF = Backoff(first_s=0.05, limit_s=5.0, num_free=1)
 class RetryPolicy(Value, frozen=True, kw_only=True):
     """Policy of retries: which failures are worth another attempt, and when to make it. Pure.
 
-    Retryable are the end of the callee's incarnation where another may come, a broken connection, and too many bytes in
-    flight. Not retryable are an exception of the handler (a death that it met in a call of its own included), a
-    deadline, a cancellation, and a method that does not exist.
+    Retryable: the end of the callee's incarnation if another may come, a broken connection, and too many bytes in
+    flight. Not retryable: an exception of the handler (even a WorkerDiedError of a call that it made), a deadline, a
+    cancellation, and a method that does not exist.
     """
 
     retries: int
@@ -33,7 +33,7 @@ class RetryPolicy(Value, frozen=True, kw_only=True):
     backoff: Backoff = BACKOFF
 
     def delay_s(self, num_failed: int, error: BaseException, rng: Random | None = None) -> float | None:
-        """Return the seconds to wait after this many failed attempts, the last one in `error`; None: give up."""
+        """Return the seconds to wait after `num_failed` attempts, the last of which ended in `error`; None: give up."""
         if num_failed > self.retries or not (isinstance(error, RpcError) and error.retryable):
             return None
         if isinstance(error, WorkerDiedError):
@@ -46,14 +46,14 @@ def check_retries(
 ) -> None:
     """Check that a method may be retried.
 
-    A function says so with ``@rpc(idempotent=True)``; a name is looked up in this process. A method without a mark here
-    (a stub, or one that only the callee has) is taken on the caller's word.
+    A function allows retries with ``@rpc(idempotent=True)``; a name is looked up in this process. For a method without
+    a mark here (a stub, or one that only the callee has) the caller is trusted.
 
     Raises:
         UsageError: `retries` is no number from 0 up, or the method is known not to be idempotent.
     """
     if type(retries) is not int or retries < 0:
-        raise UsageError(f"retries={retries!r}: a number from 0 up is wanted.")
+        raise UsageError(f"retries={retries!r} must be a whole number, 0 or more.")
     if not retries:
         return
     function = registry.get(method) if isinstance(method, str) else method
@@ -68,11 +68,11 @@ def check_retries(
 def with_retries(
     first: RpcFuture[T], again: Callable[[float | None], RpcFuture[T]], policy: RetryPolicy
 ) -> RpcFuture[T]:
-    """Return a future of the first attempt's outcome or, where that is worth another attempt, of a later one's.
+    """Return a future of the first attempt that succeeds, or whose error is not worth another attempt.
 
-    The deadline of the first call is that of all attempts together. Cancelling the future cancels the attempt
-    that runs. An error after several attempts has a note that says how many. `again` begins another attempt with so
-    many seconds left (None: no deadline); it should not wait for room.
+    The deadline of the first call holds for all attempts together. Cancelling the future cancels the running attempt.
+    An error after several attempts has a note with their number. `again(left_s)` begins another attempt with so many
+    seconds left (None: no deadline); it should not wait for room.
     """
     return _Retried(first, again, policy).outer
 
@@ -86,9 +86,9 @@ class _Retried:
         self._num_failed = 0
         self._attempt = first
         self.outer: RpcFuture[Any] = RpcFuture(first.what, deadline=first.deadline, host=first._host)
-        self.outer.on_end(lambda _: self._attempt.cancel())  # however it ended: this one is of no use any more
+        self.outer.on_end(lambda _: self._attempt.cancel())  # `outer` has ended: no attempt is needed any more
         self.outer.parts = [first]
-        Future.add_done_callback(first, self._on_ended)  # whoever waits for the outer one receives its answer
+        Future.add_done_callback(first, self._on_ended)  # a thread that waits for `outer` receives the answer
 
     def _on_ended(self, attempt: Future[Any]) -> None:
         error = attempt.exception()

@@ -1,6 +1,6 @@
 """Sender of calls, replies and notices: chooses the connection, shares large buffers, and batches small messages.
 
-With the records of what is sent: a call that is open, and the payload of a call or reply.
+The module also has the records of open calls and outgoing payloads.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _exporting = threading.Lock()
 
 
 class OutgoingPayload:
-    """Outgoing payload: a value encoded once, and laid into shared memory once, for one receiver or more."""
+    """Outgoing payload: a value encoded once, and copied into shared memory once, for one or more receivers."""
 
     __slots__ = ("_export", "_is_exported", "_num_readers", "content", "nbytes")
 
@@ -52,15 +52,15 @@ class OutgoingPayload:
         self._is_exported = False
 
     def settled(self, devices: Sequence[str], is_same_process: bool) -> OutgoingPayload:
-        """Return the payload with its CUDA tensors as frames for one reader that sees these devices; itself if it has
-        none."""
+        """Return the payload with CUDA tensors as frames for one reader that sees these devices; without any,
+        itself."""
         if not has_device_tensors(self.content.buffers):
             return self
         frames = settle(self.content.buffers, devices, is_same_process=is_same_process)
         return OutgoingPayload(SerializedValue(self.content.body, frames))
 
     def grant(self, pool: SharedPool, reader: str) -> ExportedBuffers | None:
-        """Return how the buffers reach the inbox `reader` of this host; None: as frames, all of them."""
+        """Grant the buffers to the inbox `reader` of this host; None: all of them go as frames."""
         if self._num_readers == 1:
             exported = pool.export(self.content.buffers)
             if exported is None:
@@ -72,7 +72,7 @@ class OutgoingPayload:
             if not self._is_exported:
                 self._export = pool.export(self.content.buffers, self._num_readers)
                 self._is_exported = True
-        return None if self._export is None else pool.grant(self._export, reader)  # let go of when this payload is
+        return None if self._export is None else pool.grant(self._export, reader)  # released with this payload
 
 
 def has_device_tensors(buffers: Sequence[object]) -> bool:
@@ -95,10 +95,10 @@ class OutboundCall(msgspec.Struct, eq=False):
     payload: OutgoingPayload | None
     """None once it was sent on a route that does not give calls back."""
     made_on: int
-    """Ident of a thread."""
+    """Ident of the thread that made the call."""
     is_relayed: bool = False
     place: int = 0
-    """Place among all calls that were sent; 0 until this one was."""
+    """Place among all sent calls; 0 until this call is sent."""
     inbox: Inbox | None = None
     """Inbox of the incarnation that the call was sent to."""
     link: UnixConnection | None = None
@@ -111,12 +111,12 @@ class OutboundCall(msgspec.Struct, eq=False):
 
     @property
     def awaited(self) -> RpcFuture[Any] | StreamFeed | None:
-        """Object that a thread waits with for the call, or for the next item of its stream."""
+        """Object with which a thread waits for the call, or for the next item of its stream."""
         return self.future or self.feed
 
     @property
     def watcher(self) -> int:
-        """Ident of the thread that waits with `concurrent.futures.wait`, say, which does not tell the bus; 0: none."""
+        """Ident of the thread that waits with `concurrent.futures.wait` or the like, unknown to the bus; 0: none."""
         future = self.future
         return future.watcher if future is not None and future.is_watched else 0
 
@@ -135,20 +135,20 @@ class OutboundCall(msgspec.Struct, eq=False):
 
 logger = logging.getLogger(__name__)
 BURST_S = 0.0002
-"""Seconds between calls to one peer below which they share writes, until somebody waits for one, or for a tick."""
+"""Seconds between calls to one peer below which they share a write, which leaves when a thread waits, or at a tick."""
 _ENDS = (Kind.RESULT, Kind.ERROR)
-"""Kinds that never wait on a link: instead no further handlers are begun (`UnixConnection.is_full`)."""
+"""Kinds that never wait for room on a link: a full link begins no further handlers (`UnixConnection.is_full`)."""
 
 
 class Sender:
     """Sends all messages of one endpoint.
 
     Args:
-        pool: waits for room where the sending thread must not.
+        pool: its threads wait for room where the sending thread must not.
         memory: shared memory for large payloads on this host.
         directory: has the inboxes of living peers.
         trimmer: gives back idle parts of `memory`.
-        limit_bytes: bytes that may wait on one connection before a sender that may wait has to.
+        limit_bytes: bytes that wait on one connection, above which a sender waits for room if it may.
     """
 
     def __init__(
@@ -187,9 +187,9 @@ class Sender:
     ) -> None:
         """Send a CALL to an inbox.
 
-        A call that is sent again keeps its place among the calls that were sent. A new one takes its place as late as
-        can be: the callee refuses a call that is far behind (`unified.bus.calls.dispatcher`), and to copy a large
-        argument takes as long as many small calls.
+        A call that is sent again keeps its place among all calls. A new call gets its place as late as possible: the
+        callee refuses a call that is far behind (`TooOldError`), and copying a large argument takes as long as many
+        small calls.
         """
         shared, buffers = self._share(connection, payload)
         call.place = call.place or next(self._positions)
@@ -211,7 +211,7 @@ class Sender:
         self.send(connection, envelope, payload.content.body, buffers, may_wait, call.has_ended)
 
     def reply(self, call: InboundCall, kind: Kind, answer: SerializedValue, may_wait: bool, count: int = 0) -> bool:
-        """Answer a call; False if that cannot be done, or not without waiting."""
+        """Answer a call; return False if that is impossible, or not possible without waiting."""
         connection: Connection
         if call.link is not None:
             connection = call.link
@@ -226,7 +226,7 @@ class Sender:
                 return False
         shared, buffers = self._share(connection, OutgoingPayload(answer)) if answer.buffers else (None, answer.buffers)
         if shared is not None and not has_device_tensors(answer.buffers):
-            answer.buffers.clear()  # copied: what it was made in shall be free for the answer to the next call
+            answer.buffers.clear()  # copied: free their memory for the next answer
         envelope = Envelope(
             BUS_VERSION,
             kind,
@@ -242,7 +242,7 @@ class Sender:
         return self.send(connection, envelope, answer.body, buffers, may_wait, lambda: call.is_stale)
 
     def tell(self, kind: Kind, call_id: int, inbox: Inbox, count: int = 0) -> None:
-        """Send a CANCEL or a MORE; lost, the handler runs on for nothing, or waits for the caller's end."""
+        """Send a CANCEL or a MORE. If it is lost, the handler runs on for nothing, or waits until the caller ends."""
         envelope = self._identity.envelope(kind, inbox.inbox_id, call_id, count=count)
         with contextlib.suppress(RpcError, OSError):
             self.send(self._connections.connection(inbox), envelope, b"", [], False, lambda: False)
@@ -256,7 +256,7 @@ class Sender:
         may_wait: bool,
         give_up: Callable[[], bool],
     ) -> bool:
-        """Send a message; False if there was no room, and `may_wait` or `give_up` forbade to wait for it."""
+        """Send a message; return False if there was no room, and `may_wait` or `give_up` ruled out waiting."""
         if isinstance(connection, UnixConnection):
             pieces = pack(encode_envelope(envelope), body, buffers)
             if self._shares_write(connection, envelope.kind) and len(pieces) == 1 and len(pieces[0]) <= JOINED_BYTES:
@@ -278,7 +278,7 @@ class Sender:
         return True
 
     def _wait(self, work: Callable[[], bool]) -> bool:
-        """Wait for room without keeping a thread of the pool from others, who may have more luck with their peers."""
+        """Wait for room. Meanwhile the pool does not count this thread, so that another one can serve other peers."""
         is_counted = self._pool.waits()
         try:
             return work()
@@ -299,7 +299,7 @@ class Sender:
         granted = payload.grant(self._memory, connection.peer_id)
         if granted is None:
             return None, buffers
-        if connection.is_lost:  # and what was on its connection there forgotten, perhaps before this was
+        if connection.is_lost:  # `forget` was called then, perhaps before this grant
             self._memory.forget(connection.peer_id)
         self._trimmer.soon()
         return granted.shared, granted.frames
@@ -309,7 +309,7 @@ class Sender:
             connection.release()
 
     def _shares_write(self, link: UnixConnection, kind: Kind) -> bool:
-        """Return True if a message may wait a little for others to be written with."""
+        """Return True if a message may wait a little, to share a write with others."""
         if kind is Kind.CALL:
             now = time.monotonic()
             is_burst = now - link.sent_at < BURST_S
@@ -318,7 +318,6 @@ class Sender:
         return kind is Kind.RESULT and self._io.has_more and self._io.is_leader()
 
     def _inbox_of(self, inbox_id: str, is_relayed: bool) -> Inbox | None:
-        """Return the inbox that an answer goes to; None if that is known to be dead. The relay's callers need not be
-        known."""
+        """Return the inbox that an answer goes to; None: unknown or dead. A relayed caller may be unknown."""
         known = self._connections.greeted.get(inbox_id) or self._directory.inbox(inbox_id)
         return Inbox(inbox_id=inbox_id) if known is None and is_relayed else known

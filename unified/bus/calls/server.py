@@ -1,7 +1,7 @@
 """Call server, the callee's end of calls: calls come in, handlers run, answers go out.
 
-Thread of a handler: an ``async def`` on the event loop; ``@rpc(inline=True)``, and a plain function that has
-shown to be short, on the thread that received the call; all others on the pool.
+An ``async def`` handler runs on the event loop. An ``@rpc(inline=True)`` handler, or a plain function that has proven
+short, runs on the thread that received the call. All others run on the pool.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from unified.protocol.envelope import Kind
 logger = logging.getLogger(__name__)
 MAX_HANDLER_THREADS = 32
 MAX_CHAIN = 64
-_OWN_LIMIT = "those that run wait for this one. Do not call a serialised method from its own handler."
+_OWN_LIMIT = "the running calls wait for this one. Do not call a method with a limit from its own handler."
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, list, dict, tuple})
 
 
 class CallServer:
     """Runs handlers. Calls that come before `open` wait.
 
-    Sync handlers run on the pool, which is shared with others that must not block; short ones also on the thread that
-    leads in `io`. `calls` are the open calls that were made here.
+    Sync handlers run on `pool`, which takes over blocking work from other threads, too; short ones also run on the
+    leader of `io`. `calls` has the open calls that were made here.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class CallServer:
         self._limits: dict[str, ConcurrencyLimit[InboundCall]] = {}
         self._order: SenderOrder[InboundCall] = SenderOrder()
         self._parked: dict[UnixConnection, list[Callable[[], object]]] = {}
-        """Functions that begin calls whose link is full."""
+        """Functions that begin the calls of full links, by link."""
         self._recent_replies = RecentReplies(identity.worker, self._reply_error)
         self._lock = threading.Lock()
         self.deadlocks = DeadlockMonitor(
@@ -86,9 +86,9 @@ class CallServer:
         pool.on_used_up = self._refuse_queued
 
     def accept(self, call: InboundCall) -> None:
-        """Take a call in. Never blocks for longer than an inline handler does."""
+        """Accept a call. Blocks no longer than an inline handler does."""
         self._known[call.sender, call.call_id] = call
-        if self._early is not None and call.method != "unified.attach":  # the breakpoint may stand before that
+        if self._early is not None and call.method != "unified.attach":  # a breakpoint may come before `open`
             with self._lock:
                 if self._early is not None:
                     self._early.append(call)
@@ -96,9 +96,9 @@ class CallServer:
         self._begin(call)
 
     def open(self) -> None:
-        """Begin with the calls that wait: the methods are registered."""
+        """Begin the calls that wait: the methods are registered."""
         while True:
-            with self._lock:  # what comes meanwhile lines up behind those that wait
+            with self._lock:  # calls that come meanwhile wait behind the early ones
                 early, self._early = self._early, None if not self._early else []
             if not early:
                 return
@@ -106,7 +106,7 @@ class CallServer:
                 self._begin(call)
 
     def cancel(self, sender: str, call_id: int) -> None:
-        """Give a call up for its caller: one that has not begun never will, an async handler is cancelled."""
+        """Cancel a call for its caller. A call that has not begun never will; an async handler is cancelled."""
         call = self._known.get((sender, call_id))
         if call is None:
             return
@@ -124,7 +124,7 @@ class CallServer:
             self._forget(call)
 
     def more(self, sender: str, call_id: int, count: int) -> None:
-        """Take in how many items of a stream the caller has consumed."""
+        """Note how many items of a stream the caller has consumed."""
         call = self._known.get((sender, call_id))
         if call is not None and call.stream is not None:
             call.stream.more(count)
@@ -154,7 +154,7 @@ class CallServer:
         self._pool.submit(lambda: self._recent_replies.lost(list(self._known.values()), is_concerned, where))
 
     def begin_wait(self, awaited: Awaited, task: int) -> InboundCall | int:
-        """Note that this thread, or the task of this id, is about to wait; give the value returned to `end_wait`."""
+        """Note that this thread, or the task with this id, is about to wait; pass the result to `end_wait`."""
         call = CURRENT.get()
         if call is None:
             return self.deadlocks.begin_outside(awaited, task)
@@ -178,7 +178,7 @@ class CallServer:
                 who.waits = tuple(waits)
 
     def close(self) -> None:
-        """Cancel async handlers and stop the loop. The pool is its owner's."""
+        """Cancel async handlers and stop the loop. The owner of the pool closes the pool."""
         self.deadlocks.close()
         for call in list(self._known.values()):
             if call.stream is not None:
@@ -260,7 +260,7 @@ class CallServer:
             value = method.function(*args, **kwargs)
             if not call.waits:
                 method.inline_policy.took(time.perf_counter() - began)
-            # Who has the answer calls again at once: the memory of this call's arguments shall be free by then.
+            # A caller that has the answer may call again at once: the memory of the arguments must be free by then.
             del args, kwargs
             if type(value) not in _PLAIN and self._ends_later(call, value):
                 return
@@ -277,16 +277,16 @@ class CallServer:
     def _park(self, link: UnixConnection, begin: Callable[[], object]) -> None:
         with self._lock:
             self._parked.setdefault(link, []).append(begin)
-        if not link.is_full:  # room came meanwhile, and `resume` with it
+        if not link.is_full:  # `resume` may have run before the append
             self.resume(link)
 
     def _ends_later(self, call: InboundCall, value: Any) -> bool:
-        """Answer later if a plain handler returned something to wait for; return True then."""
+        """Return True if a plain handler returned a stream, a future or an awaitable: the answer comes later."""
         if is_stream(value):
             self._stream(call, value)
             return True
         if isinstance(value, Future):
-            if isinstance(value, RpcFuture):  # who made another kind of future need not expect that it is cancelled
+            if isinstance(value, RpcFuture):  # other futures may not expect to be cancelled
                 call.deferred = value
                 if call.is_cancelled:
                     value.cancel()
@@ -348,7 +348,6 @@ class CallServer:
             self._pool.submit(partial(self._run, following, self._methods[following.method], True))
 
     def _start_task(self, call: InboundCall, method: Method) -> None:
-        """Start an async handler, on the loop."""
         if call.link is not None and call.link.is_full and not call.is_stale:
             self._park(call.link, lambda: self._loop.run(lambda: self._start_task(call, method)))
             return
@@ -384,7 +383,7 @@ class CallServer:
     def _arguments(self, call: InboundCall) -> tuple[list[Any], dict[str, Any]]:
         arguments = decode(call.body, call.buffers)
         call.body = b""
-        call.buffers.clear()  # and not a new list: this one is known to those who brought the call
+        call.buffers.clear()  # not a new list: the receiving code refers to this one, too
         match arguments:
             case [list() as args, dict() as kwargs]:
                 return args, kwargs
@@ -402,11 +401,10 @@ class CallServer:
             self._begin(call)  # registered since
 
     def _refuse(self, call: InboundCall, cycle: str) -> None:
-        """End a call, if it is still queued."""
         limit = call.limit
         with self._lock:
             if limit is None or call not in limit.waiting:
-                return  # it was let in meanwhile, or given up
+                return  # admitted meanwhile, or given up
             limit.waiting.remove(call)
         what = f"the call of {call.method!r} in worker {self._worker} was refused"
         self._fail(call, RpcError(f"{what}: calls of {limit.name} wait for one another there, and {cycle}"))
@@ -426,7 +424,7 @@ class CallServer:
             self._recent_replies.add(call)
         try:
             self._reply(call, kind, answer, may_wait)
-        except Exception as error:  # such as a body of more than 4 GiB; its caller is not to wait for ever
+        except Exception as error:  # such as a body of more than 4 GiB; its caller must not wait for ever
             self._reply(call, Kind.ERROR, self._errors.describe(call, error), may_wait)
 
     def _forget(self, call: InboundCall) -> None:
@@ -434,13 +432,12 @@ class CallServer:
         call.has_ended = True
         if call.limit is not None:
             with self._lock:
-                # They line up under the lock that they were let in under: of two threads, the one that let the later
-                # call in may be the first to get further.
+                # Line up under the lock that admits: the thread that admitted the later call may be faster.
                 admitted = [each for each in call.limit.leave(call) if self._is_next(each)]
             self._admit(admitted)
 
     def _is_next(self, call: InboundCall) -> bool:
-        """Return True if a call that its limit has admitted may begin, under the lock; else `_start_next` begins it."""
+        """Return True if an admitted call may begin now; otherwise `_start_next` begins it. Under the lock."""
         method = self._methods[call.method]
         return method.is_async or method.is_inline or self._order.line_up(call)
 
@@ -453,8 +450,8 @@ class CallServer:
                 self._pool.submit(partial(self._run, call, method, not method.is_inline))
 
     def _refuse_queued(self) -> None:
-        """Refuse queued calls that handlers made: all threads there may be wait for other calls, perhaps for these, and
-        with no thread for them they might wait for ever."""
+        """Refuse queued calls that handlers made. All allowed threads wait for other calls, perhaps for these, and
+        without a thread they might wait for ever."""
         if getattr(self._refusing, "is_here", False):
             return
         self._refusing.is_here = True

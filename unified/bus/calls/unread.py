@@ -1,7 +1,7 @@
 """Errors of calls that nobody reads.
 
-A caller may drop the future of a call, and with it the only word that the call failed. So a future that failed and was
-never read says so when it is collected, as a task of asyncio does, or when its worker ends.
+A caller may drop the future of a failed call, and then nobody learns of the failure. So an unread error is logged when
+its future is collected, as asyncio does for tasks, or when its worker ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FROM_HANDLERS = (RemoteError, RpcNotFoundError)
 
 
 class UnreadError:
-    """The error of one future, which alone holds this, until somebody reads it."""
+    """Error of one future until somebody reads it. Only that future refers to this object."""
 
     __slots__ = ("__weakref__", "_ledger", "error", "what")
 
@@ -49,12 +49,12 @@ class UnreadError:
 class UnreadErrors:
     """Counts and logs the errors of an endpoint's calls that nobody read.
 
-    Each call and kind of error is logged with its traceback when it is new; more of the same are counted.
+    An error is logged with its traceback if its call and kind are new; repeated ones are only counted.
 
     Attributes:
         total: errors that nobody read so far.
         on_total: called with `total` whenever it has grown, on a thread of the bus.
-        is_stopping: the worker is being stopped, and others too: that calls break off is no news any more.
+        is_stopping: this worker and others are being stopped, so that broken calls are not worth a log line.
     """
 
     def __init__(self, worker: str) -> None:
@@ -69,7 +69,7 @@ class UnreadErrors:
         self.is_stopping = False
 
     def watch(self, what: str | tuple[str, str], error: BaseException) -> UnreadError | None:
-        """Return what a future that failed is to hold until its error is read, or None if nobody need hear of that."""
+        """Return the object that a failed future holds until its error is read; None: the error needs no reader."""
         is_expected = isinstance(error, RpcCancelledError) or type(error) is QueueClosedError
         if is_expected or (type(what) is tuple and is_runtimes(what[0])):
             return None
@@ -89,7 +89,7 @@ class UnreadErrors:
         self._background.start()
 
     def tell_all(self) -> int:
-        """Log the errors that could still be read as well, since the worker ends; return `total`."""
+        """Log also the errors that could still be read, because the worker ends; return `total`."""
         for reference in list(self._waiting):
             unread = reference()
             if unread is not None and unread.was_read():
@@ -104,13 +104,13 @@ class UnreadErrors:
         self._background.close()
 
     def _tell(self, what: str | tuple[str, str], error: BaseException) -> None:
-        """Runs on the background thread, which alone counts."""
+        """Count and log an error; only the background thread does this."""
         self.total += 1
         words = what if isinstance(what, str) else f"the call of {what[0]!r} to worker {what[1]}"
         if self._said.is_new(time.monotonic(), f"{words}: {type(error).__name__}"):
             logger.error(
-                "event=rpc-error-unread worker=%s: %s failed, and nobody read that from its future (more like it are "
-                "only counted)\n%s",
+                "event=rpc-error-unread worker=%s: %s failed, and nobody read its error (repeated ones are only "
+                "counted)\n%s",
                 self._worker,
                 words,
                 error_text(error),

@@ -1,17 +1,17 @@
 """Values to frames and back: a MessagePack body, and large buffers beside it that nobody copies.
 
-What MessagePack can say goes into the body as it is. Extension types carry the rest: tuples, sets, bytearrays, numpy
-arrays and torch tensors by their raw bytes, and any other Python object as pickle protocol 5 with its buffers out of
-band. A buffer of `OUT_OF_BAND_BYTES` or more becomes a frame of its own, and so does a large body. Bodies may hold
-pickles, so only workers of the same job, and a driver that calls its job, decode them; daemons never do.
+Values that MessagePack can express go into the body as they are. Extension types carry the rest: tuples, sets,
+bytearrays, numpy arrays and torch tensors by their raw bytes, and any other Python object as pickle protocol 5 with its
+buffers out of band. A buffer of `OUT_OF_BAND_BYTES` or more becomes a frame of its own, and so does a large body.
+Bodies may hold pickles, so only workers of one job, and a driver that calls its job, decode them; daemons do not.
 
-What arrives:
-- equal values of the same types; shared references inside one message become separate equal values, except that
-  tensors over the same memory (tied weights) are again tensors over one memory;
-- numpy arrays over a received frame, or over shared memory, read-only; ``.copy()`` to write;
-- torch tensors on the CPU, over the same (torch has no read-only tensors: writing is possible, and private);
-- of a small view of a large tensor, the view; of a tensor that has a history, the values and `requires_grad`;
-- tensors of a device arrive on the CPU, but for CUDA tensors on one host (`unified.bus.codec.cuda`);
+The receiver gets:
+- equal values of the same types; shared references inside one message become separate equal values, but tensors that
+  share memory (tied weights) share memory again;
+- read-only numpy arrays over a received frame or shared memory; ``.copy()`` them to write;
+- torch tensors on the CPU, over such memory; writing is possible, and private (torch has no read-only tensors);
+- for a small view of a large tensor, only the view; for a tensor with a history, the values and `requires_grad`;
+- device tensors on the CPU, except CUDA tensors within one host (`unified.bus.codec.cuda`);
 - a `SerializedValue` undecoded.
 """
 
@@ -36,8 +36,8 @@ def encode(value: object, *, devices: bool = False) -> SerializedValue:
     """Encode a value as a body and the buffers beside it, to be sent, or carried, kept and handed on undecoded.
     UsageError: part of it cannot be pickled.
 
-    The buffers are views of the caller's own memory: it must not change before they are sent, or detached. With
-    `devices` CUDA tensors stay there, and `unified.bus.codec.cuda.settle` must follow before anything is sent.
+    The buffers are views of the caller's memory: do not change it before they are sent or detached. With `devices`,
+    CUDA tensors stay on their device, and `unified.bus.codec.cuda.settle` must follow before anything is sent.
     """
     if is_plain((value,)):
         try:
@@ -49,7 +49,7 @@ def encode(value: object, *, devices: bool = False) -> SerializedValue:
 
 
 def encode_arguments(args: Sequence[Any], kwargs: dict[str, Any], *, devices: bool = False) -> SerializedValue:
-    """``[args, kwargs]`` of a call, as `encode` does it; decodes to two items, a list and a dict."""
+    """Encode ``[args, kwargs]`` of a call, as `encode` does; this decodes to a list and a dict."""
     if not SCALARS.issuperset(map(type, args)) or not SCALARS.issuperset(map(type, kwargs.values())):
         return encode([list(args), kwargs], devices=devices)
     try:
@@ -60,9 +60,9 @@ def encode_arguments(args: Sequence[Any], kwargs: dict[str, Any], *, devices: bo
 
 
 def decode(body: Buffer, buffers: Sequence[Buffer] = ()) -> Any:
-    """The value in a body and its buffers. Only once for the same buffers: tensors may take them over.
+    """Decode the value in a body and its buffers. Decode the same buffers only once: tensors may take them over.
 
-    ProtocolError: it is corrupt, or holds an object whose class cannot be imported here.
+    ProtocolError: the value is corrupt, or holds an object whose class cannot be imported here.
     """
     return _decode(ValueDecoder(buffers) if buffers else _BARE, body)
 
@@ -78,9 +78,9 @@ def _lifted(value: object, devices: bool) -> SerializedValue:
         try:
             return _made(pack(writer.lift(value)), writer.outgoing.buffers)
         except (OverflowError, UnicodeEncodeError):
-            continue  # a large int, or a str that is no text, somewhere in it
+            continue  # the value contains a large int, or a str that is no text
         except (TooDeep, RecursionError):
-            break  # a value that contains itself, or nearly: pickle remembers what it has seen
+            break  # too deep, or the value contains itself: pickle remembers what it has seen
     writer = ValueEncoder(devices=devices)
     return _made(pack(writer.pickled(value)), writer.outgoing.buffers)
 

@@ -1,8 +1,8 @@
-"""CUDA tensors: by a handle to a process of the same host that sees the same device, else by their bytes.
+"""CUDA tensors: sent by handle to a process of the same host that sees the same device, otherwise by bytes.
 
-By handle the reader gets a tensor on the device, over a copy that was made there for this one message: neither side
-sees the other's writes, and the memory goes back to the sender's allocator when the reader lets go (torch counts that).
-By bytes it is copied through pinned memory, and arrives on the CPU.
+By handle, the reader gets a tensor on the device, over a copy made there for this message: neither side sees the
+other's writes. When the reader drops the tensor, the memory goes back to the sender's allocator (torch counts this). By
+bytes, the tensor is copied through pinned memory, and arrives on the CPU.
 
 A handle whose message is lost keeps its memory until the sender ends: torch has no way to take it back.
 """
@@ -20,18 +20,18 @@ from unified.bus.codec.tensors import DeviceTensor, Windows, build_tensor, tenso
 from unified.errors import ProtocolError
 
 HANDLE, BYTES = "handle", "bytes"
-"""Ways of a tensor: the first word of the first of its two frames. The second has the bytes, or is empty."""
+"""Routes of a tensor: the first word of its first frame. Its second frame has the bytes, or is empty."""
 
 
 def choose_route(device: str, seen_by_reader: Collection[str], *, is_same_process: bool = False) -> str:
-    """Choose how a tensor on the device of this UUID travels: by handle to another process that sees the device, else
-    by bytes. A reader on another host sees none, and a process cannot open a handle of its own."""
+    """Choose the route of a tensor on the device with this UUID: by handle to another process that sees the device,
+    otherwise by bytes. A reader on another host sees no device here, and a process cannot open its own handle."""
     return HANDLE if device and device in seen_by_reader and not is_same_process else BYTES
 
 
 def settle(buffers: Sequence[Any], seen_by_reader: Collection[str], *, is_same_process: bool = False) -> list[Buffer]:
-    """The buffers of `encode(…, devices=True)` for one reader, CUDA tensors among them replaced by frames
-    (`choose_way`). Call it once for each reader."""
+    """Return the buffers of `encode(…, devices=True)` for one reader, with CUDA tensors replaced by frames
+    (`choose_route`). Call it once for each reader."""
     frames: list[Buffer] = []
     for index, buffer in enumerate(buffers):
         if isinstance(buffer, DeviceTensor):
@@ -43,13 +43,13 @@ def settle(buffers: Sequence[Any], seen_by_reader: Collection[str], *, is_same_p
 
 
 def rebuild(first: Buffer, second: Buffer, windows: Windows) -> Any:
-    """The tensor of two frames; ProtocolError: they are none, or its device cannot be seen from here."""
+    """Rebuild a tensor from its two frames; ProtocolError: they are invalid, or its device is not visible here."""
     word, *content = msgspec.msgpack.decode(first)
     if word == BYTES:
         dtype, shape = content
         return build_tensor(windows.writable(second), shape, dtype, False)
     if word != HANDLE:
-        raise ProtocolError(f"a CUDA tensor cannot travel by {word!r}.")
+        raise ProtocolError(f"{word!r} is no route of a CUDA tensor.")
     uuid, arguments = content
     torch = needed("torch")
     reductions = needed("torch.multiprocessing.reductions")

@@ -1,4 +1,4 @@
-"""Decoder of values: a body and its buffers to the value; whatever they claim, it reads only bytes that are there."""
+"""Decoder of values, from a body and its buffers. It reads only bytes that are there, even if the body claims more."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ from unified.bus.codec.tensors import Windows, build_tensor
 from unified.errors import ProtocolError
 
 _unpack = msgspec.msgpack.Decoder().decode
-"""For what is inside an extension: plain lists."""
+"""Decoder of the content of an extension: plain lists."""
 
 
 class ValueDecoder:
-    """Decodes one value, which has these buffers beside its body; `close` it then. Without buffers it decodes any
-    number. For `is_only` see `Windows`."""
+    """Decodes one value with these buffers beside its body; then `close` it. Without buffers it decodes any number of
+    values. For `is_only` see `Windows`."""
 
     def __init__(self, buffers: Sequence[Buffer], *, is_only: bool = True) -> None:
         self._buffers = buffers
         self._windows = Windows(is_only=is_only)
         self._taken: set[int] = set()
         self._memories: dict[int, Buffer] = {}
-        """Memory of tensors, by the number of their buffer: those that were tied stay so."""
+        """Memory of tensors, by the number of their buffer: tied tensors stay tied."""
         self._decoders: dict[int, Callable[[Any], Any]] = {}
 
     def unpack(self, body: Any, depth: int = 0) -> Any:
-        """The value in a body, or in an extension `depth` levels deep."""
+        """Decode the value in a body, or in an extension `depth` levels deep."""
         decode = self._decoders.get(depth)
         if decode is None:
             if depth > MAX_DEPTH + 1:
@@ -62,7 +62,7 @@ class ValueDecoder:
         return decode(body)
 
     def close(self) -> None:
-        """Let go of the buffers now, and not when garbage is collected: shared memory is used again the sooner."""
+        """Release the buffers now, and not at a garbage collection: shared memory is used again sooner."""
         self._decoders.clear()
 
     def _extension(self, depth: int, code: int, data: memoryview) -> Any:
@@ -119,7 +119,7 @@ class ValueDecoder:
         return self._buffers[number]
 
     def _lock(self, number: int) -> Buffer:
-        """A buffer that is here for one thing: a body that named it a million times would be copied as often."""
+        """Return a buffer that a body may name only once: otherwise it could cause a million copies."""
         buffer = self._buffer(number)
         if number in self._taken:
             raise ProtocolError(f"the body wants buffer {number} twice.")
@@ -127,16 +127,16 @@ class ValueDecoder:
         return buffer
 
     def _memory(self, number: int) -> Buffer:
-        """A buffer for any number of tensors to write to."""
+        """Return a buffer that any number of tensors may write to."""
         memory = self._memories.get(number)
         if memory is None:
             memory = self._memories[number] = self._windows.writable(self._buffer(number))
         return memory
 
     def _object(self, data: Buffer, numbers: list[int], kinds: bytes) -> Any:
-        """The object that `dump_object` pickled. Arrays over its buffers are read-only."""
+        """Load an object that `dump_object` pickled. Arrays over its buffers are read-only."""
         if are_refused():
-            raise ProtocolError("it holds a Python object, and this program reads plain data and arrays alone")
+            raise ProtocolError("it holds a Python object, but this program reads only plain data and arrays")
         if len(numbers) != len(kinds):
             raise ProtocolError(f"a pickle wants {len(numbers)} buffers of {len(kinds)} kinds.")
         wanted: list[Any] = []
@@ -154,7 +154,7 @@ class ValueDecoder:
         return build_tensor(data, shape, dtype, requires_grad)
 
     def _device(self, number: int) -> Any:
-        """A CUDA tensor, or its copy on the CPU: of its two frames one is empty."""
+        """Rebuild a CUDA tensor, or its copy on the CPU, from its two frames."""
         from unified.bus.codec.cuda import rebuild
 
         return rebuild(self._lock(number), self._lock(number + 1), self._windows)

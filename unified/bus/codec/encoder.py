@@ -21,15 +21,15 @@ INT, TEXT, NUMBER, SERIALIZED, BODY, DEVICE, MAP = range(10, 17)
 """Codes of the extension types. MessagePack's own is negative."""
 SCALARS = frozenset({type(None), bool, int, float, str})
 pack = msgspec.msgpack.Encoder().encode
-"""MessagePack, lossless for what `ValueEncoder.lift` leaves; ints beyond 64 bits and lone surrogates are errors."""
+"""MessagePack, lossless for results of `ValueEncoder.lift`; ints beyond 64 bits and lone surrogates are errors."""
 
 
 class TooDeep(Exception):
-    """Nested deeper than `MAX_DEPTH`, or without end."""
+    """The value is nested deeper than `MAX_DEPTH`, or contains itself."""
 
 
 def is_plain(items: Iterable[Any], depth: int = MAX_DEPTH) -> bool:
-    """Return whether MessagePack can say all of them, and gives the same types back."""
+    """Return whether MessagePack can express all items, and gives the same types back."""
     for item in items:
         kind = type(item)
         if kind in SCALARS:
@@ -48,8 +48,8 @@ def is_plain(items: Iterable[Any], depth: int = MAX_DEPTH) -> bool:
 
 
 class ValueEncoder:
-    """Encodes one value; collects its buffers (`Outgoing`). One that is careful looks at every int and str for what
-    MessagePack cannot say."""
+    """Encodes one value, and collects its buffers (`Outgoing`). With `is_careful`, it checks every int and str for
+    values that MessagePack cannot express."""
 
     def __init__(self, *, devices: bool = False, is_careful: bool = False) -> None:
         self.outgoing = Outgoing(devices=devices)
@@ -57,7 +57,7 @@ class ValueEncoder:
         self._depth = 0
 
     def lift(self, value: Any) -> Any:
-        """The value with all that MessagePack would change, refuse or copy replaced by extensions.
+        """Replace all parts of a value that MessagePack would change, refuse or copy by extensions.
 
         TooDeep: pickle it instead. UsageError: part of it cannot be pickled.
         """
@@ -161,6 +161,6 @@ _LIFTS: dict[type, Callable[[ValueEncoder, Any], Any]] = {
     memoryview: ValueEncoder._memoryview,
     complex: ValueEncoder._complex,
     SerializedValue: ValueEncoder._serialized,
-    Ext: ValueEncoder.pickled,  # the user's own would be read as one of ours
+    Ext: ValueEncoder.pickled,  # a user's Ext would be read as one of ours
     msgspec.Raw: ValueEncoder.pickled,
 }

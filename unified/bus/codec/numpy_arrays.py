@@ -13,12 +13,12 @@ NUMBER_KINDS = "biufcmM"
 
 
 def is_raw(dtype: Any, kinds: str = ARRAY_KINDS) -> bool:
-    """Return whether the short name and the bytes say all; the rest (structured, object, user dtypes) is pickled."""
+    """Return whether short name and bytes suffice; other dtypes (structured, object, the user's) are pickled."""
     return bool(dtype.kind in kinds and dtype.isbuiltin != 2 and dtype.names is None and dtype.itemsize)
 
 
 def array_bytes(numpy: Any, array: Any) -> tuple[memoryview, str, list[int], bool]:
-    """An array's memory (of a copy where it is not contiguous), dtype, shape, and whether it lies column by column."""
+    """Return an array's memory (of a copy if not contiguous), dtype, shape, and whether it lies column by column."""
     give_away(array)
     fortran = not array.flags.c_contiguous and array.flags.f_contiguous
     flat = numpy.ascontiguousarray(array.T if fortran else array).reshape(-1).view("u1")
@@ -26,7 +26,7 @@ def array_bytes(numpy: Any, array: Any) -> tuple[memoryview, str, list[int], boo
 
 
 def give_away(array: Any) -> None:
-    """The array is being sent: if its readers will look at this very memory, it is read-only from now on."""
+    """Make an array that is being sent read-only, if its readers will share its memory."""
     if not has_allocations():
         return
     flags = array.flags
@@ -36,7 +36,7 @@ def give_away(array: Any) -> None:
 
 
 def build_array(data: Buffer, dtype_name: str, shape: list[int], fortran: bool) -> Any:
-    """The inverse of `array_bytes`: an array over `data`, read-only; ProtocolError: shape and dtype do not fit it."""
+    """Return a read-only array over `data`: the inverse of `array_bytes`. ProtocolError: shape and dtype do not fit."""
     numpy = needed("numpy")
     dtype = _dtype(numpy, dtype_name, ARRAY_KINDS)
     check_size(data, shape, dtype.itemsize)
@@ -49,7 +49,7 @@ def build_array(data: Buffer, dtype_name: str, shape: list[int], fortran: bool) 
 
 
 def build_number(dtype_name: str, data: bytes) -> Any:
-    """A numpy scalar; ProtocolError: the dtype does not fit the data."""
+    """Return a numpy scalar; ProtocolError: the dtype does not fit the data."""
     numpy = needed("numpy")
     dtype = _dtype(numpy, dtype_name, NUMBER_KINDS)
     check_size(data, [], dtype.itemsize)

@@ -1,7 +1,7 @@
-"""Any other Python object: pickle protocol 5, its large buffers out of band, tensors by their bytes wherever they hide.
+"""Pickles of all other Python objects: protocol 5, large buffers out of band, tensors by their bytes at any depth.
 
-Where pickle cannot say it (a lambda, a local class) cloudpickle does; what a script defines goes as
-`unified.job.by_value` says. Only workers of one job ever load what is dumped here.
+cloudpickle takes the objects that pickle cannot (a lambda, a local class). `unified.job.by_value` pickles objects that
+a script defines. Only workers of one job, and its driver, load these pickles.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _are_refused = False
 
 
 def dump_object(value: object, outgoing: Outgoing) -> tuple[bytes, list[int], bytes]:
-    """A pickle; the numbers of the buffers that it left out, in the order in which it wants them; and what it wants of
-    each. UsageError: the object, or something in it, cannot be pickled."""
+    """Return a pickle, the numbers of its out-of-band buffers in the order in which it reads them, and the kind of
+    each. UsageError: the object, or a part of it, cannot be pickled."""
     before = len(outgoing.buffers)
     try:
         # the plain pickler is twice as fast; the other one is needed only where an array can be inside
@@ -37,7 +37,7 @@ def dump_object(value: object, outgoing: Outgoing) -> tuple[bytes, list[int], by
             return pickled
         outgoing.reset(before)
         return _dump(value, outgoing, _ArrayPickler)
-    except Exception:  # __reduce__ is the user's code and raises what it likes
+    except Exception:  # __reduce__ is the user's code, and may raise anything
         outgoing.reset(before)
     try:
         return _dump(value, outgoing, _cloud_pickler())
@@ -76,7 +76,7 @@ def _dump(value: object, outgoing: Outgoing, kind: type[Any] | None) -> tuple[by
 
 @contextlib.contextmanager
 def without_pickles() -> Iterator[None]:
-    """Have this process read no pickle meanwhile: a pickle can run any code of whoever wrote it."""
+    """Have this process read no pickle meanwhile: a pickle can run any code of its author."""
     global _are_refused
     before, _are_refused = _are_refused, True
     try:
@@ -91,13 +91,13 @@ def are_refused() -> bool:
 
 
 def as_it_is(value: Any) -> Any:
-    """Callable by which a pickle gets an object that was built before it was loaded."""
+    """Return `value`. A pickle calls this to get an object that was built before."""
     return value
 
 
 class ArrayReducer:
-    """Reducer that a pickler uses for tensors and arrays. torch would write a tensor's storage through a second pickle,
-    with two copies. numpy would copy an array that is not contiguous into the pickle, and make it of native bytes.
+    """Reducer of picklers for tensors and arrays. torch would write a tensor's storage through a second pickle, with
+    two copies. numpy would copy a non-contiguous array into the pickle, in native byte order.
     """
 
     _outgoing: Outgoing
@@ -105,11 +105,11 @@ class ArrayReducer:
     _views: list[memoryview]
 
     def be_for(self, outgoing: Outgoing, placed: dict[int, tuple[int, int]]) -> None:
-        """Put what is large there, and note which stand-in is for what."""
+        """Collect large buffers in `outgoing`, and note in `placed` the frame of each stand-in."""
         self._outgoing = outgoing
         self._placed = placed
         self._views = []
-        """Keeps what `placed` names alive: an id is good only as long."""
+        """Stand-ins, kept alive: `placed` has their ids."""
 
     def reduce_array(self, value: Any) -> Any:
         """Return the reduce value of a tensor, an array, or what a script defines; NotImplemented for all else."""
@@ -133,8 +133,8 @@ class ArrayReducer:
         return build_tensor, (buffer, shape, dtype, value.requires_grad)
 
     def _stand_in(self, number: int, kind: int) -> pickle.PickleBuffer:
-        """In the pickle, a place for what frame `number` becomes."""
-        view = memoryview(bytearray(1))  # to be written to, or pickle would want it read-only
+        """Return a stand-in, in the pickle, for the object of frame `number`."""
+        view = memoryview(bytearray(1))  # writable, or pickle would ask for a read-only buffer
         self._views.append(view)
         self._placed[id(view)] = (number, kind)
         return pickle.PickleBuffer(view)

@@ -12,24 +12,23 @@ from unified.bus.shm.allocation import allocation_at, has_allocations
 
 
 class SerializedValue(msgspec.Struct, eq=False):
-    """A value as bytes and buffers. Inside any other value it travels as it is, and arrives undecoded.
+    """A value as bytes and buffers. Inside another value it is sent as it is, and arrives undecoded.
 
-    `unified.bus.codec.codec.encode` makes it, `deserialize` decodes it. Large buffers are those of the caller until
-    it is sent: they must not change before, or `detach` it. What was received through shared memory stays there, and is
-    handed on without a copy.
+    `unified.bus.codec.codec.encode` makes it, `deserialize` decodes it. Large buffers are the caller's memory: do not
+    change them before the value is sent, or `detach` it. Buffers from shared memory are handed on without a copy.
     """
 
     body: bytes
     buffers: list[Buffer]
-    """The large ones beside it."""
+    """Large buffers beside the body."""
 
     @property
     def nbytes(self) -> int:
-        """The size of all that it holds."""
+        """Size of the body and the buffers."""
         return size_of(self.body, self.buffers) if self.buffers else len(self.body)
 
     def detach(self) -> SerializedValue:
-        """The same with no memory that the caller may change: for one to be kept in the process that serialized it."""
+        """Return a copy without memory that the caller may change, to be kept in the process that made the value."""
         return SerializedValue(self.body, [_kept(buffer) for buffer in self.buffers])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -45,9 +44,9 @@ def _kept(buffer: Buffer) -> Buffer:
     if isinstance(view.obj, bytes) or hasattr(view.obj, "open_window"):  # nobody can change it
         return buffer
     if has_allocations():
-        from unified.memory.copy import address_of  # which needs ctypes, and that is loaded by now
+        from unified.tensors.copy import address_of  # needs ctypes, which is loaded by now
 
-        if allocation_at(address_of(view), view.nbytes) is not None:  # nobody should
+        if allocation_at(address_of(view), view.nbytes) is not None:  # nobody should change it
             return buffer
     return memoryview(bytes(view))
 

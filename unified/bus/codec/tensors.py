@@ -1,6 +1,6 @@
-"""torch tensors as raw memory and back: without numpy (torch may be there alone), without a copy where that is safe.
+"""torch tensors as raw memory and back: without numpy (it may be missing), and without a copy where that is safe.
 
-The buffers of a value that is being encoded are collected here: each becomes a frame beside the body.
+`Outgoing` collects the buffers of a value that is being encoded: each becomes a frame beside the body.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from unified.errors import ProtocolError
 
 
 def is_dense(torch: Any, tensor: Any) -> bool:
-    """Return whether bytes, shape and dtype say all.
+    """Return whether bytes, shape and dtype describe the tensor.
 
-    Sparse, quantized and meta tensors, and those with attributes of the user's, are pickled as torch does it.
+    torch's own pickling takes sparse, quantized and meta tensors, and tensors with attributes of the user.
     """
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta and not tensor.__dict__
 
 
 def tensor_bytes(torch: Any, tensor: Any) -> tuple[memoryview, list[int], str]:
-    """A dense tensor's memory (of a copy on the CPU where it is elsewhere, or not contiguous), shape and dtype."""
+    """Return a dense tensor's memory (of a CPU copy if it is elsewhere, or not contiguous), shape and dtype."""
     import ctypes  # with torch only, which has loaded it already
 
     ours = tensor.detach().resolve_conj().resolve_neg()
@@ -37,13 +37,13 @@ def tensor_bytes(torch: Any, tensor: Any) -> tuple[memoryview, list[int], str]:
 
 
 def to_host(torch: Any, tensor: Any) -> Any:
-    """A CUDA tensor's copy on the CPU, by way of pinned memory: several times as fast as into any other.
+    """Copy a CUDA tensor into pinned memory of the CPU: several times as fast as into other memory.
 
-    The pinned memory comes from torch's own cache of it and goes back there.
+    The pinned memory comes from torch's own cache, and goes back there.
     """
     try:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    except RuntimeError:  # the system pins no more
+    except RuntimeError:  # no more memory can be pinned
         return tensor.cpu()
     host.copy_(tensor, non_blocking=True)
     torch.cuda.current_stream(tensor.device).synchronize()
@@ -51,12 +51,11 @@ def to_host(torch: Any, tensor: Any) -> Any:
 
 
 def build_tensor(data: Buffer, shape: list[int], dtype_name: str, requires_grad: bool) -> Any:
-    """The inverse of `tensor_bytes`: a tensor over `data`, or over a copy of immutable bytes; ProtocolError: shape and
-    dtype do not fit it."""
+    """Return a tensor over `data`, or over a copy of immutable bytes. ProtocolError: shape and dtype do not fit it."""
     torch = needed("torch")
     dtype = getattr(torch, dtype_name, None)
-    if not isinstance(dtype, torch.dtype) or dtype_name.startswith("q"):  # a quantized one without a scale is a crash
-        raise ProtocolError(f"torch here has no dtype {dtype_name!r} that its bytes could say all of.")
+    if not isinstance(dtype, torch.dtype) or dtype_name.startswith("q"):  # a quantized one without a scale crashes
+        raise ProtocolError(f"torch here has no dtype {dtype_name!r} that can be sent as raw bytes.")
     view = memoryview(data)
     check_size(view, shape, dtype.itemsize)
     if view.nbytes == 0:
@@ -67,15 +66,15 @@ def build_tensor(data: Buffer, shape: list[int], dtype_name: str, requires_grad:
 
 
 class Windows:
-    """Memory that the tensors of one decoding may write to: torch has no read-only tensors. If it `is_only`, nobody
-    will decode the same buffers again, so that what came over a socket can be handed out as it is."""
+    """Writable memory for the tensors of one decoding: torch has no read-only tensors. With `is_only`, nobody will
+    decode the same buffers again, so that buffers from a socket can be used as they are."""
 
     def __init__(self, *, is_only: bool) -> None:
         self._is_only = is_only
         self._open: dict[int, Any] = {}
 
     def writable(self, data: Buffer) -> Buffer:
-        """The same data, in memory that may be written to without anybody else's seeing it."""
+        """Return the same data in memory that may be written to; nobody else sees the writes."""
         view = memoryview(data)
         source: Any = view.obj
         if hasattr(source, "open_window"):  # shared memory (`unified.bus.shm.reader`)
@@ -89,10 +88,10 @@ class Windows:
 
 
 def _unlocked(view: memoryview) -> memoryview:
-    """The same memory, to write to: for a frame of ZeroMQ, which is read-only though nobody else has it."""
+    """Return the same memory, writable: a frame of ZeroMQ is read-only although nobody else has it."""
     import ctypes
 
-    from unified.memory.copy import address_of
+    from unified.tensors.copy import address_of
 
     window = (ctypes.c_ubyte * view.nbytes).from_address(address_of(view))
     window.view = view  # type: ignore[attr-defined]  # the memory lives as long as the tensor over it
@@ -100,7 +99,7 @@ def _unlocked(view: memoryview) -> memoryview:
 
 
 OUT_OF_BAND_BYTES = 16 * 1024
-"""Below this a frame of its own costs more than the copy that it saves."""
+"""Size below which a frame of its own costs more than the copy that it saves."""
 
 
 class DeviceTensor(NamedTuple):
@@ -114,33 +113,32 @@ class DeviceTensor(NamedTuple):
 
 
 class Outgoing:
-    """Collects buffers. With `devices` CUDA tensors stay there: `unified.bus.codec.cuda.settle` decides later how they
-    travel."""
+    """Collector of buffers. With `devices`, CUDA tensors stay there: `unified.bus.codec.cuda.settle` routes them."""
 
     def __init__(self, *, devices: bool = False) -> None:
         self.buffers: list[Any] = []
         self._devices = devices
         self._known: dict[tuple[int, int], int] = {}
-        """Address and length of a tensor's memory: the number of its buffer."""
+        """Numbers of buffers, by address and length of a tensor's memory."""
 
     def reset(self, num_kept: int) -> None:
-        """Forget all but so many buffers: what was added since is to be written in another way."""
+        """Forget all but the first `num_kept` buffers: the later ones will be written in another way."""
         del self.buffers[num_kept:]
         self._known = {key: number for key, number in self._known.items() if number < num_kept}
 
     def add(self, data: Buffer) -> int:
-        """The number of the frame that `data` becomes."""
+        """Add a buffer, and return the number of its frame."""
         self.buffers.append(data)
         return len(self.buffers) - 1
 
     def aside(self, data: Buffer) -> int | bytes:
-        """Small data itself, or the number of the frame that large data became."""
+        """Return small data itself, or add large data and return the number of its frame."""
         return bytes(data) if memoryview(data).nbytes < OUT_OF_BAND_BYTES else self.add(data)
 
     def tensor(self, torch: Any, tensor: Any) -> tuple[int | memoryview, list[int], str]:
-        """A dense tensor's memory if that is small, or the number of its frame; its shape and dtype.
+        """Return a dense tensor's memory if it is small, or the number of its frame; its shape and dtype.
 
-        The same memory twice, as with tied weights, is one frame: it arrives as two tensors over one memory.
+        Tensors over the same memory, such as tied weights, share one frame, and arrive as tensors over one memory.
         """
         nbytes = tensor.numel() * tensor.element_size()
         is_large = nbytes >= OUT_OF_BAND_BYTES
@@ -153,19 +151,19 @@ class Outgoing:
             return data, shape, dtype
         number = self.add(data)
         if key[1]:
-            self._known[key] = number  # the view in `buffers` keeps that memory from being used for anything else
+            self._known[key] = number  # the view in `buffers` keeps this memory from being reused
         return number, shape, dtype
 
     def stays_on_device(self, tensor: Any) -> bool:
         return self._devices and tensor.is_cuda and tensor.numel() > 0
 
     def device_tensor(self, tensor: Any) -> int:
-        """The number of the first of the two frames of a CUDA tensor: one for its handle, one for its bytes."""
+        """Add the two frames of a CUDA tensor (handle, bytes), and return the number of the first."""
         first = self.add(DeviceTensor(tensor.detach()))  # type: ignore[arg-type]  # until `settle`
         self.add(b"")
         return first
 
 
 def _is_as_it_lies(tensor: Any) -> bool:
-    """Return whether its bytes are those at its address."""
+    """Return whether the tensor's bytes are those at its address."""
     return bool(tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())

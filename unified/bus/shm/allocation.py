@@ -1,7 +1,7 @@
-"""Arrays allocated in place: in a slot of the pool, from where they are sent without a copy.
+"""Arrays allocated in place: in a slot of the pool, from which they are sent without a copy.
 
-The memory is known by its address, so that any view of part of it is found, whoever made the view: numpy, torch or
-pickle. As long as a view lives the slot stays pinned, and is granted to as many as it is sent to.
+The memory is found by its address, from any view of a part of it, whether numpy, torch or pickle made the view. As long
+as a view exists, the slot stays pinned, and is granted to every reader that it is sent to.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-if TYPE_CHECKING:  # the codec asks here, and does without ctypes
+if TYPE_CHECKING:  # the codec uses this module, and must not load ctypes
     from unified.bus.shm.segment import Mapping, Segment
     from unified.bus.shm.slots import Slot
 
 FORWARD_BYTES = 32 * 1024
-"""Size from which on what lies in shared memory already is handed on as it is; less is copied."""
+"""Size from which data in shared memory is handed on as it is; less is copied."""
 
 
 class InPlaceAllocation(NamedTuple):
@@ -28,11 +28,11 @@ class InPlaceAllocation(NamedTuple):
 
 
 _allocations: dict[int, InPlaceAllocation] = {}
-"""Allocations by address. Finalizers change it, at any time on any thread: so no lock, and no walk through it."""
+"""Allocations by address. Finalizers change it at any time, on any thread: so no lock, and no loop over it."""
 
 
 class _Memory:
-    """Memory behind the views of one such slot. A mixin of ctypes arrays."""
+    """Memory behind the views of one allocation. A mixin of ctypes arrays."""
 
     allocation: InPlaceAllocation
     mapping: Mapping
@@ -46,7 +46,7 @@ class _Memory:
 
 
 def allocate(pool: object, slot: Slot, segment: Segment, nbytes: int) -> memoryview:
-    """Return the first bytes of a pinned slot's data, to write to. The end of their last view unpins the slot."""
+    """Return the first `nbytes` of a pinned slot's data, to write to. The end of the last view unpins the slot."""
     memory: Any = segment.memory(_Memory)
     memory.allocation = allocation = InPlaceAllocation(pool, slot, segment.data_address, nbytes)
     _allocations[allocation.address] = allocation
@@ -54,12 +54,12 @@ def allocate(pool: object, slot: Slot, segment: Segment, nbytes: int) -> memoryv
 
 
 def has_allocations() -> bool:
-    """Return whether it is worth while to find out where something lies."""
+    """Return whether there are allocations, so that a look-up makes sense."""
     return bool(_allocations)
 
 
 def allocation_at(address: int, nbytes: int) -> InPlaceAllocation | None:
-    """Return the allocation of which these bytes, which somebody looks at, are part; None if none, or they are few."""
+    """Return the allocation that contains these bytes (a view must exist); None: there is none, or they are few."""
     if nbytes < FORWARD_BYTES:
         return None
     starts = sorted(_allocations)

@@ -25,11 +25,11 @@ class ReaderReference(NamedTuple):
 
 
 Part = int | tuple[int, int]
-"""A part of a slot by its number, or any range of a slot's data: where it starts, and its bytes."""
+"""A part of a slot by its number, or any range of a slot's data: start and length in bytes."""
 
 
 class Source(NamedTuple):
-    """Place of a buffer that need not go by the wire."""
+    """Place in shared memory of a buffer."""
 
     origin: InPlaceAllocation | BorrowedBuffer | None
     """An allocation, or a borrowed buffer; None: the slot into which the message was copied."""
@@ -46,7 +46,7 @@ class ExportedBuffers(NamedTuple):
 
 
 class Export:
-    """Message in shared memory, made by `SharedPool.export`; to be released when all its readers were granted it."""
+    """Message in shared memory, made by `SharedPool.export`; to be released when all its readers have their grants."""
 
     def __init__(self, buffers: Sequence[Buffer], sources: list[Source | None], slot: Slot | None, num_readers: int):
         self.buffers = buffers
@@ -55,7 +55,7 @@ class Export:
         self.num_readers = num_readers
 
     def release(self) -> None:
-        """Grant it to nobody else. The slot is used again when its readers have let go."""
+        """Grant it to nobody else. The slot is used again when its readers have released it."""
         slot, self.slot = self.slot, None
         if slot is not None:
             slot.is_pinned = False
@@ -65,7 +65,7 @@ class Export:
 
 
 def add_frame(shared: list[Any]) -> None:
-    """Name one more buffer that goes by the wire in a message's descriptor."""
+    """Add a buffer that goes by the wire to a message's descriptor."""
     if shared and type(shared[-1]) is int:
         shared[-1] += 1
     else:
@@ -73,7 +73,7 @@ def add_frame(shared: list[Any]) -> None:
 
 
 def add_part(shared: list[Any], cell: ReaderReference, part: Part) -> None:
-    """Name a buffer that lies in shared memory in a message's descriptor."""
+    """Add a buffer in shared memory to a message's descriptor."""
     last = shared[-1] if shared else 0
     start = [cell.owner, cell.segment, cell.tag, cell.number]
     if type(part) is tuple:

@@ -1,7 +1,7 @@
-"""Segments as files: their names, who made them, and what may be removed.
+"""Segments as files: their names, their makers, and their removal.
 
-``/dev/shm/unified-<inbox id>-<number>``, mode 0600. The header says which process made it; once that process is gone
-and no living process has a reference to it, anybody of the same user may remove it.
+``/dev/shm/unified-<inbox id>-<number>``, mode 0600. The header names the process that made the segment. Once that
+process is gone and no living process has a reference to the segment, any process of the same user may remove it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PREFIX = "unified-"
 GRACE_S = 10.0
 """Time for which messages of a dead process may be on their way."""
 YOUNG_S = 60.0
-"""Age up to which a file without a header, which is no segment of this version, is left alone."""
+"""Age up to which a file without a header of this version is left alone."""
 
 
 def segment_name(inbox_id: str, number: int) -> str:
@@ -40,7 +40,7 @@ def segment_name(inbox_id: str, number: int) -> str:
 
 
 def inbox_of(name: str) -> str:
-    """The inbox id in a segment's name; empty if this is no segment."""
+    """Return the inbox id in a segment's name; empty if this is no segment."""
     inbox_id, dash, number = name.removeprefix(_PREFIX).rpartition("-")
     return inbox_id if name.startswith(_PREFIX) and dash and number.isdecimal() else ""
 
@@ -74,15 +74,15 @@ def is_alive(mark: int) -> bool:
 
 
 def first_words(mark: int) -> bytes:
-    """The start of a new segment's header: what it is, and whose."""
+    """Return the header of a new segment: its magic number, and the mark and the pid namespace of its maker."""
     words = array("Q", bytes(HEADER_BYTES))
     words[MAGIC_WORD], words[OWNER_WORD], words[NAMESPACE_WORD] = MAGIC, mark, _pid_namespace()
     return words.tobytes()
 
 
 def remove_if_unreferenced(path: str, references: ReaderReferences, *, but_for: int = 0) -> None:
-    """Remove the segment of a dead process, or of a pool that was closed, if nobody reads it or will, but for the
-    process of that mark."""
+    """Remove the segment of a dead process or closed pool if nobody reads it or will. The process of the mark `but_for`
+    does not count."""
     if not references.is_referenced(lambda mark: mark != but_for and is_alive(mark)):
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -95,10 +95,10 @@ class _Found(NamedTuple):
 
 
 class Sweeper:
-    """Removes what dead processes left. It remembers what it spared, so keep one as long as the daemon runs.
+    """Removes segments of dead processes. It remembers spared segments, so keep one sweeper as long as the daemon runs.
 
     Attributes:
-        due_at: when to sweep again, on the clock of `now`, because something was spared; None: no need.
+        due_at: time of the next sweep, on the clock of `now`, because something was spared; None: no need.
     """
 
     def __init__(self, directory: str = DIRECTORY) -> None:
@@ -112,8 +112,8 @@ class Sweeper:
         Args:
             now: seconds of a clock that only goes forward.
             wall: seconds since 1970, to tell how old a file is.
-            living: inbox ids of which nothing has to be looked at.
-            is_last: there will be no other sweep: do not spare what may be on its way to a reader.
+            living: inbox ids whose segments are skipped.
+            is_last: no other sweep will follow: do not spare segments that may be on their way to a reader.
         """
         spared, self._spared, self.due_at = self._spared, {}, None
         removed: list[str] = []
@@ -143,7 +143,7 @@ class Sweeper:
 
 
 def open_segment(path: str) -> int:
-    """A descriptor of a segment, to read and to write; OSError: there is none, or it is no plain file of this user."""
+    """Open a segment to read and write; return its descriptor. OSError: none there, or no plain file of this user."""
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
@@ -168,7 +168,7 @@ def _read_header(path: str) -> _Found | None:
 
 
 def _is_left(found: _Found, wall: float) -> bool:
-    """Return whether the process of a segment is gone, or wants it no more."""
+    """Return whether the process of a segment is gone, or has closed it."""
     if found.words is None:
         return wall - found.changed_at >= YOUNG_S
     if found.words[NAMESPACE_WORD] != _pid_namespace():

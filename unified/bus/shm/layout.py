@@ -1,16 +1,16 @@
 """Reader references of a slot of shared memory: cells in its header, each written by one process at a time. No I/O.
 
-A slot's owner grants a row to each reader: one *cell* for that reader, and after it sub-cells which only this reader
-hands on, to those to whom it forwards what it was given. A cell goes through these values:
+A slot's owner grants a row to each reader: one *cell* for that reader, and after it sub-cells. Only this reader grants
+the sub-cells, to the readers to which it forwards the data. A cell goes through these values:
 
-    0 → IN_FLIGHT      the granter: the message is on its way (who hands on adds its mark, to tell its own by)
+    0 → IN_FLIGHT      the granter: the message is on its way (a reader that forwards adds its mark)
     IN_FLIGHT → mark   the reader: I have it (a mark names one process for ever)
-    mark → 0           the reader: nobody here looks at it any more
+    mark → 0           the reader: nobody here uses it any more
     IN_FLIGHT → LOST   the granter: the reader is believed dead
 
-Each arrow is a plain store, without a lock, and no order of two of them does harm: a slot is used again only when all
-its cells are 0. One with a LOST cell is not used again at all, for the belief may be wrong and the message still come.
-The same holds for a row within one use. A reader hands on each of its sub-cells once.
+Each arrow is a plain store, without a lock, and any order of two stores is safe: a slot is used again only when all its
+cells are 0. A slot with a LOST cell is never used again: the reader may be alive, and the message may still come. The
+same holds for a row within one use. A reader grants each of its sub-cells once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAGIC = 0x756E6966_73686D01
 IN_FLIGHT = 1 << 63
 LOST = (1 << 64) - 1
 MIN_WIDTH, MAX_WIDTH = 8, 400
-"""Least and most sub-cells of a row: how often one reader can hand on what it was given."""
+"""Least and most sub-cells of a row: how often one reader can forward its data."""
 _PID_BITS = 22
 """Linux gives no pid above 2**22."""
 
@@ -44,11 +44,11 @@ class Use(Enum):
     FREE = "free"
     HELD = "held"
     ABANDONED = "abandoned"
-    """No known reader, but a message that leads to it may still come: to be given up."""
+    """No known reader, but a message that names the slot may still come: give the slot up."""
 
 
 def make_mark(pid: int, start_ticks: int) -> int:
-    """Make the mark of one process, for ever: its pid, and when it started."""
+    """Make the unique mark of one process: its pid, and when it started."""
     return (start_ticks << _PID_BITS | pid) & (IN_FLIGHT - 1)
 
 
@@ -81,13 +81,13 @@ class ReaderReferences:
         return -(-NUM_CELLS // (1 + self._words[WIDTH_WORD]))
 
     def is_over(self, row: int) -> bool:
-        """Return to the owner whether a row can be granted anew: nobody has it, or may come to have it."""
+        """Return to the owner whether a row can be granted again: nobody has it or may still get it."""
         width = 1 + self._words[WIDTH_WORD]
         first = FIRST_CELL + row * width
         return not any(self._words[first : min(first + width, NUM_WORDS)])
 
     def grant(self, row: int) -> int | None:
-        """Grant, as the owner, a row that was not granted in this use, or is over; its cell, or None."""
+        """Grant, as the owner, a row that was not granted in this use, or is over; return its cell, or None."""
         cell = row * (1 + self._words[WIDTH_WORD])
         if cell >= NUM_CELLS:
             return None
@@ -95,47 +95,47 @@ class ReaderReferences:
         return cell
 
     def forward(self, cell: int, index: int, mark: int) -> int | None:
-        """Grant, as the holder of a row's cell, its sub-cell `index`, from 0, to another reader; None if none."""
+        """Grant, as the holder of a row's cell, its sub-cell `index` (from 0) to another reader; None if none."""
         if not self.has_sub_cells(cell, index + 1):
             return None
         self._words[FIRST_CELL + cell + 1 + index] = IN_FLIGHT | mark
         return cell + 1 + index
 
     def has_sub_cells(self, cell: int, count: int) -> bool:
-        """Return whether it is the cell of a row, and so many sub-cells follow it."""
+        """Return whether `cell` begins a row, and `count` sub-cells follow it."""
         width = self._words[WIDTH_WORD]
         return cell % (1 + width) == 0 and count <= width and cell + count < NUM_CELLS
 
     def is_in_flight(self, cell: int, tag: int, mark: int | None = None) -> bool:
-        """Return whether what was granted with this tag, by the process of this mark, was not taken up yet."""
+        """Return whether a grant with this tag, by the process of this mark (None: any), was not taken up yet."""
         value = self._words[FIRST_CELL + cell]
         return self.tag == tag and IN_FLIGHT <= value < LOST and mark in (None, value - IN_FLIGHT)
 
     def borrow(self, cell: int, tag: int, mark: int) -> bool:
-        """Take up, as the reader, what was granted; return False if it is no longer there."""
+        """Take up a grant, as the reader; return False if it is no longer there."""
         if not 0 <= cell < NUM_CELLS or not self.is_in_flight(cell, tag):
             return False
         self._words[FIRST_CELL + cell] = mark
         return True
 
     def give_back(self, cell: int) -> None:
-        """Give back, as the reader, what nobody here looks at any more."""
+        """Clear a cell, as the reader: nobody here uses the data any more."""
         self._words[FIRST_CELL + cell] = 0
 
     def lose(self, cell: int, tag: int, mark: int | None = None) -> None:
-        """Mark as lost, as the granter, what is in flight to a reader believed dead, which may yet take it up."""
+        """Mark a grant in flight as lost, as the granter: its reader is believed dead, but may still take it up."""
         if self.is_in_flight(cell, tag, mark):
             self._words[FIRST_CELL + cell] = LOST
 
     def lose_row(self, row: int) -> None:
-        """Mark as lost, as the owner, the row of a reader believed dead, and what it was handing on."""
+        """Mark the row of a reader believed dead as lost, as the owner, with its sub-cells."""
         width = self._words[WIDTH_WORD]
         first = row * (1 + width)
         for cell in range(first, min(first + 1 + width, NUM_CELLS)):
             self.lose(cell, self.tag)
 
     def reap(self, num_rows: int, is_alive: Callable[[int], bool]) -> None:
-        """Clear, as the owner, the cells of processes that are no more, and lose what they were handing on."""
+        """Clear the cells of dead processes, as the owner, and mark their own grants in flight as lost."""
         width = self._words[WIDTH_WORD]
         for cell in range(min(num_rows * (1 + width), NUM_CELLS)):
             value = self._words[FIRST_CELL + cell]
@@ -145,7 +145,7 @@ class ReaderReferences:
                     self.lose_row(cell // (1 + width))
 
     def use(self, num_rows: int) -> Use:
-        """Return to the owner what the cells of the first `num_rows` rows say."""
+        """Return to the owner the slot's state, from the cells of the first `num_rows` rows."""
         last = FIRST_CELL + min(num_rows * (1 + self._words[WIDTH_WORD]), NUM_CELLS)
         cells = self._words[FIRST_CELL:last]
         if not any(cells):
@@ -153,7 +153,7 @@ class ReaderReferences:
         return Use.HELD if any(value not in (0, LOST) for value in cells) else Use.ABANDONED
 
     def is_referenced(self, is_alive: Callable[[int], bool], *, count_in_flight: bool = True) -> bool:
-        """Return to anybody whether a process that lives reads it, or may be about to."""
+        """Return to anybody whether a living process reads the slot, or may be about to."""
         values = set(self._words[FIRST_CELL:NUM_WORDS]) - {0, LOST}
         if count_in_flight and any(value >= IN_FLIGHT for value in values):
             return True

@@ -1,7 +1,6 @@
 """Pool of shared memory: payloads are copied into slots once, and granted to readers of this host, within a quota.
 
-Shared memory may not be had (no room, no such directory, switched off); then the payload goes by the wire, and one
-line in the log says why.
+Without shared memory (no room, no such directory, switched off) payloads go by the wire, and one log line says why.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from unified.bus.shm.reader import BorrowedBuffer, borrowed_behind
 from unified.bus.shm.segment import Segment, extents, space_for
 from unified.bus.shm.slots import Plan, Slot, SlotTable
 from unified.errors import UsageError
-from unified.memory.copy import address_of
+from unified.tensors.copy import address_of
 from unified.threads import TimerThread, own_pid
 
 LIMIT_VARIABLE = "UNIFIED_SHM_LIMIT"
@@ -53,11 +52,11 @@ def default_limit(directory: str = DIRECTORY, env: Mapping[str, str] | None = No
 
 logger = logging.getLogger(__name__)
 THRESHOLD_BYTES = 64 * 1024
-"""Size from which on payloads, all buffers of a message together, are worth a slot."""
+"""Size from which a payload, all buffers of a message together, is worth a slot."""
 ALLOCATION_READERS = NUM_CELLS // (1 + MIN_WIDTH)
 """Most readers of an allocation at one time."""
 PAUSE_S = 1.0
-"""Pause after a refusal of the system, before it is asked for a new segment."""
+"""Pause after the system refused a segment, before the next attempt."""
 
 
 _pools: weakref.WeakSet[SharedPool] = weakref.WeakSet()
@@ -68,16 +67,16 @@ class Trimmer(TimerThread):
     """Timer that gives idle memory back, `TRIM_S` after somebody asked."""
 
     def soon(self) -> None:
-        """Give back in `TRIM_S`, unless that is awaited already."""
+        """Give memory back in `TRIM_S`, unless that is scheduled already."""
         self.set(time.monotonic() + TRIM_S)
 
 
 class SharedPool:
-    """Slots that this process owns. Safe for threads; off in a process that was forked from the one that made it.
+    """Slots that this process owns. Safe for threads; off in a forked child of its process.
 
     Args:
-        inbox_id: of this incarnation; the files carry it.
-        quota_bytes: of all slots together; None: `default_limit`. 0: the pool is off.
+        inbox_id: of this incarnation; part of the names of the files.
+        quota_bytes: limit on all slots together; None: `default_limit`. 0: the pool is off.
     """
 
     def __init__(self, inbox_id: str, *, quota_bytes: int | None = None, directory: str = DIRECTORY) -> None:
@@ -89,8 +88,7 @@ class SharedPool:
         self._segments: dict[int, Segment] = {}
         self._numbers = itertools.count()
         self._forwards: dict[tuple[str, int, int], tuple[str, ReaderReference]] = {}
-        """References to other processes' slots that were handed on, by owner, segment and cell, with their readers, for
-        the case that a reader dies."""
+        """Forwarded references to other processes' slots, and their readers (may die), by owner, segment and cell."""
         self._mark = own_mark()
         self._pid = own_pid()
         self._is_closed = False
@@ -101,10 +99,9 @@ class SharedPool:
     def export(self, buffers: Sequence[Buffer], num_readers: int = 1) -> Export | None:
         """Copy the buffers of a message into a slot, once for all its readers; None if they all go by the wire.
 
-        Buffers that lie in shared memory already, received or allocated there, are not copied but handed on. Other
-        threads run during the copy.
+        Buffers in shared memory, received or allocated there, are not copied again. During the copy other threads run.
 
-        So many readers will be granted it; a sole one may write to its tensors in place.
+        `num_readers` readers will be granted the message; a sole one may write to its tensors in place.
         """
         if not buffers or not self._is_on():
             return None
@@ -130,9 +127,9 @@ class SharedPool:
         return Export(buffers, sources, slot, num_readers)
 
     def grant(self, exported: Export, reader: str) -> ExportedBuffers:
-        """Refer to the buffers of a message for the inbox `reader`, which must be sent them.
+        """Grant the buffers of a message to the inbox `reader`; the result must be sent there.
 
-        Beyond the readers for whom it was exported, and where no cell is left, all are frames.
+        All buffers are frames for a reader beyond the number that was exported for, or if no cell is left.
         """
         shared: list[Any] = []
         frames: list[Buffer] = []
@@ -152,9 +149,9 @@ class SharedPool:
         return ExportedBuffers(shared if any(cells.values()) else None, frames)
 
     def allocate(self, nbytes: int) -> memoryview | None:
-        """Memory in a slot, to be written to and sent without a copy; None if there is none to be had, or it is small.
+        """Return memory in a slot, to be written to and sent without a copy; None: there is none, or `nbytes` is small.
 
-        The memory is not cleared. Its slot is used again when no view of it is left, here and in any reader.
+        The memory is not cleared. Its slot is used again when no view of it is left, here or in a reader.
         """
         if nbytes < THRESHOLD_BYTES or not self._is_on():
             return None
@@ -170,9 +167,9 @@ class SharedPool:
             raise
 
     def forget(self, reader: str) -> None:
-        """Mark what is on its way to a reader believed dead as lost. To be called also when its connection broke.
+        """Mark grants in flight to a reader believed dead as lost. Call this also when its connection broke.
 
-        If the reader lives after all, it is told that the message is gone; what it reads already stays as it is.
+        If the reader is alive, it finds that the message is gone; data that it reads already stays.
         """
         if self._pid != own_pid():
             return
@@ -183,8 +180,7 @@ class SharedPool:
                     cell.references.lose(cell.number, cell.tag, self._mark)
 
     def trim(self, now: float) -> bool:
-        """Give slots that were idle for long back to the system; return whether there are any left, to be asked again.
-        Once in a second or two is enough."""
+        """Give long-idle slots back to the system; return whether any are left. Call this every second or two."""
         if not self._is_on():
             return False
         with self._lock:
@@ -195,7 +191,7 @@ class SharedPool:
         return is_any_left
 
     def close(self) -> None:
-        """Remove every segment, but for those that somebody reads: the last reader removes them."""
+        """Remove every segment that nobody reads; each other segment is removed by its last reader."""
         if self._pid != own_pid():
             return
         with self._lock:
@@ -206,7 +202,7 @@ class SharedPool:
     def _cell_for(
         self, exported: Export, origin: InPlaceAllocation | BorrowedBuffer | None, reader: str
     ) -> ReaderReference | None:
-        """Return a reference for a reader to what a buffer of a message lies in; None if there is none to be had."""
+        """Return a reader's reference to the memory of a buffer of a message; None: none is available."""
         with self._lock:
             if isinstance(origin, BorrowedBuffer):
                 return self._forward(origin, reader)
@@ -255,7 +251,7 @@ class SharedPool:
         return Source(allocation, (address - allocation.address, view.nbytes)) if can_grant else None
 
     def _filled(self, parts: Sequence[memoryview], num_readers: int) -> Slot | None:
-        """Copy the parts into a slot and return it, pinned; None if there is none to be had."""
+        """Copy the parts into a slot and return it, pinned; None: none is available."""
         layout = extents([part.nbytes for part in parts])
         found = self._slot_for(space_for(layout))
         if found is None:
@@ -270,7 +266,7 @@ class SharedPool:
         return slot
 
     def _slot_for(self, nbytes: int) -> tuple[Slot, Segment] | None:
-        """Return a pinned slot: one that is there, a new one, or a larger one than is wanted."""
+        """Return a pinned slot: one that exists, a new one, or a far larger one."""
         now = time.monotonic()
         with self._lock:
             slot = self._table.take(nbytes, now)
@@ -319,20 +315,19 @@ class SharedPool:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "event=no-shared-memory reason=%r: large payloads go by the wire while that is so (said once; see %s)",
+                "event=no-shared-memory reason=%r: large payloads go by the wire until then (logged once; see %s)",
                 reason,
                 LIMIT_VARIABLE,
             )
 
 
 def _remove(segments: list[Segment]) -> None:
-    """Remove segments, not under the lock, which every large message takes: to give memory back takes its time."""
+    """Remove segments, not under the lock, which every large message takes: giving memory back is slow."""
     while segments:
         segments.pop().remove()
 
 
 @atexit.register
 def _close_all() -> None:
-    """Close the pools that nobody closed before the interpreter's end."""
     for pool in list(_pools):
         pool.close()

@@ -1,12 +1,12 @@
 """Reader's side of shared memory: from the descriptors of a message to views of the sender's segments.
 
-A descriptor of one message is a list that names its buffers in order: a number n for n buffers that follow as frames,
-or a list ``[owner, segment, tag, cell, first, count, sole]`` for `count` parts of a segment from `first` on, or for one
-that `first` describes: ``[start, bytes]`` of the segment's data. An empty owner is the sender of the message.
+The descriptor of a message is a list that names its buffers in order. An item is a number n for n buffers that follow
+as frames, or a list ``[owner, segment, tag, cell, first, count, sole]`` for `count` parts of a segment from `first` on.
+If `first` is ``[start, bytes]``, it is one buffer: a range of the segment's data. An empty owner is the sender.
 
 Each view is borrowed from a mapping of the segment, and holds one reader reference. It is an object of which
-memoryviews are made, so that every array over it keeps it alive, whoever made the array. When it is collected, the
-reference is given back: a store into the segment's header, on whatever thread that happens.
+memoryviews are made, so that every array over it keeps it alive. When it is collected, on any thread, the reference is
+given back: a store into the segment's header.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from unified.bus.shm.layout import (
 )
 from unified.bus.shm.segment import Mapping, array_type, extents
 from unified.errors import ProtocolError
-from unified.memory.copy import address_of
+from unified.tensors.copy import address_of
 from unified.threads import own_pid
 
 _forwarding = threading.Lock()
 _known: weakref.WeakSet[SharedSegment] = weakref.WeakSet()
-"""All segments that are looked at here."""
+"""All segments that are mapped here."""
 
 
 class SharedSegment:
@@ -61,7 +61,7 @@ class SharedSegment:
         self.number = number
         self.used_at = 0.0
         self.is_orphan = False
-        """True once its process is known to be gone: the last one here to let go of it removes it."""
+        """True once its process is known to be gone: the last release here removes the file."""
         descriptor = open_segment(path)
         try:
             size = os.fstat(descriptor).st_size
@@ -89,7 +89,7 @@ class SharedSegment:
         return self.readable.size - HEADER_BYTES
 
     def read_extents(self) -> list[tuple[int, int]]:
-        """Return start and length of each part of the present use; ProtocolError: they are not there."""
+        """Return start and length of each part of the present use; ProtocolError: they do not fit the segment."""
         count = self._words[PARTS_WORD]
         if count * 8 > self.data_bytes:
             raise ProtocolError(f"{self.path} claims {count} parts.")
@@ -100,7 +100,7 @@ class SharedSegment:
         return found
 
     def take_private(self) -> Mapping | None:
-        """A mapping to write to, for one at a time; None if there can be none any more."""
+        """Return a private mapping to write to, for one user at a time; None: none can be made any more."""
         with contextlib.suppress(IndexError):
             return self._privates.pop()
         try:
@@ -119,13 +119,13 @@ class SharedSegment:
         self._privates.append(mapping)
 
     def look_for_owner(self) -> None:
-        """Check an owner that is believed dead: if that is so, the file goes with the last reference."""
+        """Check an owner that is believed dead: if it is dead, the file is removed with the last reference."""
         if not is_alive(self._words[OWNER_WORD]):
             self.is_orphan = True
             self.remove_if_left()
 
     def remove_if_left(self, *, but_for: int = 0) -> None:
-        """Remove the file if its process is gone, or closed it, and nobody reads it but the process of that mark."""
+        """Remove the file of a dead or closed owner if no process but that of the mark `but_for` reads it."""
         if self.is_orphan or self.is_closed:
             remove_if_unreferenced(self.path, self.references, but_for=but_for)
 
@@ -152,16 +152,16 @@ class HeldReference:
 
     def release(self) -> None:
         if self._own_pid() != self._pid:
-            return  # a process that was forked from the reader: the reference is its parent's
+            return  # a forked child: the reference is its parent's
         self.segment.references.give_back(self.cell)
         self.segment.remove_if_left()
 
     def can_forward(self, num_readers: int) -> bool:
-        """Return whether so many more readers can be granted what this process was granted."""
+        """Return whether the reference can be forwarded to `num_readers` more readers."""
         return self.segment.references.has_sub_cells(self.cell, self.num_forwarded + num_readers)
 
     def forward(self, mark: int) -> int | None:
-        """Return a cell for one more reader, from this process; None if the reference can be handed on no further."""
+        """Return a cell for one more reader, from this process; None: no cell is left."""
         with _forwarding:
             cell = self.segment.references.forward(self.cell, self.num_forwarded, mark)
             self.num_forwarded += 1
@@ -179,13 +179,13 @@ class BorrowedBuffer:
             reference.release()
 
     def part(self, index: int) -> memoryview:
-        """One part, read-only; it keeps the borrowed buffer."""
+        """Return one part, read-only; it keeps the borrowed buffer alive."""
         return self._view(*self.reference.extents[index])
 
     def range(self, start: int, nbytes: int) -> memoryview:
-        """Part of the data, read-only; it keeps the borrowed buffer. ProtocolError: it is not there."""
+        """Return a range of the data, read-only; it keeps the borrowed buffer alive. ProtocolError: it is not there."""
         if not 0 <= start <= start + nbytes <= self.reference.segment.data_bytes:
-            raise ProtocolError(f"a message names bytes {start} to {start + nbytes} of what is shorter.")
+            raise ProtocolError(f"a message names bytes {start} to {start + nbytes}, beyond the end of its segment.")
         return self._view(start, nbytes)
 
     def part_of(self, view: memoryview) -> int | tuple[int, int]:
@@ -198,10 +198,10 @@ class BorrowedBuffer:
         return memoryview(whole).cast("B")[start : start + nbytes].toreadonly()
 
     def open_window(self, *, is_only: bool) -> Any:
-        """Memory with the same data that may be written to; None if there is none: make a copy.
+        """Return writable memory with the same data; None: there is none, make a copy.
 
-        If nobody in this process will read the data again (`is_only`), and nobody else was granted it, the window is
-        the segment itself; otherwise it is memory of which pages are copied as they are written to.
+        The window is the segment itself if nobody else was granted it, and nobody in this process will read the data
+        again (`is_only`). Otherwise its pages are copied when they are written to.
         """
         reference = self.reference
         window: Any
@@ -219,7 +219,7 @@ class BorrowedBuffer:
         return window
 
     def through(self, window: Any, view: memoryview) -> memoryview:
-        """Returns what `view` of this buffer shows, in a window of it."""
+        """Return the bytes that `view` of this buffer shows, in a window of it."""
         start = self._offset(view)
         return memoryview(window).cast("B")[start : start + view.nbytes]
 
@@ -244,7 +244,7 @@ class _PrivateWindow:
 
 
 def borrowed_buffer(reference: HeldReference) -> BorrowedBuffer:
-    """Borrow the data that a reference keeps there, until nothing looks at it."""
+    """Borrow the data of a reference, until no view of it is left."""
     segment = reference.segment
     array: Any = array_type(BorrowedBuffer, segment.data_bytes).from_address(segment.readable.address + HEADER_BYTES)
     array.reference = reference
@@ -253,7 +253,7 @@ def borrowed_buffer(reference: HeldReference) -> BorrowedBuffer:
 
 
 def borrowed_behind(buffer: object) -> BorrowedBuffer | None:
-    """Find the borrowed buffer that a buffer is a view of, or an array over one."""
+    """Find the borrowed buffer behind a view or an array."""
     for _ in range(8):  # views of views; numpy keeps such chains short
         if isinstance(buffer, BorrowedBuffer):
             return buffer
@@ -265,19 +265,19 @@ def borrowed_behind(buffer: object) -> BorrowedBuffer | None:
 
 @atexit.register
 def _leave_all() -> None:
-    """Give references back at the interpreter's end, which collects nothing. (A worker's agent would sweep, too.)"""
+    """Remove unused files at the interpreter's end, which collects nothing. (A worker's agent would sweep, too.)"""
     mark = own_mark()
     for segment in list(_known):
         segment.remove_if_left(but_for=mark)
 
 
 IDLE_S = 30.0
-"""Time after which a mapping that no message needed is dropped; the next one makes it anew."""
+"""Time after which a mapping that no message needed is dropped; the next message maps the segment again."""
 MAX_SEGMENTS = 2048
 
 
 class PayloadGoneError(ProtocolError):
-    """The shared memory that a message names is no more: its sender died, or took this process for dead."""
+    """The shared memory that a message names is gone: its sender died, or took this process for dead."""
 
 
 class SharedReader:
@@ -288,17 +288,17 @@ class SharedReader:
         self._lock = threading.Lock()
         self._segments: dict[tuple[str, int], SharedSegment] = {}
         self._in_use: weakref.WeakSet[SharedSegment] = weakref.WeakSet()
-        """All segments here, also those that are only looked at."""
+        """All mapped segments, also dropped ones that a view keeps."""
         self._mark = own_mark()
 
     def borrow(self, sender: str, shared: Sequence[Any], frames: Sequence[Buffer]) -> list[Buffer]:
         """Return all buffers of a message, in order: views of shared memory, read-only, and frames.
 
-        To be called as soon as a message comes, also if it is then dropped: collecting the views ends the references.
+        Call it as soon as a message comes, even if that is dropped then: collecting the views ends the references.
 
         Raises:
-            PayloadGoneError: what the descriptor (`shared`) names is no longer there.
-            ProtocolError: it is no descriptor.
+            PayloadGoneError: memory that the descriptor (`shared`) names is gone.
+            ProtocolError: `shared` is no descriptor.
         """
         buffers: list[Buffer] = []
         all_borrowed: dict[tuple[str, int, int], BorrowedBuffer] = {}
@@ -311,7 +311,7 @@ class SharedReader:
                 continue
             try:
                 self._take(sender, part, all_borrowed, buffers)
-            except ProtocolError as refusal:  # go on: what can be taken has to be, to be given back
+            except ProtocolError as refusal:  # go on: take the other references, so that they are given back
                 error = refusal
         if error is not None:
             raise error
@@ -320,16 +320,16 @@ class SharedReader:
         return buffers
 
     def forget(self, owner: str) -> None:
-        """Drop what is mapped of a process believed dead. Views of it stay good. It may take long."""
+        """Drop the mappings of a process believed dead. Views stay valid. It may take long."""
         with self._lock:
             gone = [self._segments.pop(key) for key in list(self._segments) if key[0] == owner]
             theirs = [segment for segment in self._in_use if segment.owner == owner]
-        gone.clear()  # not under the lock, which every message with shared memory takes: to unmap takes its time
+        gone.clear()  # not under the lock, which every message with shared memory takes: unmapping is slow
         for segment in theirs:
             segment.look_for_owner()
 
     def trim(self, now: float) -> bool:
-        """Drop mappings that were idle for long, or whose owner gave them up; return whether any are left."""
+        """Drop mappings that were idle for long, or whose owner closed them; return whether any are left."""
         with self._lock:
             every = self._segments
             idle = [key for key, each in every.items() if each.is_closed or now - each.used_at >= IDLE_S]
@@ -339,7 +339,7 @@ class SharedReader:
         return is_any_left
 
     def close(self) -> None:
-        """Drop every mapping. Views stay good."""
+        """Drop every mapping. Views stay valid."""
         with self._lock:
             gone, self._segments = self._segments, {}
         gone.clear()

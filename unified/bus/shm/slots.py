@@ -1,8 +1,8 @@
 """Table of the pool's slots: free ones, and those that go back to the system. No I/O: numbers, sizes and references.
 
 A slot is *pinned* while its owner may still grant it, then *held* until its cells are clear, then *idle* and kept for
-the next payload: memory that was touched before takes a copy ten times as fast as fresh memory does. What is allocated
-in place (`unified.bus.shm.allocation`) stays pinned as long as its maker looks at it.
+the next payload: a copy into memory that was touched before is ten times as fast as into fresh memory. A slot that was
+allocated in place (`unified.bus.shm.allocation`) stays pinned as long as its maker has a view of it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ IDLE_S = 10.0
 REAP_EVERY_S = 2.0
 """Interval at which held slots are searched for readers that died."""
 MAX_SLOTS = 1024
-"""Most slots: each is a file, and a mapping in each process that uses it, which may have 65 530 mappings."""
+"""Most slots: each is a file, and a mapping in each process that uses it; a process may have 65 530 mappings."""
 SNUG = 2
-"""Most times the size it needs that a payload's slot may have while another can be made."""
+"""Largest ratio of a slot's size to the size that its payload needs, while a new slot can be made."""
 
 
 def size_class(nbytes: int) -> int:
-    """The size of the slot for so many bytes: powers of two up to 1 MiB, then four steps to each doubling."""
+    """Return the size of the slot for `nbytes`: powers of two up to 1 MiB, then four steps to each doubling."""
     size = SMALLEST_SLOT
     while size < nbytes and size < 1024 * KIB:
         size *= 2
@@ -40,7 +40,7 @@ def size_class(nbytes: int) -> int:
 
 
 class Slot(msgspec.Struct, eq=False):
-    """One segment as its owner keeps account of it."""
+    """Account of one segment at its owner."""
 
     number: int
     capacity: int
@@ -60,7 +60,7 @@ class Plan(NamedTuple):
 
 
 class SlotTable:
-    """The slots of one pool, together of so many bytes at most. Not safe for threads: the pool holds a lock."""
+    """The slots of one pool, `limit_bytes` together at most. Not safe for threads: the pool holds a lock."""
 
     def __init__(self, limit_bytes: int, max_slots: int = MAX_SLOTS) -> None:
         self._limit_bytes = limit_bytes
@@ -77,8 +77,7 @@ class SlotTable:
         return self._num_slots
 
     def take(self, nbytes: int, now: float, *, snug: bool = True) -> Slot | None:
-        """Take a slot for so many bytes, and no far larger one if `snug`, out of those that are there, and pin it. None
-        if none is free."""
+        """Take a free slot for `nbytes`, and pin it; None: none is free. With `snug`, take no far larger one."""
         largest = SNUG * size_class(nbytes) if snug else self._limit_bytes
         slot = self._take_idle(nbytes, largest) if self._idle else self._take_oldest(nbytes, largest)
         if slot is not None:
@@ -93,7 +92,7 @@ class SlotTable:
         return None
 
     def plan(self, nbytes: int) -> Plan | None:
-        """Room for a new slot, accounted for from now on: `add` or `cancel` must follow. None: the quota is full."""
+        """Reserve room for a new slot: `add` or `cancel` must follow. None: the quota is full."""
         capacity = size_class(nbytes)
         idle = sorted((slot for slots in self._idle.values() for slot in slots), key=lambda slot: slot.idle_since)
         evicted: list[Slot] = []
@@ -116,12 +115,12 @@ class SlotTable:
         return Plan(capacity, given_up)
 
     def add(self, slot: Slot) -> None:
-        """Add the slot of a plan, which was made and is pinned."""
+        """Add the new slot of a plan, and pin it."""
         slot.is_pinned = True
         self._held.append(slot)
 
     def cancel(self, plan: Plan) -> None:
-        """The slot of a plan could not be made."""
+        """Cancel a plan: its slot could not be made."""
         self.total_bytes -= plan.capacity
         self._num_slots -= 1
 
@@ -137,12 +136,12 @@ class SlotTable:
         return None
 
     def can_grant(self, slot: Slot, num_readers: int) -> bool:
-        """Return whether a pinned slot has cells for so many more readers."""
+        """Return whether a pinned slot has cells for `num_readers` more readers."""
         missing = num_readers - (slot.references.num_rows - len(slot.readers))
         return missing <= 0 or sum(1 for _ in self._over(slot)) >= missing
 
     def forget(self, reader: str) -> None:
-        """Mark what is on its way to a reader believed dead as lost."""
+        """Mark grants in flight to a reader believed dead as lost."""
         for slot in self._held:
             for row, granted in enumerate(slot.readers):
                 if granted == reader:
@@ -166,7 +165,7 @@ class SlotTable:
         return self._give_up(abandoned + old)
 
     def drain(self) -> list[Slot]:
-        """Every slot, for the end of the pool; the table is empty then."""
+        """Take out every slot, for the end of the pool."""
         slots = [*self._held, *self._abandoned, *(slot for slots in self._idle.values() for slot in slots)]
         self._held.clear()
         self._abandoned.clear()
@@ -175,11 +174,11 @@ class SlotTable:
         return slots
 
     def _over(self, slot: Slot) -> Iterator[int]:
-        """Rows that were granted and can be granted anew."""
+        """Return the granted rows that can be granted again."""
         return (row for row in range(len(slot.readers)) if slot.references.is_over(row))
 
     def _settle(self, slot: Slot, now: float) -> Use:
-        """Put a slot that is held no more where it belongs; what it was."""
+        """Move a slot that is held no more to the idle or abandoned ones; return its state."""
         use = Use.HELD if slot.is_pinned else slot.references.use(len(slot.readers))
         if use is Use.ABANDONED:
             self._abandoned.append(slot)
@@ -190,7 +189,7 @@ class SlotTable:
         return use
 
     def _take_oldest(self, nbytes: int, largest: int) -> Slot | None:
-        """The slot that was used first, if it fits and is held no more: mostly it is, and needs no more looking."""
+        """Take the slot that was used first, if it fits and is free: mostly it is, and no search is needed."""
         slot = self._held[0] if self._held else None
         if slot is None or slot.is_pinned or not nbytes <= slot.capacity <= largest:
             return None

@@ -1,20 +1,20 @@
 """The callee's side of a stream: a generator that runs while its caller has room (see `unified.bus.streams.stream`).
 
-The **callee's** endpoint makes a `StreamSource` in the context of the call when its handler returned a generator, and
+When a handler returned a generator, the **callee's** endpoint makes a `StreamSource` in the context of the call, and
 has it run. The call has ended, and leaves its limit (`concurrency`, `group`), when `run` or `run_async` returns; they
-do not raise. The source is closed on CANCEL, the caller's death and the endpoint's closing; also when a relay gives an
-ITEM back or the connection to it breaks, and then it is the endpoint's to send an ERROR, since the caller may be
-waiting for what was lost.
+do not raise. The endpoint closes the source on CANCEL, on the caller's death, and when the endpoint closes. It also
+closes the source when the relay gives an ITEM back, or the connection to the relay breaks. Then the endpoint sends an
+ERROR, because the caller may wait for lost items.
 
-`send(kind, count, content, may_wait)` sends STREAM, ITEM, RESULT or ERROR on the way that the call came. It keeps the
-order of the calls to it. With `may_wait` it waits for room, and returns False if it gave that up: the peer is gone or
-the endpoint closes. Without (on the event loop) it never waits, and False means: no room now, it is asked again.
+`send(kind, count, content, may_wait)` sends STREAM, ITEM, RESULT or ERROR on the route of the call, in the order in
+which it is called. With `may_wait` it waits for room, and returns False if the peer is gone or the endpoint closes.
+Without `may_wait` (on the event loop) it never waits; False means no room now: the source calls it again.
 
-A sync generator stays on one thread from its first step to its last, and a thread that waits for its caller is one that
-the pool does not count, as with a handler that waits for another call. Running a step at a time on whichever thread is
-free would need fewer threads, and be wrong: between two steps a generator may hold what belongs to its thread, such as
-``torch.no_grad()``, the current CUDA device, an ``RLock`` or a connection to SQLite. The next thread would not have it,
-and other handlers on the first one would.
+A sync generator stays on one thread from its first step to its last. While the thread waits for the caller, the pool
+does not count it, as with a handler that waits for another call. Running each step on any free thread needs fewer
+threads, but is wrong: between two steps a generator may hold state of its thread, such as ``torch.no_grad()``, the
+current CUDA device, an ``RLock`` or a connection to SQLite. The next thread would lack it, and other handlers on the
+first one would have it.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Step(Enum):
     """Outcome of one step of a stream."""
 
     SENT = "sent"
-    """An item; there may be more at once."""
+    """An item was sent; more may follow at once."""
     PARKED = "parked"
-    """The caller is far enough behind: nothing is to be done before `more` or `close`."""
+    """The caller is a whole window behind: wait for `more` or `close`."""
     ENDED = "ended"
     """The generator is closed, and the end was sent if anybody waits for it."""
 
@@ -108,14 +108,14 @@ class StreamSource:
         return not self._is_over and not self._has_room()
 
     def more(self, num_consumed: int) -> None:
-        """Take in how many items the caller has consumed in all; from any thread."""
+        """Note how many items the caller has consumed in all; from any thread."""
         with self._changed:
             while self._sizes and self._num_sent - len(self._sizes) < num_consumed:
                 self._bytes_ahead -= self._sizes.popleft()
             self._ring()
 
     def close(self) -> None:
-        """Have the generator closed by whoever runs it, since nobody waits for it any more; from any thread."""
+        """Have the running thread or task close the generator: nobody waits for it any more; from any thread."""
         with self._changed:
             self._is_closed = True
             self._ring()
@@ -251,7 +251,7 @@ class StreamSource:
             return self._num_sent - 1
 
     def _ring(self) -> None:
-        """Wake whoever runs the generator, under `_changed`."""
+        """Wake the thread or task that runs the generator, under `_changed`."""
         self._changed.notify_all()
         if self._loop is not None and not self._is_over:
             with contextlib.suppress(RuntimeError):  # the loop has been closed
@@ -288,7 +288,7 @@ class StreamSource:
 
 
 def _without_ours(error: BaseException) -> BaseException:
-    """Return the error with a traceback that begins in the generator: ours says nothing to the caller."""
+    """Return the error with a traceback that begins in the generator, without frames of this module."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals is globals():
         trace = trace.tb_next

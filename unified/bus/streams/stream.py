@@ -1,7 +1,7 @@
 """Stream of results: the caller's side of a call whose handler is a generator.
 
-The callee's side is `unified.bus.streams.generator`; neither touches a socket. The messages, all with the call's id,
-and what they carry in the envelope's `count`::
+The callee's side is `unified.bus.streams.generator`; neither touches a socket. Messages, all with the call's id, and
+the envelope's `count`::
 
     caller                                 callee
     CALL                    ───────►       calls the function and gets a generator
@@ -11,16 +11,16 @@ and what they carry in the envelope's `count`::
     CANCEL                  ───────►       early close, deadline, or the caller's handle was dropped
                             ◄───────       RESULT (of None) count=n: all n items were sent; or ERROR
 
-After STREAM the call stays open in the table, so that its deadline and the death of its target still end it. Nobody but
-the user refers to the stream: that it was dropped is noticed by its being collected. Items come in the order of one
-connection, on one thread at a time. The **caller's** endpoint, which holds no lock of its own meanwhile, lends the
-feed:
+After STREAM the call stays open in the table, so that its deadline and the death of its target still end it. Only the
+user refers to the stream, so a dropped stream is collected, and that ends it. Items come in the order of one
+connection, on one thread at a time; the **caller's** endpoint holds no lock of its own then. It gives the feed these
+functions:
 
 - `send_more(n)`: send MORE with count=n; it may be called on any thread, an event loop's too, and must neither block
-  nor raise. A MORE that a relay gives back: ``feed.fail(error)``, and CANCEL.
-- `cancel()`: what cancelling the call's future does.
-- `abandon()`: the same, called by the garbage collector, which may be anywhere, inside the endpoint's own lock too: it
-  may only do what is safe there, such as `unified.threads.SerialWorker.put`.
+  nor raise. If the relay gives the MORE back, the endpoint calls ``feed.fail(error)``, and sends CANCEL.
+- `cancel()`: does the same as cancelling the call's future.
+- `abandon()`: the same, but called by the garbage collector, perhaps inside the endpoint's own lock: it may only do
+  what is safe there, such as `unified.threads.SerialWorker.put`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from unified.bus.transport.unix_connection import UnixConnection
 from unified.errors import ProtocolError, RpcError
 
 WINDOW_ITEMS = 16
-"""Items that a callee may be ahead of its caller."""
+"""Most items that a callee may be ahead of its caller."""
 WINDOW_BYTES = 64 * 1024 * 1024
-"""With as many unconsumed bytes, or more, on their way nothing is sent; so one item may be of any size."""
+"""Unconsumed bytes from which no further item is sent; a single item may have any size."""
 
 
 class Unread(Protocol):
-    """An error that nobody has read yet, logged when this is collected."""
+    """An error that nobody has read yet, logged when this object is collected."""
 
     def was_read(self) -> bool:
         """Note that the error was read; return False if that was known."""
@@ -62,17 +62,17 @@ class Awaited(Protocol):
 
 
 class Host(Protocol):
-    """The endpoint of a future or a stream, as far as waiting concerns it."""
+    """The endpoint, as futures and streams that wait see it."""
 
     def before_wait(self, awaited: Awaited, task: int = 0) -> object:
-        """Note that this thread, or its task of this id, is about to wait; give the value returned to `after_wait`.
-        RpcError: it would wait for ever."""
+        """Note that this thread, or its task with this id, begins to wait; `after_wait` needs the result. RpcError: it
+        would wait for ever."""
 
     def after_wait(self, token: Any) -> None:
         """Note that the wait is over."""
 
     def failed(self, what: str | tuple[str, str], error: BaseException) -> Unread | None:
-        """Return what a future that ended in `error` is to hold until somebody reads that."""
+        """Return the object that a future holds until somebody reads its `error`; None: the error needs no reader."""
 
 
 class _StreamItem(NamedTuple):
@@ -100,9 +100,9 @@ class StreamFeed:
     ) -> None:
         self.what = what
         self.reader_thread = self.reader_task = 0
-        """Ident of the thread that read last, or opened the stream, and id of the task in which it did."""
+        """Ident of the thread that read last, or opened the stream, and id of its task."""
         self.is_over = False
-        """True once the stream has ended, failed or been closed: items that came before may still lie here."""
+        """True once the stream has ended, failed or been closed: earlier items may still be here."""
         self._send_more = send_more
         self._cancel = cancel
         self.abandon = abandon
@@ -116,7 +116,7 @@ class StreamFeed:
         self._num_pushed = 0
         self._num_taken = 0
         self._num_acknowledged = 0
-        """Number of the items taken that the callee has been told of."""
+        """Number of consumed items that the callee knows of."""
         self._bytes_untold = 0
 
     @property
@@ -126,7 +126,7 @@ class StreamFeed:
             return self.is_over and not self._items and self._error is None
 
     def push(self, index: int, body: Buffer, buffers: list[Buffer]) -> None:
-        """Take an ITEM in. One that came before is ignored; a gap ends the stream: a relay dropped something."""
+        """Add an ITEM. A repeated item is ignored; a gap ends the stream, because the relay dropped an item."""
         with self._changed:
             if self.is_over or index < self._num_pushed:
                 return
@@ -140,7 +140,7 @@ class StreamFeed:
             self._cancel()
 
     def end(self, num_items: int) -> None:
-        """Take in that the generator has ended, after so many items."""
+        """Note that the generator has ended, after `num_items` items."""
         is_all = num_items == self._num_pushed
         self._finish(None if is_all else self._lost(f"there were {num_items}"))
 
@@ -159,7 +159,7 @@ class StreamFeed:
             self._cancel()
 
     def take(self) -> _StreamItem | None:
-        """Return the next item, or None where none is there now. RpcError: what the stream ended in; once."""
+        """Return the next item, or None if there is none now. RpcError: the stream ended in it; raised once."""
         with self._changed:
             if not self._items:
                 error, self._error = self._error, None
@@ -168,7 +168,7 @@ class StreamFeed:
                 try:
                     raise error
                 finally:
-                    error = None  # else its traceback would keep this frame, and so itself
+                    error = None  # else a reference cycle: traceback, frame, error
             item = self._items.popleft()
             self._num_taken += 1
             self._bytes_untold += item.nbytes
@@ -187,7 +187,7 @@ class StreamFeed:
             raise RpcError(f"an item of {self.what} cannot be read here: {error}") from error
 
     def wait(self) -> bool:
-        """Wait until there is something to take; return False if there never will be. RpcError: this thread may not."""
+        """Wait for something to take; return False if there never will be. RpcError: this thread must not wait."""
         if self._has_news():
             return not self.is_drained
         token = None if self._host is None else self._host.before_wait(self)
@@ -204,7 +204,7 @@ class StreamFeed:
         return not self.is_drained
 
     async def wait_async(self) -> bool:
-        """Do as `wait`, in a task."""
+        """Wait as `wait` does, in a task."""
         if self._has_news():
             return not self.is_drained
         token = None if self._host is None else self._host.before_wait(self, id(asyncio.current_task()))
@@ -268,7 +268,7 @@ class StreamFeed:
             self.link.wake()
 
     def _tell(self) -> int:
-        """Return how many items were consumed in all, every half a window, which keeps both sides busy; else 0."""
+        """Return the number of consumed items once every half window, which keeps both sides busy; otherwise 0."""
         half = 2 * (self._num_taken - self._num_acknowledged) >= WINDOW_ITEMS or 2 * self._bytes_untold >= WINDOW_BYTES
         if self.is_over or not half:
             return 0
@@ -290,12 +290,12 @@ T = TypeVar("T")
 class RpcStream(Generic[T], Iterator[T], AsyncIterator[T]):
     """Stream of the items that a generator yields in another worker: iterate with ``for`` or ``async for``, once.
 
-    The generator runs at most `WINDOW_ITEMS` items ahead, then waits. The deadline of the call is one for the whole
+    The generator runs at most `WINDOW_ITEMS` items ahead, then waits. The deadline of the call holds for the whole
     stream. Items that came before an error are delivered before it is raised. Closing, leaving a ``with`` block, or
     dropping the last reference tells the generator to stop: it sees `GeneratorExit` at its ``yield``.
 
     Raises:
-        RemoteError: the generator raised; also an instance of the class of what it raised.
+        RemoteError: the generator raised; the error is also an instance of the raised class.
         WorkerDiedError, RpcTimeoutError, RpcCancelledError, BusOverloadedError: as their names say.
 
     Attributes:
@@ -335,7 +335,7 @@ class RpcStream(Generic[T], Iterator[T], AsyncIterator[T]):
         self._feed.close()
 
     async def aclose(self) -> None:
-        """Do as `close`, for `contextlib.aclosing`."""
+        """Close the stream, for `contextlib.aclosing`."""
         self.close()
 
     def __enter__(self) -> Self:

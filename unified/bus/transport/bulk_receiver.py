@@ -1,8 +1,8 @@
 """Receiver of large buffers from other hosts where there is a key: one port, and a thread for each connection.
 
-A connection is ``[id]``, then sealed records: ``[place][chunk…][place][chunk…]…``. Its sender tells before through
-ZeroMQ, encrypted, which id and key it uses. When all buffers of a series are there, the receiver answers with its
-number, and the sender sends the message of these buffers: so messages keep their order.
+A connection carries ``[id]``, then sealed records: ``[place][chunk…][place][chunk…]…``. Its sender announces id and key
+before, encrypted, through ZeroMQ. When all buffers of a series are there, the receiver answers with the number of the
+series, and the sender sends the message of these buffers: so messages keep their order.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _MAX_EXPECTED = 4096
 
 
 class BulkReceiver:
-    """Takes large buffers, and lays them where their message finds them.
+    """Receives large buffers, and keeps them for their message.
 
     Args:
-        gatekeeper: counts and logs who is refused.
+        gatekeeper: counts and logs refused peers.
     """
 
     def __init__(self, gatekeeper: Gatekeeper, pieces: PieceJoiner) -> None:
@@ -43,23 +43,23 @@ class BulkReceiver:
         self._listener: socket.socket | None = None
         self._changed = threading.Condition()
         self._expected: dict[bytes, tuple[str, bytes]] = {}
-        """Senders and keys by the id of the connection that is to come."""
+        """Senders and keys of expected connections, by id."""
         self._open: dict[socket.socket, tuple[str, str]] = {}
         """Hosts and senders of connections, oldest first; a sender is empty until it has proven that it has the key."""
         self._thread: threading.Thread | None = None
         self._is_closing = False
 
     def listen(self, listener: socket.socket | None) -> None:
-        """Take this listening socket for its own, to accept from once keys are expected; None: there is none."""
+        """Take over this listening socket, to accept from once a key is expected; None: there is none."""
         self._listener = listener
 
     def expect(self, sender: str, id_and_key: bytes) -> None:
-        """Take what the sender of an inbox says about its next connection; ProtocolError: it cannot be used."""
+        """Expect a connection with this id and key from a sender; ProtocolError: they cannot be used."""
         if self._listener is None or len(id_and_key) != ID_BYTES + KEY_BYTES:
-            raise ProtocolError("a BULK that is none, or where no port is for it")
+            raise ProtocolError("an invalid BULK, or no port for large payloads here")
         with self._changed:
             self._expected[id_and_key[:ID_BYTES]] = sender, id_and_key[ID_BYTES:]
-            if len(self._expected) > _MAX_EXPECTED:  # of those that could not connect
+            if len(self._expected) > _MAX_EXPECTED:  # senders may fail to connect
                 del self._expected[next(iter(self._expected))]
             if self._thread is None and not self._is_closing:
                 self._thread = start_thread("bus-bulk-accept", self._accept, self._listener)
@@ -112,7 +112,7 @@ class BulkReceiver:
                 self._open.pop(connected, None)
 
     def _admit(self, connected: socket.socket, host: str) -> None:
-        """Take in a connection; if too many have proven nothing, end the oldest of the host with most of them."""
+        """Add a connection; if too many have proven nothing, end the oldest one of the host with most of them."""
         with self._changed:
             self._open[connected] = host, ""
             pending = [(each, at) for each, (at, sender) in self._open.items() if not sender]
@@ -129,7 +129,7 @@ class BulkReceiver:
             self._changed.wait_for(lambda: self._is_closing or bytes(found) in self._expected, HANDSHAKE_S)
             sender, key = self._expected.pop(bytes(found), ("", b""))
         if not key:
-            raise ProtocolError("it made a connection for large payloads of which no member has told")
+            raise ProtocolError("it made a connection for large payloads that no member announced")
         return sender, RecordSocket(connected, key, is_maker=False)
 
     def _receive_series(self, connected: socket.socket, sender: str, records: RecordSocket, within_s: float) -> None:

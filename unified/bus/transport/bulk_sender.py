@@ -1,7 +1,7 @@
 """Sender of large buffers to one peer on another host where there is a key (`unified.bus.transport.bulk_receiver`).
 
-What follows a large message waits until its buffers have arrived. Where no such connection comes about, or it breaks,
-the buffers go through ZeroMQ in pieces, also encrypted, only slower.
+Messages behind a large one wait until its buffers have arrived. If there is no connection, or it breaks, the buffers go
+through ZeroMQ in pieces, encrypted too, but slower.
 """
 
 from __future__ import annotations
@@ -28,21 +28,20 @@ from unified.threads import call_guarded, start_thread
 logger = logging.getLogger(__name__)
 CONNECT_WITHIN_S = 3.0
 RETRY_S = 60.0
-"""Time after a broken connection in which none is tried."""
+"""Time after a broken connection before the next attempt."""
 _SEND_AGAIN = Backoff(first_s=0.0002, limit_s=0.005, num_free=0)
 Messages = Sequence[Sequence[Buffer]]
-"""A message that is sent, and before it those with the pieces of its large buffers (`unified.bus.transport.pieces`)."""
+"""A message, and before it the messages with the pieces of its large buffers (`unified.bus.transport.pieces`)."""
 
 
 class BulkSender:
-    """Queue of a peer's messages from a large one on, and the thread that sends them. Idle, it has neither thread nor
-    connection.
+    """Queue of a peer's messages from a large one on, and its thread. If idle, it has neither thread nor connection.
 
     Args:
         address: ``bulk://HOST:PORT`` of the peer.
         lock: of the ZeroMQ connection to the peer; callers hold it.
         try_send: queues a message there, and returns False if there is no room; takes the lock.
-        introduction: envelope of the message that tells of a connection.
+        introduction: envelope of the message that announces a connection.
     """
 
     def __init__(
@@ -60,11 +59,11 @@ class BulkSender:
         self._is_closed = False
 
     def takes(self, messages: Messages) -> bool:
-        """Return True if a message has to go this way: it is large, or large ones are on their way before it."""
+        """Return True if a message must be queued here: it is large, or others are queued before it."""
         return bool(self._queue) or (isinstance(messages, LargeMessage) and time.monotonic() >= self._not_before)
 
     def add(self, messages: Messages, limit: int, limit_bytes: int) -> bool:
-        """Queue a message; return False if so many messages, or bytes of large ones, wait already."""
+        """Queue a message; return False if `limit` messages, or `limit_bytes` of large ones, wait already."""
         nbytes = sum(each.nbytes for each in self._queue if isinstance(each, LargeMessage))
         if len(self._queue) >= limit or nbytes >= limit_bytes:
             return False
@@ -75,7 +74,7 @@ class BulkSender:
         return True
 
     def close(self, linger_s: float) -> None:
-        """Drop what has not left within so many seconds, and end the connection and the thread."""
+        """Drop messages that have not left within `linger_s`, and end the connection and the thread."""
         self._changed.wait_for(lambda: not self._queue, linger_s)
         self._is_closed = True
         self._queue.clear()
@@ -104,7 +103,7 @@ class BulkSender:
             try:
                 self._send_buffers(messages)
                 messages = messages[-1:]
-            except Exception as error:  # whatever it is, the other way is left
+            except Exception as error:  # after any error ZeroMQ is left
                 self._disconnect()
                 self._not_before = time.monotonic() + RETRY_S
                 if not self._is_closed:
@@ -149,7 +148,7 @@ class BulkSender:
             connected.close()
 
     def _wait_to_send(self, messages: Messages) -> None:
-        """Send through ZeroMQ once there is room, unless all is closed before."""
+        """Send through ZeroMQ once there is room, unless this is closed before."""
         num_tries = 0
         while not self._is_closed and not self._try_send(messages):
             time.sleep(_SEND_AGAIN.delay_s(num_tries))

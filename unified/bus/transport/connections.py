@@ -28,7 +28,7 @@ from unified.security.curve import Gatekeeper
 
 
 class Tombstones:
-    """Inbox ids of the last incarnations that are over: so many that no message of an earlier one can be on its way."""
+    """Inbox ids of the last dead incarnations: so many that no message of an earlier one can be on its way."""
 
     KEPT = 10_000
 
@@ -50,7 +50,7 @@ _RELAY = ""
 """Key of the connection to the relay; no inbox has this id."""
 _CONNECT_WITHIN_S = 5.0
 _TELL_AFTER_S = 2.0
-"""Time for the directory to say that the peer behind a broken connection died, whom no answer concerns any more."""
+"""Time for news that the peer behind a broken connection died: a dead peer needs no answer."""
 Connection = UnixConnection | SocketSender
 
 
@@ -59,13 +59,13 @@ class ConnectionTable:
 
     Args:
         inbox: this process's own; new peers are told of it, so that they can answer.
-        files: looks after the Unix connections, and the sockets of others.
+        files: serves the Unix connections, and watches the monitors of the others.
         trimmer: calls `look` every few seconds, when asked to.
 
     Attributes:
-        tombstones: of inboxes that nothing leads to any more; kept by `drop`.
-        greeted: where peers said that they can be answered, by inbox id; kept by `greet`.
-        limit_bytes: of what waits on one connection.
+        tombstones: ids of dead inboxes; `drop` adds them.
+        greeted: inboxes at which peers can be answered, by inbox id; `greet` adds them.
+        limit_bytes: most bytes that wait on one connection.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ConnectionTable:
         self._is_known_to_relay = False
         self.greeted: dict[str, Inbox] = {}
         self._broken: dict[str, float] = {}
-        """Peers that may have lost answers, and when to say so."""
+        """Peers that may have lost answers, and when to report that."""
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -104,10 +104,10 @@ class ConnectionTable:
         self._events = events
 
     def connection(self, inbox: Inbox, came_relayed: bool = False) -> Connection:
-        """Return the connection that leads to this inbox, made at first use. Do not wait for a direct one if what is to
-        be answered came through the relay.
+        """Return the connection to this inbox, made at first use. With `came_relayed` (the call to be answered came
+        through the relay) do not wait for a direct one.
 
-        RpcError: nothing leads there, or its incarnation is over. OSError: it is on this host, and nobody listens.
+        RpcError: there is no route, or the incarnation is over. OSError: the inbox is on this host, and nobody listens.
         """
         connection = self._connections.get(_RELAY if inbox.inbox_id in self._relayed else inbox.inbox_id)
         return connection if connection is not None else self._connect(inbox, came_relayed)
@@ -118,7 +118,7 @@ class ConnectionTable:
         return inbox_id in self._relayed or (connection is not None and connection.is_relay)
 
     def look(self, now: float) -> bool:
-        """Take in that time has passed, and return whether there is anything more to wait for."""
+        """Take time into account; return whether there is anything more to wait for."""
         connections = [each for each in list(self._connections.values()) if isinstance(each, ZmqConnection)]
         for connection in connections:
             connection.look(now)
@@ -129,7 +129,7 @@ class ConnectionTable:
         return bool(self._broken) or any(connection.may_give_back for connection in connections)
 
     def greet(self, inbox_id: str, inbox: Inbox) -> None:
-        """Remember where a peer said that it can be answered."""
+        """Remember the inbox at which a peer can be answered."""
         if inbox.inbox_id == inbox_id and inbox_id not in self.tombstones:
             self.greeted[inbox_id] = inbox
 
@@ -144,7 +144,7 @@ class ConnectionTable:
             connection.close()
 
     def forget_relayed(self, inbox_id: str) -> None:
-        """Forget that this inbox is reached through the relay; messages can be sent to it all the same."""
+        """Forget that this inbox is reached through the relay; messages can still be sent to it."""
         self._relayed.discard(inbox_id)
 
     def forget(self, connection: UnixConnection) -> None:
@@ -154,7 +154,7 @@ class ConnectionTable:
                 del self._connections[connection.peer_id]
 
     def close(self, linger_ms: int) -> None:
-        """Close all; what is queued for the living is given `linger_ms`."""
+        """Close all; messages queued for living peers get `linger_ms` to leave."""
         with self._lock:
             self._is_closed = True
             connections, self._connections = list(self._connections.values()), {}
@@ -168,7 +168,7 @@ class ConnectionTable:
         with self._lock:
             if self._is_closed:
                 raise RpcCancelledError(f"the bus of worker {self._identity.worker} was closed.")
-            if inbox.inbox_id in self.tombstones:  # a writer that has not heard of the death yet
+            if inbox.inbox_id in self.tombstones:  # the sender has not heard of the death yet
                 raise WorkerDiedError(f"inbox {inbox.inbox_id} belongs to an incarnation that is over.")
             if route.kind == "relay":
                 self._relayed.add(inbox.inbox_id)
@@ -177,7 +177,7 @@ class ConnectionTable:
                 connection = self._connections[key] = self._make(route, inbox, came_relayed)
         if isinstance(connection, ZmqConnection):
             self.trimmer.soon()
-            connection.read()  # a monitor tells only whoever has looked whether there is anything yet
+            connection.read()  # a monitor signals new events only after a read
         return connection
 
     def _make(self, route: Route, inbox: Inbox, came_relayed: bool) -> Connection:
@@ -217,7 +217,7 @@ class ConnectionTable:
         return connection if isinstance(connection, RelaySender) else None
 
     def known_to_relay(self, is_known: bool) -> None:
-        """Take in whether the relay knows this process's inbox; from the thread of the listeners alone."""
+        """Note whether the relay knows this process's inbox; only from the thread of the listeners."""
         with self._lock:
             self._is_known_to_relay = is_known
             sender = self._connections.get(_RELAY)
@@ -225,12 +225,12 @@ class ConnectionTable:
             (sender.opened if is_known else sender.lost)()
 
     def state_changed(self, connection: ZmqConnection, before: State) -> None:
-        """Log the new state of a connection to another host, and say what became of the messages on it."""
+        """Log the new state of a connection to another host, and report what became of its messages."""
         inbox_id = connection.inbox_id
         if connection.state == "relayed":
             logger.warning(
-                "worker=%s event=tcp-blocked inbox=%s address=%s: no connection came about, so mail goes through the "
-                "relay, and on directly once that can be done",
+                "worker=%s event=tcp-blocked inbox=%s address=%s: there is no direct connection: messages go through "
+                "the relay until there is one",
                 self._identity.worker,
                 inbox_id,
                 connection.address,

@@ -6,10 +6,10 @@ from typing import Literal
 
 State = Literal["connecting", "up", "relayed", "broken"]
 CONNECT_WITHIN_S = 3.0
-"""Time to connect before messages go through the relay. If a peer can be reached, the first packet is lost at most
-once, and sent again after one second."""
+"""Time to connect before messages go through the relay. If the first packet to a reachable peer is lost, it is sent
+again after one second."""
 GIVE_UP_AFTER_S = 15.0
-"""Time to connect where there is no relay, before what waits is lost."""
+"""Time to connect without a relay, before waiting messages are lost."""
 QUIET_S = 2.0
 """Silence on the relay before messages go directly again, so that none overtakes another."""
 
@@ -18,15 +18,15 @@ class DirectOrRelay:
     """State of the connection to one inbox, as long as it lasts.
 
     ====================  ==========================================================================================
-    `connecting`          what is sent is kept, and surely not delivered
-    `up`                  what is sent goes out, and may be lost with the connection
-    `relayed`             what was kept and is sent goes through the relay, while the direct way is still tried
-    `broken`              the end: what was sent may be lost. What follows begins with a new connection
+    `connecting`          messages are kept, and surely not delivered
+    `up`                  messages are sent, and may be lost with the connection
+    `relayed`             kept and new messages go through the relay; a direct connection is still tried
+    `broken`              the end: sent messages may be lost. Later messages use a new connection
     ====================  ==========================================================================================
 
     Args:
         has_relay: there is one.
-        is_relayed: begin there: the peer itself came through the relay, so a direct way is not to be waited for.
+        is_relayed: begin in `relayed`: the peer itself came through the relay, so do not wait for a direct connection.
     """
 
     def __init__(self, now: float, *, has_relay: bool, is_relayed: bool = False) -> None:
@@ -37,19 +37,19 @@ class DirectOrRelay:
         self._relayed_at = now
 
     def connected(self) -> None:
-        """Take in that both ends have agreed on how to speak."""
+        """Note that the handshake succeeded."""
         self._is_connected = True
         if self.state == "connecting":
             self.state = "up"
 
     def disconnected(self) -> None:
-        """Take in that the connection, or an attempt at one, has ended."""
+        """Note that the connection, or an attempt at one, has ended."""
         self._is_connected = False
         if self.state == "up":
             self.state = "broken"
 
     def used_relay(self, now: float) -> None:
-        """Take in that a message went through the relay, or waits to."""
+        """Note that a message went through the relay, or waits for it."""
         self._relayed_at = now
 
     def passed(self, now: float) -> None:

@@ -1,7 +1,7 @@
 """Messages on a byte stream: ``[sizes][envelope][body][buffer…]``. Pure: bytes in, messages out.
 
 A message starts with the sizes of its envelope and body and the number of its buffers, then comes the size of each
-buffer. Nothing is allocated because of a size that somebody claims: memory grows with the bytes that are there.
+buffer. A claimed size alone allocates nothing: memory grows with the received bytes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ MAX_BUFFERS = 65_536
 _new = tuple.__new__
 """Makes a NamedTuple in half the time."""
 JOINED_BYTES = 16 * 1024
-"""Up to here one copy is cheaper than a longer list for the kernel."""
+"""Size up to which a copy is cheaper than a longer list for the kernel."""
 FIRST_BYTES = 1024 * 1024
-"""A larger frame begins with this, and gets as much again whenever that is full."""
+"""First memory of a larger frame, doubled whenever it is full."""
 
 
 class Frames(NamedTuple):
@@ -42,7 +42,7 @@ class RemoteMessage(NamedTuple):
 
 
 def pack(envelope: bytes, body: Buffer, buffers: Sequence[Buffer]) -> list[Buffer]:
-    """A message as pieces to be written one after the other."""
+    """Return a message as pieces to be written one after the other."""
     if not buffers:
         size = len(body)
         head = _HEAD.pack(len(envelope), size, 0) + envelope
@@ -53,12 +53,12 @@ def pack(envelope: bytes, body: Buffer, buffers: Sequence[Buffer]) -> list[Buffe
 
 
 class FrameReader:
-    """Cuts a stream into messages. Feed it what was received, in order.
+    """Cuts a stream into messages. Feed it the received bytes, in order.
 
     Attributes:
-        error: why what follows cannot be read; the connection is of no more use then.
+        error: reason why the rest cannot be read; then the connection is useless.
 
-    When `wanted` is not None the next bytes belong there: receive into it, and say how many with `filled`.
+    If `wanted` is not None, receive the next bytes into it, and report their number with `filled`.
     """
 
     def __init__(self) -> None:
@@ -110,11 +110,11 @@ class FrameReader:
 
     @property
     def wanted(self) -> memoryview | None:
-        """Memory for the next bytes, None if they are to be fed; to be released before anything else is done here."""
+        """Memory for the next bytes; None: use `feed`. Release it before any other call here."""
         return None if self._large is None else self._large.wanted()
 
     def filled(self, count: int) -> list[Frames]:
-        """Count so many bytes as received into `wanted`; return the message, if it is complete now."""
+        """Note that `count` bytes were received into `wanted`; return the message, if it is complete now."""
         large = self._large
         if large is None or not large.advance(count):
             return []
@@ -147,7 +147,7 @@ class _Large:
         return memoryview(self._current)[self._filled :]
 
     def advance(self, count: int) -> bool:
-        """Count so many bytes as received; return whether that was all."""
+        """Note that `count` bytes were received; return whether that was all."""
         self._filled += count
         if self._filled < self._sizes[len(self._done)]:
             return False

@@ -1,8 +1,8 @@
-"""I/O threads of the Unix connections, leader and followers, which also run the handlers that have shown to be short.
+"""I/O threads of the Unix connections, leader and followers, which also run handlers that have proven short.
 
-One thread at a time *leads*: it polls all connections, reads what comes, and hands it on. While it runs user code,
-another thread may become the leader: at once if that code waits for the bus, else when `tick` finds it still there a
-moment later. So short handlers cost no change of thread, and none can stop the bus.
+One thread at a time *leads*: it polls all connections, reads messages, and hands them on. While it runs user code,
+another thread may become the leader: at once if that code waits for the bus, otherwise when `tick` finds it still
+running a moment later. So a short handler costs no change of thread, and no handler can stop the bus.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from unified.threads import CLOSE_WITHIN_S, TimerThread, call_guarded
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.002
-"""Time for which a handler may hold up the rest, about."""
+"""Approximate time for which a handler may hold up the rest."""
 LEFT_TICKS = 8
-"""Ticks for which answers may lie that nobody waits for: a thread that makes many calls would be disturbed by another
-that receives their answers meanwhile."""
+"""Ticks for which answers that nobody waits for stay unread: another receiver would disturb a thread with many
+calls."""
 SENDING_TICKS = 50
 """`LEFT_TICKS` while that thread keeps sending."""
 INLINE_TICKS = 25
-"""Ticks for which an inline handler keeps the lead: its callers count on one running after the other, also where the
-system takes its core away for some milliseconds in the midst of one."""
+"""Ticks for which an inline handler keeps the lead: its callers rely on one running after the other, even if the system
+takes the core away for some milliseconds."""
 MAX_THREADS = 64
 _FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class IoThreads:
-    """Threads that lead in turn: one at first, more while handlers keep earlier ones.
+    """Threads that lead in turn: one at first, more while handlers occupy earlier ones.
 
     Without a listening Unix socket there are only connections that this side makes. For `full_bytes` see
     `UnixConnection`.
@@ -55,27 +55,26 @@ class IoThreads:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._connections: dict[int, UnixConnection] = {}
         self._watched: dict[int, Callable[[], None]] = {}
-        """Callbacks for other files that can be read."""
+        """Callbacks for other files that become readable."""
         self._unread: dict[UnixConnection, tuple[int, int]] = {}
-        """Connections that nobody reads since a waiting thread left them: how often they had been read when last seen,
-        and for how many ticks it was as often."""
+        """Connections that nobody reads since a waiting thread left them: `num_reads` when last seen, and ticks since
+        then."""
         self._messages: deque[tuple[UnixConnection, Frames]] = deque()
         self._lock = threading.Lock()
         self._leading = threading.Lock()
         """Guards the choice of the leader."""
         self._leader = 0
         self._code_number = 0
-        """Number of the user code that runs."""
         self._runs_code = False
         self._seen_code_number = 0
         self._ticks_left = 0
-        """Ticks until another thread leads instead of the code that runs."""
+        """Ticks until another thread takes the lead from the running code."""
         self._promoted = threading.Semaphore(0)
         self._threads: list[threading.Thread] = []
         self._num_spare = 0
         self._num_alive = 0
         self._is_accepting_paused = False
-        """No file numbers were left to accept connections with."""
+        """True while accepting is paused, because no descriptors were left."""
         self._was_accepting_paused = False
         self._is_closing = False
         self._is_closed = False
@@ -101,7 +100,7 @@ class IoThreads:
             self.watch(connection)
 
     def remove(self, connection: UnixConnection) -> None:
-        """Forget a connection; to be called before its number may become another file's."""
+        """Forget a connection. Call this before its descriptor may be reused."""
         with self._lock:
             self._unread.pop(connection, None)
             if self._connections.get(connection.fd) is connection:
@@ -117,7 +116,7 @@ class IoThreads:
     def _watch(self, connection: UnixConnection, events: int) -> None:
         if events == connection.watched:
             return
-        if not events:  # a connection that is only modified to nothing still reports its end, again and again
+        if not events:  # modified to no events, it would still report its end, again and again
             with contextlib.suppress(OSError, ValueError):
                 self._epoll.unregister(connection.fd)
         elif connection.watched:
@@ -127,13 +126,13 @@ class IoThreads:
         connection.watched = events
 
     def watch_file(self, fd: int, on_ready: Callable[[], None]) -> None:
-        """Have the thread that leads call `on_ready()`, which must not wait, whenever this file can be read."""
+        """Have the leader call `on_ready()`, which must not wait, whenever this file can be read."""
         self._watched[fd] = on_ready
         with contextlib.suppress(ValueError):  # closed
             self._epoll.register(fd, select.EPOLLIN)
 
     def unwatch_file(self, fd: int) -> None:
-        """Undo `watch_file`; to be called before the number may become another file's."""
+        """Undo `watch_file`. Call this before the descriptor may be reused."""
         self._watched.pop(fd, None)
         with contextlib.suppress(OSError, ValueError):
             self._epoll.unregister(fd)
@@ -144,16 +143,15 @@ class IoThreads:
             return list(self._connections.values())
 
     def left(self, connection: UnixConnection) -> None:
-        """Read a connection again, which a waiting thread stopped reading, if none comes back soon."""
+        """Read a connection that a waiting thread stopped reading, unless a thread reads it again soon."""
         if connection not in self._unread:
             self._unread[connection] = (connection.num_reads, 0)
             self.tick_soon()
 
     def begin_user_code(self, num_ticks: int = 1) -> bool:
-        """Take in that user code begins on this thread: if it leads, another may, until `end_user_code`, once so many
-        ticks have found the code still there.
+        """Note that user code begins on this thread. If it leads, another may lead after `num_ticks` ticks.
 
-        Returns False, and no `end_user_code` is due, where this thread does not lead.
+        Return False if this thread does not lead, or runs user code already: then do not call `end_user_code`.
         """
         if self._leader != threading.get_ident() or self._runs_code:
             return False
@@ -170,7 +168,7 @@ class IoThreads:
                 self._runs_code = False
 
     def hand_over(self) -> bool:
-        """Have another thread lead, since the code on this one is about to wait. False if this one does not lead."""
+        """Have another thread lead: the code on this one is about to wait. Return False if this one does not lead."""
         if self._leader != threading.get_ident():
             return False
         with self._leading:
@@ -188,11 +186,11 @@ class IoThreads:
 
     @property
     def has_more(self) -> bool:
-        """True if more has come and is to be handed on."""
+        """True if received messages wait to be handed on."""
         return bool(self._messages)
 
     def tick(self) -> bool:
-        """Look after what was left alone too long; return False when there is nothing to look after."""
+        """Check unread connections, long user code and paused accepting; return False if there is nothing to check."""
         now = time.monotonic() if self._unread else 0.0
         for connection, (num_reads, num_ticks) in list(self._unread.items()):
             if connection.num_reads != num_reads or connection.reader:
@@ -251,17 +249,17 @@ class IoThreads:
                 os.close(self._wake_fd)
 
     def tick_soon(self) -> None:
-        """Have `tick` and `TransportEvents.idle` called once, unless they are about to be."""
+        """Schedule one call of `tick` and `TransportEvents.idle`, unless one is scheduled."""
         if not self._is_tick_due:
             self._is_tick_due = True
             try:
                 self._timer.set(time.monotonic())
-            except BaseException:  # such as KeyboardInterrupt: it may not be set
+            except BaseException:  # such as KeyboardInterrupt: the timer may not be set
                 self._is_tick_due = False
                 raise
 
     def _on_tick(self) -> None:
-        self._is_tick_due = False  # first: what begins from here on asks again
+        self._is_tick_due = False  # first: code that begins after this asks again
         if self.tick():
             self._is_tick_due = True
             self._timer.set(time.monotonic() + TICK_S)
@@ -273,7 +271,7 @@ class IoThreads:
             return
         if self._num_spare == 0:
             thread = threading.Thread(target=self._follow, name=f"bus-io-{len(self._threads)}", daemon=True)
-            self._threads.append(thread)  # first: an interrupt may come in the midst of `start`
+            self._threads.append(thread)  # first: an interrupt may come during `start`
             self._num_alive += 1
             try:
                 thread.start()
@@ -302,7 +300,7 @@ class IoThreads:
         self._close_if_last()
 
     def _lead(self, me: int) -> None:
-        """Hand on what has come, then wait for more. Returns when another thread leads."""
+        """Hand on received messages, then wait for more. Return when another thread leads."""
         while self._messages:
             connection, frames = self._messages.popleft()
             self._events.message_came(connection, frames)
@@ -323,7 +321,7 @@ class IoThreads:
                 found.flush()
                 self.watch(found)
             if events & ~select.EPOLLOUT:
-                if not found.read():  # another thread is at it: do not be called for it again and again
+                if not found.read():  # another thread reads it: stop its repeated events
                     found.detach()
                     self.left(found)
                 if self._leader != me:
@@ -343,7 +341,7 @@ class IoThreads:
         self.add(UnixConnection(connected, self, self._events, full_bytes=self._full_bytes))
 
     def _pause_accepting(self, listener: socket.socket, error: OSError) -> None:
-        """Accept no more until the next tick: whoever waits to be accepted would be reported again and again."""
+        """Accept no more until the next tick: a waiting peer would be reported again and again."""
         if not self._was_accepting_paused:
             self._was_accepting_paused = True
             logger.warning("event=cannot-accept reason=%r (it is tried again, and only said once)", str(error))

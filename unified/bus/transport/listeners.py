@@ -37,12 +37,12 @@ from unified.threads import call_guarded, start_thread
 logger = logging.getLogger(__name__)
 _WAKE = "inproc://wake"
 _BACKLOG = 4096
-"""Peers that may connect at one moment, as they do when a large job starts."""
+"""Most peers that may connect at one moment, as when a large job starts."""
 _BATCH = 100
-"""Messages taken from one socket before the others are looked at."""
+"""Most messages taken from one socket before the others."""
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _RETRY = Backoff(first_s=0.2, limit_s=5.0, num_free=0)
-"""Pauses before a handshake with the relay that failed is begun anew with the keys of then."""
+"""Pauses before a failed handshake with the relay is tried again, with the keys of that time."""
 
 
 class Listeners:
@@ -50,7 +50,7 @@ class Listeners:
 
     Args:
         identity: has the inbox id, which is also the DEALER's identity at the relay.
-        network: names the folder for the Unix socket, which is made 0700, the address and the relay.
+        network: names the folder for the Unix socket (made 0700), the address and the relay.
 
     Attributes:
         inbox: this process's own.
@@ -65,7 +65,7 @@ class Listeners:
         self._is_connected = False
         self._num_connected = 0
         self._probe = encode_envelope(identity.envelope(Kind.HELLO, identity.inbox))
-        """Goes to this inbox itself through each new connection to the relay: once it is back, the relay knows it."""
+        """Message to this inbox itself, sent through the relay: once it is back, the relay knows the inbox."""
         self._path: Path | None = None
         self.unix: socket.socket | None = None
         self.bulk: socket.socket | None = None
@@ -109,8 +109,7 @@ class Listeners:
     def close(self, timeout_s: float = 2.0) -> bool:
         """End the thread, close all and remove the Unix socket's file; return whether the thread ended.
 
-        After `timeout_s` one that is held up in somebody's code is left to itself. It closes its sockets when it comes
-        back.
+        After `timeout_s`, a thread that is held up in other code is left alone; it closes its sockets when it returns.
         """
         self._is_closing = True
         if self._path is not None:
@@ -130,7 +129,7 @@ class Listeners:
         return not self._thread.is_alive()
 
     def abandon(self) -> None:
-        """Own nothing of this in a forked child."""
+        """Give up the files in a forked child."""
         self._path = None
         if self.bulk is not None:
             self.bulk.close()
@@ -158,13 +157,13 @@ class Listeners:
         self._close_sockets()
 
     def _on_relay_event(self, events: TransportEvents) -> None:
-        """Take in one event of the connection to the relay. One that breaks in its handshake has carried no message."""
+        """Handle one event of the connection to the relay. One that breaks in its handshake has carried no message."""
         assert self._relay_events is not None
         assert self._dealer is not None
         kind, _ = read_event(self._relay_events)
         was_connected, self._is_connected = self._is_connected, kind == zmq.EVENT_HANDSHAKE_SUCCEEDED
         if not self._is_connected and not was_connected and self._gatekeeper.key is not None and self._retry_at is None:
-            # libzmq would try with the same keys, and after a refusal not at all; the relay's or ours may be new
+            # libzmq would retry with the same keys, or not at all after a refusal; the relay's key or ours may be new
             self._retry_at = time.monotonic() + _RETRY.delay_s(self._num_failed, SystemRandom())
             self._num_failed += 1
         if was_connected and not self._is_connected:
@@ -183,10 +182,10 @@ class Listeners:
         dealer.connect(self._relay)
 
     def _reconnect_relay(self, poller: zmq.Poller) -> None:
-        """Begin anew, with the keys of now: no handshake succeeded, so nothing came through the old socket."""
+        """Connect again, with the present keys: no handshake succeeded, so nothing came through the old socket."""
         old = self._dealer, self._relay_events
         self._num_attempts += 1
-        self._retry_at = time.monotonic() + _RETRY.limit_s  # should there be no descriptor left
+        self._retry_at = time.monotonic() + _RETRY.limit_s  # in case no descriptor is left
         self._connect_relay(self.inbox.inbox_id)
         self._retry_at = None
         for each in (self._dealer, self._relay_events):
@@ -240,7 +239,7 @@ class Listeners:
         pull = self._gatekeeper.context.socket(zmq.PULL)
         self._gatekeeper.guard(pull, self._pair)
         pull.set(zmq.BACKLOG, _BACKLOG)
-        pull.set(zmq.IPV6, ":" in address)  # with it, IPv4 addresses would be shown in a mapped form
+        pull.set(zmq.IPV6, ":" in address)  # with IPV6, IPv4 addresses would be shown in a mapped form
         host = f"[{address}]" if ":" in address and not address.startswith("[") else address
         try:
             bind_address(pull.bind, f"tcp://{host}:0")

@@ -1,8 +1,7 @@
-"""Large buffers over ZeroMQ: they go ahead of their message in pieces, which its receiver lays together as they come.
+"""Large buffers over ZeroMQ: they go ahead of their message in pieces, and its receiver joins these as they come.
 
 No frame on tcp is longer than a piece (`unified.security.frames`). Each piece is a message of its own: the relay passes
-it on, and the receiver copies it, while later ones are still to come, so neither needs memory for all of them beside
-that in which they end.
+it on, and the receiver copies it to its place, before later pieces come. So neither needs extra memory for all of them.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ _ROUNDED_BYTES = 1 << 21
 _IDLE_S = 5.0
 """Time after which idle memory is given back to the system."""
 _UNFINISHED_S = 600.0
-"""Time without a further piece after which a series is given up, if nobody tells of its sender's end: a piece takes a
+"""Time without a further piece after which a series is given up, if its sender's end is not reported: a piece takes a
 minute on a poor line, and a sender may be stopped for a while."""
 _numbers = itertools.count(1)
 
 
 class LargeMessage(list[list[Buffer]]):
-    """Messages as which one with large buffers is sent, and these buffers by their numbers in it."""
+    """Messages that carry one message with large buffers, and these buffers by their numbers in it."""
 
     def __init__(self, number: int, large: dict[int, memoryview]) -> None:
         self.number = number
@@ -52,8 +51,7 @@ class LargeMessage(list[list[Buffer]]):
 
 
 def split(envelope: Envelope, body: Buffer, buffers: Sequence[Buffer]) -> list[list[Buffer]]:
-    """Return the messages as which a message is sent: the pieces of its large buffers, then itself without them, as a
-    `LargeMessage`; or itself alone."""
+    """Return a message as a `LargeMessage`: pieces of its large buffers, then the rest; or the message alone."""
     views = {index: memoryview(each) for index, each in enumerate(buffers)}
     large = {index: each.cast("B") for index, each in views.items() if each.nbytes >= PIECE_BYTES}
     if not large:
@@ -82,14 +80,14 @@ def split(envelope: Envelope, body: Buffer, buffers: Sequence[Buffer]) -> list[l
 
 
 class PieceJoiner:
-    """Lays pieces together, in memory that comes back when nothing refers to it any more: memory that was written to
-    before takes a copy several times as fast as fresh memory, whose pages have to be found."""
+    """Joins pieces, in memory that is used again when nothing refers to it any more: a copy into used memory is several
+    times as fast as into fresh memory, whose pages must be found."""
 
     def __init__(self) -> None:
         self._unfinished: dict[tuple[str, bool], _Unfinished] = {}
-        """Newest series of each sender on each way (through the relay?), on which one comes after the other."""
+        """Newest series by sender and route (True: the relay); on one route, one series comes after the other."""
         self._deposited: dict[str, dict[int, _Unfinished]] = {}
-        """Series of each sender that came whole beside ZeroMQ, by number, maybe several before their messages."""
+        """Series that came whole beside ZeroMQ, by sender and number; several may come before their messages."""
         self._idle: list[tuple[mmap.mmap, float]] = []
         """Memory, and since when it is idle. Finalizers append, at any time on any thread, without the lock."""
         self._used: dict[int, mmap.mmap] = {}
@@ -109,13 +107,13 @@ class PieceJoiner:
         elif series.number > envelope.series.number:
             raise ProtocolError("a PIECE that came behind a newer series of its sender: its connection broke")
         buffer = series.buffers.get(piece.index)
-        if buffer is None or piece.start == 0:  # again from the start, if its sender found no room in the middle
+        if buffer is None or piece.start == 0:  # its sender starts again if it found no room half-way
             buffer = series.buffers[piece.index] = _Laid(self.take(piece.nbytes))
         buffer.lay(piece, message.buffers[0])
         series.newest = time.monotonic()
 
     def deposit(self, sender: str, number: int, buffers: dict[int, memoryview]) -> None:
-        """Keep the whole buffers of a message that follows, from any thread; not if its sender has tried otherwise."""
+        """Keep the whole buffers of a message that follows, from any thread; not if its sender already sends pieces."""
         series = _Unfinished(number)
         series.buffers = {index: _Laid(view, view.nbytes) for index, view in buffers.items()}
         with self._lock:
@@ -152,7 +150,7 @@ class PieceJoiner:
                 self._unfinished.pop((inbox_id, is_relayed), None)
 
     def trim(self, now: float) -> bool:
-        """Give back what is idle for long; return whether there is anything left, idle or used."""
+        """Give back memory that is idle for long; return whether any is left, idle or used."""
         with self._lock:
             for route, series in list(self._unfinished.items()):
                 if series.newest + _UNFINISHED_S <= now:
@@ -170,7 +168,7 @@ class PieceJoiner:
 
     def take(self, nbytes: int) -> memoryview:
         """Return memory for a buffer, which is used again once nothing refers to it; ProtocolError: there is none."""
-        import ctypes  # which workers that get no large buffers do without
+        import ctypes  # not needed by workers without large buffers
 
         size = -(-nbytes // _ROUNDED_BYTES) * _ROUNDED_BYTES
         with self._lock:
@@ -209,7 +207,7 @@ class _Laid:
     """One buffer, of which the first bytes are there."""
 
     def __init__(self, view: memoryview, num_filled: int = 0) -> None:
-        from unified.memory.copy import address_of
+        from unified.tensors.copy import address_of
 
         self.view = view
         self.num_filled = num_filled
@@ -217,7 +215,7 @@ class _Laid:
 
     def lay(self, piece: PiecePlace, data: Buffer) -> None:
         """Copy a piece behind those that came before it."""
-        from unified.memory.copy import Copy, address_of, copy_memory
+        from unified.tensors.copy import Copy, address_of, copy_memory
 
         nbytes, size = len(data), self.view.nbytes
         if (piece.start, piece.nbytes) != (self.num_filled, size) or piece.start + nbytes > size:

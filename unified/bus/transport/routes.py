@@ -9,12 +9,12 @@ from unified.errors import OptionError, RpcError, nearest
 from unified.protocol.records import Inbox
 
 Policy = Literal["auto", "tcp", "relay"]
-"""`auto`: the best there is. `tcp`: as between hosts, even on one. `relay`: all through the master's relay."""
+"""`auto`: the best route. `tcp`: no Unix sockets, even on one host. `relay`: all through the master's relay."""
 VARIABLE = "UNIFIED_BUS_ROUTE"
 LOCAL = "ipc://"
 """A Unix socket that speaks `unified.bus.transport.framing`."""
 BULK = "bulk://"
-"""A port for large payloads beside the ``tcp`` one, where there is a key (`unified.bus.transport.bulk_reader`)."""
+"""A port for large payloads beside the ``tcp`` one, where there is a key (`unified.bus.transport.bulk_receiver`)."""
 MAX_IPC_PATH = 107
 """Characters of a Unix socket's path on Linux."""
 
@@ -27,7 +27,7 @@ class Route(NamedTuple):
 
 
 def read_policy(given: str, env: Mapping[str, str]) -> Policy:
-    """The policy asked for; ``auto`` gives way to ``UNIFIED_BUS_ROUTE``. OptionError: there is no such policy."""
+    """Return the policy; ``UNIFIED_BUS_ROUTE`` overrides ``auto``. OptionError: there is no such policy."""
     word = env.get(VARIABLE, "auto") if given == "auto" else given
     known = get_args(Policy)
     if word in known:
@@ -52,7 +52,7 @@ def choose_route(inbox: Inbox, *, host_id: str, policy: Policy, relay: str) -> R
 
 
 def ipc_address(run_dir: str, inbox_id: str) -> tuple[str, str]:
-    """The `ipc` address of an inbox, or an empty string and the reason why it has none."""
+    """Return the `ipc` address of an inbox, or an empty string and the reason why it has none."""
     path = f"{run_dir}/{inbox_id}"
     length = len(path.encode())
     if length <= MAX_IPC_PATH:

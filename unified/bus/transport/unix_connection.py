@@ -1,11 +1,11 @@
 """Connection to another process of this host: a Unix socket that carries messages both ways.
 
-The process that calls connects; answers come back on the same connection. Sending never blocks: what the kernel does
-not take at once waits in a backlog, and an I/O thread sends it on when there is room. A thread that waits for an answer
-receives it (`receive_until`): waking another thread to be woken by it would take most of the time of a call.
+The caller's process connects; answers come back on the same connection. Sending never blocks: bytes that the kernel
+does not take at once wait in a backlog, and an I/O thread sends them when there is room. A thread that waits for an
+answer receives it itself (`receive_until`): a second thread that wakes it would take most of the time of a call.
 
-It spins for a moment before it sleeps: to fall asleep and be woken takes as long as many an answer. Where that does not
-pay (the other side takes long, or has no core of its own) it is soon given up, and tried again from time to time.
+The thread spins for a moment before it sleeps: sleeping and waking takes as long as many answers. If spinning does not
+pay (the other side takes long, or has no core of its own), it soon stops, and is tried again from time to time.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from unified.errors import ProtocolError
 from unified.protocol.records import Inbox
 
 SPIN_S = 0.0002
-"""Several times the cost of sleeping and waking: so the answer to a call with a payload of a megabyte is seen as well.
-With 40 µs such calls took a third longer, and single items through a queue twice as long."""
+"""Several times the cost of sleeping and waking: enough for the answer to a call with a payload of a megabyte. With 40
+µs such calls took a third longer, and single items through a queue twice as long."""
 _MAX_FAILED = 3  # failures in a row
 _MOST_LEFT_OUT = 64
 
 
 class Spin:
-    """Spin state of one thread, or of several in turn, that wait for one kind of thing.
+    """Adaptive spin limit, shared by threads that wait for the same kind of event.
 
     Args:
-        num_cores: that this process may use (0: found out); with one, looking would keep the other side from running.
+        num_cores: cores that this process may use (0: ask the system); with one, spinning would stop the other side.
     """
 
     def __init__(self, num_cores: int = 0) -> None:
@@ -45,20 +45,20 @@ class Spin:
         self._num_to_leave_out = 0
 
     def is_worth_it(self) -> bool:
-        """Return whether to look this time; if so, `note` is to be told what came of it."""
+        """Return whether to spin this time; if so, call `note` with the outcome."""
         if self._num_to_leave_out:
             self._num_to_leave_out -= 1
             return False
         return self._is_possible
 
     def note(self, is_found: bool) -> None:
-        """Take in whether it came while somebody looked."""
+        """Note whether spinning found an event."""
         self._num_failed = 0 if is_found else min(self._num_failed + 1, 16)
         if self._num_failed > _MAX_FAILED:
             self._num_to_leave_out = min(2 ** (self._num_failed - _MAX_FAILED), _MOST_LEFT_OUT)
 
     def look(self, look: Callable[[int], list[Any]]) -> list[Any]:
-        """Return what `look(0)` finds within `SPIN_S`; nothing, without looking, where that is not worth it."""
+        """Return what `look(0)` finds within `SPIN_S`; nothing, without a look, if spinning is not worth it."""
         if not self.is_worth_it():
             return []
         found = look(0)
@@ -72,23 +72,23 @@ class Spin:
 
 RECEIVE_BYTES = 64 * 1024
 FEW_BYTES = 8 * 1024
-"""Size of a read unless the last one was full: small messages that are kept for a while, cut out of reads of 64 KiB,
-left holes of 2 MiB a minute."""
+"""Size of a read unless the last one was full: with 64 KiB, small messages that are kept left holes of 2 MiB a
+minute."""
 HELD_BYTES = 16 * 1024
-"""Small messages that may wait for one another, to share a write."""
+"""Bytes of small messages that may wait for one another, to share a write."""
 MAX_PIECES = 512
 """Most pieces of one write; the kernel takes 1024."""
 _LONGEST_POLL_S = 3600.0
 
 
 class TransportEvents(Protocol):
-    """Receiver of what the transport has to say (`unified.bus.calls.dispatcher`)."""
+    """Receiver of the transport's events (`unified.bus.calls.dispatcher`)."""
 
     def message_came(self, connection: UnixConnection, frames: Frames) -> None:
         """Take a message from a connection that its peer made; one at a time, on the I/O thread that leads."""
 
     def answer_came(self, connection: UnixConnection, frames: Frames) -> None:
-        """Take a message from a connection of ours, on whichever thread reads it."""
+        """Take a message from a connection of ours, on the thread that reads it."""
 
     def remote_came(self, message: RemoteMessage) -> None:
         """Take a message from another host or the relay, on the thread for these."""
@@ -119,7 +119,7 @@ class TransportEvents(Protocol):
 
 
 class Watcher(Protocol):
-    """Reader of connections that no waiting thread reads, and writer of what had to wait (`IoThreads`)."""
+    """Reader of connections that no waiting thread reads, and writer of their backlogs (`IoThreads`)."""
 
     def watch(self, connection: UnixConnection) -> None:
         """The connection's `events` changed."""
@@ -138,18 +138,18 @@ class UnixConnection:
     """One connection.
 
     Args:
-        connected: the socket; from now on this object's own.
+        connected: the socket, which the connection owns from now on.
         peer_id: inbox id of the other side, if this side connected; else empty, until the other side says HELLO.
-        full_bytes: with more than this in the backlog of a peer's connection it `is_full`, until half has left.
+        full_bytes: backlog above which a peer's connection `is_full`, until at most half of this is left.
 
     Attributes:
         is_ours: this side connected.
-        is_full: the other side does not take its answers. No further calls are read from it, and none of those that
-            came should begin: so what waits for a stopped process is bounded.
+        is_full: the other side does not take its answers. No further calls are read from it, and received calls should
+            not begin. So the bytes that wait for a stopped process are bounded.
         watched: the events that the watcher waits for; kept by it.
         can_share: the other side sees this process's shared memory.
         devices: UUIDs of the CUDA devices that the other side sees.
-        num_reads: counts up with each time that somebody finished reading.
+        num_reads: how often a thread has finished reading.
     """
 
     is_relay = may_give_back = False
@@ -180,16 +180,16 @@ class UnixConnection:
         self.is_lost = False
         self.num_reads = 0
         self.error: ProtocolError | None = None
-        """Reason why what came could not be read."""
+        """Reason why received bytes could not be read."""
         self.reader = 0
         """Ident of the thread that reads, or 0. No lock is held meanwhile: an interrupt may come before its release."""
         self._shall_close = False
         self._counting = threading.Lock()
         self._num_wanting = 0
-        """Number of streams, threads and callbacks that expect something on it, and do not read it."""
+        """Number of streams, threads and callbacks that expect a message, and do not read."""
         self._frames = FrameReader()
         self._read_size = FEW_BYTES
-        self._received: deque[Frames] = deque()  # and yet to be handed on
+        self._received: deque[Frames] = deque()  # not handed on yet
         self._sending = threading.Lock()
         self._held: list[Buffer] = []
         self._held_bytes = 0
@@ -201,7 +201,7 @@ class UnixConnection:
         self._writable = threading.Condition(self._sending)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if is_ours else -1
         self._waking = threading.Lock()
-        """Guards against a write to a number that has become another file's."""
+        """Guards against a write to a descriptor that was reused."""
         self._spin = Spin()
         self._poll = select.poll()
         self._poll.register(self.fd, select.POLLIN)
@@ -215,13 +215,13 @@ class UnixConnection:
         return (select.EPOLLIN if wants_in else 0) | (select.EPOLLOUT if self._backlog else 0)
 
     def meet(self, theirs: Inbox, ours: Inbox) -> None:
-        """Take in what the other side has said of itself."""
+        """Note which shared memory and CUDA devices the other side sees."""
         self.can_share = bool(theirs.shm) and theirs.shm == ours.shm
         self.devices = theirs.gpus
 
     def hold(self, piece: Buffer, holding: set[UnixConnection]) -> bool:
-        """Keep a small message back until `release`, or the next `send`, and be among `holding` meanwhile. Return True
-        if it is the first, for which a tick is due; with enough of them they are sent at once."""
+        """Keep a small message back until `release`, or the next `send`; meanwhile the connection is in `holding`.
+        Return True if the message is the first: then schedule a tick. `HELD_BYTES` of messages are sent at once."""
         with self._sending:
             is_first = not self._held
             self._holding = holding
@@ -238,7 +238,7 @@ class UnixConnection:
             self.send(())
 
     def send(self, pieces: Sequence[Buffer]) -> None:
-        """Send now, or as soon as the kernel takes it; never blocks. Once lost it goes nowhere."""
+        """Send now, or as soon as the kernel takes the bytes; never block. A lost connection drops them."""
         with self._sending:
             try:
                 if self._held:
@@ -260,10 +260,10 @@ class UnixConnection:
                 self._break()
                 if isinstance(error, OSError):  # the other side is gone; reading will find that out and say so
                     return
-                raise  # such as KeyboardInterrupt: some of it may not have been sent
+                raise  # such as KeyboardInterrupt: perhaps only a part was sent
 
     def wait_for_room(self, limit_bytes: int, give_up: Callable[[], bool]) -> bool:
-        """Wait until less than `limit_bytes` are in the backlog; False if `give_up` said so before."""
+        """Wait until less than `limit_bytes` are in the backlog; return False if `give_up` returned True before."""
         with self._writable:
             while self.backlog_bytes >= limit_bytes and not self.is_lost:
                 if give_up():
@@ -272,7 +272,7 @@ class UnixConnection:
         return True
 
     def flush(self) -> None:
-        """Send what waits, as far as the kernel takes it."""
+        """Send the backlog, as far as the kernel takes it."""
         with self._sending:
             while self._backlog and not self.is_lost:
                 pieces = [self._backlog[i] for i in range(min(len(self._backlog), MAX_PIECES))]
@@ -297,7 +297,7 @@ class UnixConnection:
             self._events.became_writable(self)
 
     def read(self, most: int = 16) -> bool:
-        """Receive what is there (at most so many times) and hand it on; return False if another thread is at it."""
+        """Receive messages (in at most `most` reads) and hand them on; return False if another thread reads."""
         me = threading.get_ident()
         if self.reader == me or not self._begin_reading(me):
             return False
@@ -319,7 +319,7 @@ class UnixConnection:
             return
         try:
             if not self._begin_reading(me):
-                self.want()  # before looking again: who reads now will look at it when leaving
+                self.want()  # before the second try: the present reader checks this when it leaves
                 try:
                     if not self._begin_reading(me):
                         return
@@ -347,13 +347,13 @@ class UnixConnection:
                     self._watcher.left(self)
 
     def _begin_reading(self, me: int) -> bool:
-        """Be the one that reads, unless another thread is."""
+        """Become the reader, unless another thread is; return whether this thread reads."""
         with self._counting:
             self.reader = self.reader or me
             return self.reader == me
 
     def want(self) -> None:
-        """Have it read also when nobody waits in `receive_until`; undone by `unwant`."""
+        """Have the connection read even if nobody waits in `receive_until`; `unwant` undoes this."""
         with self._counting:
             self._num_wanting += 1
         if not self.reader:
@@ -364,13 +364,13 @@ class UnixConnection:
             self._num_wanting -= 1
 
     def attach(self) -> None:
-        """Have the receiving thread read it."""
+        """Have the I/O threads read the connection."""
         if not self.wants_in:
             self.wants_in = True
             self._watcher.watch(self)
 
     def detach(self) -> None:
-        """Have the receiving thread leave it alone."""
+        """Have the I/O threads leave the connection alone."""
         if self.wants_in:
             self.wants_in = False
             self._watcher.watch(self)
@@ -383,7 +383,7 @@ class UnixConnection:
                     os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """End it, without waiting for who reads it now; what the kernel has not taken is dropped."""
+        """Close the connection, without waiting for its present reader; drop the backlog."""
         with self._sending:
             if self._shall_close:
                 return
@@ -401,7 +401,7 @@ class UnixConnection:
         self._release_files()
 
     def _close_files(self) -> None:
-        """Close the files unless somebody reads, who will then do it: nobody shall poll another file's number."""
+        """Close the files, or leave that to the thread that reads: it must not poll a reused descriptor."""
         with self._counting, self._waking:
             if not self.reader:
                 self._release_files()
@@ -475,7 +475,7 @@ class UnixConnection:
         try:
             self._hand_on()
         except BaseException as error:
-            if self._received or not isinstance(error, SystemExit):  # an interrupt: what it came into may be lost
+            if self._received or not isinstance(error, SystemExit):  # after an interrupt, a message may be lost
                 self._lose(f"handing on was stopped by {type(error).__name__}")
             raise
         if self._frames.error is not None:
@@ -485,7 +485,7 @@ class UnixConnection:
         return is_full
 
     def _hand_on(self) -> None:
-        """Hand on all that was cut, also if the thread is interrupted, or a done callback raises SystemExit."""
+        """Hand on all received messages, even if the thread is interrupted, or a done callback raises SystemExit."""
         stopped_by: BaseException | None = None
         while self._received:
             try:

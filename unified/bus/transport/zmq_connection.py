@@ -1,4 +1,4 @@
-"""Connection to one peer on another host by ZeroMQ, and by the relay while no direct one can be had."""
+"""Connection to one peer on another host by ZeroMQ, or by the relay while there is no direct one."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from unified.security.curve import Gatekeeper, read_event
 
 MAX_QUEUED_MESSAGES = 16_384
 TRACKED_BYTES = 64 * 1024
-"""Size of a frame from which on ZeroMQ sends from the caller's memory, and tells when it is done with it."""
+"""Size of a frame from which ZeroMQ sends from the caller's memory, and reports when it is done with it."""
 HEARTBEAT_MS = 5_000
 MAX_HELD = MAX_QUEUED_MESSAGES - 1
-"""Number for which, with a greeting, there is room in the socket once it is connected."""
+"""Most held messages: with a greeting, they fit into the queue of a new socket."""
 Socket = zmq.Socket[bytes]
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # `|` of enum members costs more than a send
 _SEND_AGAIN = Backoff(first_s=0.0002, limit_s=0.005, num_free=0)
 
 
 class HeldMessages:
-    """Messages that wait for a connection, oldest first: at most `MAX_HELD`, and `limit_bytes` with the last one."""
+    """Messages that wait for a connection, oldest first: at most `MAX_HELD`; none is added from `limit_bytes` on."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -50,13 +50,13 @@ class HeldMessages:
         return bool(self._messages)
 
     def pass_on(self, try_send: Callable[[Messages], bool]) -> bool:
-        """Send what waits, as far as there is room; return whether nothing is left. Nothing is to be added after."""
+        """Send the messages, as far as there is room; return whether none is left. Add none after this."""
         while self._messages and try_send(self._messages[0]):
             self._messages.popleft()
         return not self._messages
 
     def take(self) -> list[Messages]:
-        """Return what waits, and forget it."""
+        """Return the messages, and forget them."""
         taken = list(self._messages)
         self._messages.clear()
         self._num = self._nbytes = 0
@@ -68,11 +68,11 @@ class SocketSender:
 
     Args:
         kind: zmq.DEALER for the relay, zmq.PUSH for a peer.
-        limit_bytes: of large frames, what may be on its way at once.
+        limit_bytes: most bytes of large frames on their way at once.
 
     Attributes:
-        is_relay: what is sent now goes through the relay.
-        may_give_back: it may be given back as undeliverable, to be sent again.
+        is_relay: messages sent now go through the relay.
+        may_give_back: they may come back as undeliverable, to be sent again.
     """
 
     def __init__(self, gatekeeper: Gatekeeper, kind: int, address: str, limit_bytes: int) -> None:
@@ -100,8 +100,8 @@ class SocketSender:
         """Set further options before the socket connects."""
 
     def try_send(self, messages: Messages) -> bool:
-        """Queue a message, its pieces first; return False if the queue is full, and it is to be sent from the start.
-        Once closed it goes nowhere: the peer is dead."""
+        """Queue a message, its pieces first; return False if the queue is full: then send it again from the start. A
+        closed sender drops it: the peer is dead."""
         with self._lock:
             return self._try_send(messages)
 
@@ -129,7 +129,7 @@ class SocketSender:
         return True
 
     def close(self, linger_ms: int = 0) -> None:
-        """Drop the connection; what is queued is given `linger_ms` to leave."""
+        """Drop the connection; queued messages get `linger_ms` to leave."""
         with self._lock:
             if self._socket is not None:
                 self._socket.close(linger_ms)
@@ -137,11 +137,11 @@ class SocketSender:
                 self._on_way.clear()
 
     def _send_otherwise(self, messages: Messages) -> bool:
-        """Send, under the lock, where no socket is to be used; as `try_send`."""
+        """Send, under the lock, while no socket is to be used; return as `try_send` does."""
         return True
 
     def _use(self, socket: Socket) -> None:
-        """Have a new socket take, under the lock, what was held, and what is sent from now on."""
+        """Use a new socket from now on, under the lock, and send the held messages through it."""
         self._socket = socket
         for messages in self._held.take():
             self._try_send(messages)  # there is room
@@ -167,8 +167,8 @@ class SocketSender:
 
 
 class RelaySender(SocketSender):
-    """Sender to the relay. Holds what is sent while the relay does not know the inbox of this process: an answer, or a
-    call that the relay gives back, would not find its way.
+    """Sender to the relay. Holds messages while the relay does not know the inbox of this process: an answer, or a call
+    that the relay gives back, would not arrive.
 
     Args:
         is_known: the relay knows the inbox.
@@ -181,13 +181,13 @@ class RelaySender(SocketSender):
             self.opened()
 
     def opened(self) -> None:
-        """Send what was held: the relay knows the inbox."""
+        """Send the held messages: the relay knows the inbox."""
         with self._lock:
             if self._socket is None and not self._is_closed:
                 self._use(self._connect(self._gatekeeper.relay))
 
     def lost(self) -> None:
-        """Hold what is sent from now on: the relay has lost the inbox, and what was on its way may be lost."""
+        """Hold messages from now on: the relay has lost the inbox, and messages on their way may be lost."""
         with self._lock:
             if self._socket is not None:
                 self._socket.close(0)
@@ -206,7 +206,8 @@ class RelaySender(SocketSender):
 
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _LONGEST_PAUSE_MS = 5_000
-"""Time between attempts to connect, and for one attempt: of a thousand peers out of reach all are tried on."""
+"""Longest pause between attempts to connect, and longest attempt: even of many unreachable peers each is tried
+again."""
 _numbers = itertools.count()
 
 
@@ -222,11 +223,11 @@ class Owner(Protocol):
         """Return the sender to the relay, unless there is none or all is being closed."""
 
     def state_changed(self, connection: ZmqConnection, before: State) -> None:
-        """The connection got another state, on the thread that noticed, which holds no lock."""
+        """Handle a new state of the connection, on the thread that noticed it; this thread holds no lock."""
 
 
 class ZmqConnection(SocketSender):
-    """Keeps what is sent until it is connected, and hands it to the relay if that takes too long (`DirectOrRelay`).
+    """Keeps messages until it is connected, and hands them to the relay if that takes too long (`DirectOrRelay`).
 
     Args:
         inbox_id: of the peer.
@@ -246,7 +247,7 @@ class ZmqConnection(SocketSender):
         self._greeting = greeting
         self._bulk: BulkSender | None = None
         self._route = DirectOrRelay(time.monotonic(), has_relay=owner.has_relay, is_relayed=is_relayed)
-        # Not `_socket`: `try_send` has to look at one thing only.
+        # Not `_socket`: so `try_send` has to check one field only.
         self._unconnected: Socket | None = self._connect(server)
         self._show()
         if self._monitor is not None:
@@ -260,7 +261,7 @@ class ZmqConnection(SocketSender):
         socket.monitor(events, _EVENTS)
         self._monitor = monitor = self._gatekeeper.context.socket(zmq.PAIR)
         monitor.linger = 0
-        monitor.rcvhwm = 0  # if events could not wait, libzmq would stop the socket instead
+        monitor.rcvhwm = 0  # no limit: libzmq would stop the socket if its events found no room
         monitor.connect(events)
 
     @property
@@ -268,7 +269,7 @@ class ZmqConnection(SocketSender):
         return self._route.state
 
     def read(self) -> None:
-        """Take in what the connection's monitor has to say."""
+        """Handle the events of the connection's monitor."""
         self._advance(self._read_events)
 
     def look(self, now: float) -> None:
@@ -281,14 +282,14 @@ class ZmqConnection(SocketSender):
         self._advance(take_in)
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close as `SocketSender.close` does; what waits for a connection is given that time too."""
+        """Close as `SocketSender.close` does; messages that wait for a connection get that time, too."""
         with self._lock:
             if linger_ms and self._route.state == "connecting":
                 self._go_up()
             self._drop(linger_ms)
 
     def use_bulk(self, address: str, introduction: bytes) -> None:
-        """Send large buffers there, beside ZeroMQ; before anything is sent."""
+        """Send large buffers to `address`, beside ZeroMQ. Call this before anything is sent."""
         self._bulk = BulkSender(address, self._lock, self._try_send_by_zmq, introduction)
 
     def _try_send(self, messages: Messages) -> bool:
@@ -330,7 +331,7 @@ class ZmqConnection(SocketSender):
                 self._route.disconnected()
 
     def _show(self) -> None:
-        """Publish where what is sent from now on goes."""
+        """Publish the route of messages sent from now on."""
         self.is_relay = self._route.state == "relayed"
         self.may_give_back = self._route.state in ("connecting", "relayed")
 
@@ -344,12 +345,12 @@ class ZmqConnection(SocketSender):
         return self._held.add(messages)
 
     def _pass_on(self) -> bool:
-        """Have the relay take what was kept; return whether nothing is left."""
+        """Have the relay take the kept messages; return whether none is left."""
         relay = self._owner.find_relay() if self._held else None
         return self._held.pass_on(relay.try_send) if relay is not None else not self._held
 
     def _go_up(self) -> None:
-        """Send what was kept, and from now on what is sent."""
+        """Send the greeting and the kept messages, and use the socket from now on."""
         if self._unconnected is None:
             return
         socket, self._unconnected = self._unconnected, None
@@ -366,7 +367,7 @@ class ZmqConnection(SocketSender):
         self._held.take()
         self._on_way.clear()
         if socket is not None:
-            socket.disable_monitor()  # first: with nobody at its other end libzmq would wait
+            socket.disable_monitor()  # first: libzmq would wait if nobody reads its events
             socket.close(linger_ms)
         self._owner.files.unwatch_file(self._fd)
         self._monitor.close(0)

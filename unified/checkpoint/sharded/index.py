@@ -1,7 +1,7 @@
 """The index of a sharded checkpoint: records, their bytes, the names of ranks' objects, and reading its pieces.
 
-Each rank writes one part, ``rank-00003.bin``, and beside it a note of what is in it, ``rank-00003.note``; or, if it
-cannot, ``rank-00003.failed``, which says why. Rank 0 makes the *index* of the notes, and then the manifest.
+Each rank writes one part, ``rank-00003.bin``, and, except rank 0, a note of its contents, ``rank-00003.note``. A rank
+that fails writes the reason to ``rank-00003.failed``. Rank 0 makes the *index* from the notes, and then the manifest.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Shard(Value, frozen=True, kw_only=True):
     start: int
     """Offset in the part, in bytes."""
     nbytes: int
-    """Size as stored, so after compression."""
+    """Size as stored, after compression."""
     checksum: str
     """Checksum of the stored bytes."""
     offsets: list[int] | None = None
     """Indices of its beginning in the whole tensor; None: an object."""
     sizes: list[int] = []
     is_raw: bool = True
-    """The tensor's memory; otherwise as ``torch.save`` writes it."""
+    """True: the bytes are the tensor's memory. False: ``torch.save`` wrote them."""
 
 
 class IndexEntry(Value, frozen=True, kw_only=True):
@@ -66,7 +66,7 @@ class SaveProgress(Value, frozen=True, kw_only=True):
     written: frozenset[int]
     failed: frozenset[int]
     has_manifest: bool
-    """A manifest of that step is there; whether it is this save's is not known."""
+    """A manifest of that step is there, of this save or of another one."""
 
 
 def rank_file(rank: int, suffix: Literal["bin", "note", "failed"]) -> str:
@@ -87,7 +87,7 @@ def progress_of(keys: Iterable[str], step: int, token: str) -> SaveProgress:
 
 
 def is_of(manifest: Manifest, token: str) -> bool:
-    """Return whether a manifest is that of the save with this token."""
+    """Return whether a manifest belongs to the save with this token."""
     return any(part.key == part_name(manifest.step, token, INDEX) for part in manifest.parts)
 
 
@@ -101,7 +101,7 @@ def with_shards(entries: dict[str, IndexEntry], notes: Iterable[RankNote]) -> di
 
 
 def decode_index(data: bytes) -> dict[str, IndexEntry]:
-    """Decode an index; raise CheckpointCorruptError if it is none."""
+    """Decode an index; raise CheckpointCorruptError if the bytes are not an index."""
     try:
         return msgspec.msgpack.decode(data, type=dict[str, IndexEntry])
     except msgspec.DecodeError as error:
@@ -109,21 +109,21 @@ def decode_index(data: bytes) -> dict[str, IndexEntry]:
 
 
 def decode_note(data: bytes) -> RankNote:
-    """Decode a note; raise CheckpointCorruptError if it is none."""
+    """Decode a note; raise CheckpointCorruptError if the bytes are not a note."""
     try:
         return msgspec.msgpack.decode(data, type=RankNote)
     except msgspec.DecodeError as error:
-        raise CheckpointCorruptError(f"what a rank noted cannot be read: {error}") from error
+        raise CheckpointCorruptError(f"the note of a rank cannot be read: {error}") from error
 
 
 MAX_GAP_BYTES = 1 << 20
-"""Gap up to which pieces are read together: reading so much for nothing is cheaper than another request."""
+"""Largest gap between pieces that are read together: to read the gap is cheaper than another request."""
 MAX_RUN_BYTES = 32 << 20
-"""Size of several pieces that are read together; one alone may be larger."""
+"""Largest size of pieces that are read together; a single piece may be larger."""
 
 
 def runs(shards: Iterable[Shard]) -> list[list[Shard]]:
-    """Return pieces in the order in which they lie, in groups that are read at once."""
+    """Return the pieces by offset, in groups that are read at once."""
     found: list[list[Shard]] = []
     for shard in sorted(shards, key=lambda each: (each.start, each.nbytes)):
         if found:
@@ -137,7 +137,7 @@ def runs(shards: Iterable[Shard]) -> list[list[Shard]]:
 
 
 def read_shards(store: CheckpointStore, part: Part, shards: Iterable[Shard]) -> Iterator[tuple[Shard, bytearray]]:
-    """Yield each piece as it is stored, in any order; raise CheckpointCorruptError unless it is as it was saved."""
+    """Yield each piece as stored, in any order; raise CheckpointCorruptError if it differs from the saved one."""
     key = store.key(part.key)
     try:
         check_part(part, store.backend.stat(key).nbytes, part.checksum)

@@ -1,4 +1,4 @@
-"""Loading into a state dict, whichever ranks wrote the checkpoint and whichever load it."""
+"""Loading into a state dict; the ranks that load may differ from the ranks that saved."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class TreeOrigin:
 
 
 class _FillPlanner(DefaultLoadPlanner):
-    """A planner that puts objects where they belong, as they are."""
+    """A planner that puts objects, already deserialized, into the state dict."""
 
     def set_object(self, item: ReadItem, value: Any) -> None:
         *path, last = self.mappings[item.dest_index.fqn]
@@ -110,7 +110,7 @@ def load_into(
     store: CheckpointStore, state: dict[str, Any], ranks: Ranks, *, weights_only: bool
 ) -> dict[Kind, Callable[[Manifest], None]]:
     """Return readers for `CheckpointReader.load` that fill a state dict in place. Each is a collective."""
-    expanded(state)  # or raise, before anything is read
+    expanded(state)  # raises if the state is no dict, before anything is read
 
     def fill(manifest: Manifest, origin: Origin) -> dict[str, Any]:
         for key, value in state.items():
@@ -161,7 +161,7 @@ def whole_state(store: CheckpointStore, manifest: Manifest, *, map_location: Any
 
 
 def _prepare(optimizer: torch.optim.Optimizer, has_state: bool) -> None:
-    """Have a new optimizer take a step that changes nothing: it has no tensors to fill before the first."""
+    """Let a new optimizer take a step that changes nothing: before its first step it has no tensors to fill."""
     if has_state and not optimizer.state:
         _init_optim_state(optimizer)
 
@@ -214,7 +214,7 @@ def _index_data(store: CheckpointStore, manifest: Manifest) -> bytes:
 
 
 def _own_key(node: Any, key: str | int) -> Any:
-    """Return the key of a dict of which the planner made this text."""
+    """Return the key of `node` that the planner turned into the text `key`."""
     if isinstance(node, Mapping) and key not in node:
         return next((each for each in node if str(each) == key), key)
     return key

@@ -13,7 +13,7 @@ from unified.checkpoint.payload import Chunk, compressed, slices
 from unified.checkpoint.sharded.index import Shard
 from unified.checkpoint.sharded.plan import PlannedPiece
 from unified.config.runtime import Compression
-from unified.memory.host_buffers import ALIGN, BufferPool, stage_state
+from unified.tensors.host_buffers import ALIGN, BufferPool, stage_state
 
 
 class ShardPayload:
@@ -71,7 +71,7 @@ def restored(data: Chunk, shard: Shard, dtype: torch.dtype | None, *, weights_on
     """Return the tensor or object that was stored as these bytes; a sparse tensor as a dense one.
 
     Args:
-        data: memory of its own, which the tensor goes on to use.
+        data: a buffer that nothing else uses; it becomes the tensor's memory.
         dtype: None: it is an object.
     """
     if dtype is None or not shard.is_raw:

@@ -19,8 +19,8 @@ from unified.errors import UsageError
 from unified.rounds.rank_group import Ranks
 
 SMALL_BYTES = 1 << 20
-"""Size up to which a piece that several ranks have is written by the first, so that a load finds such pieces together;
-larger ones are spread."""
+"""Up to this size, a piece that several ranks have is written by the first of them: a load finds small pieces together.
+Larger pieces are spread over the ranks."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class PlannedPiece:
 
 @dataclass(frozen=True)
 class _CachedPlan:
-    """A plan that is used again while no rank's state has another layout."""
+    """A plan that is used again until the layout of some rank's state changes."""
 
     number: int
     place: tuple[int, int]
@@ -46,9 +46,7 @@ class _CachedPlan:
 
 
 class ShardPlanner:
-    """Plans saves. The plan of the last one is used again while the layout of the state stays the same, so that such a
-    save costs no more than a few words between the ranks.
-    """
+    """Plans saves. While the layout of the state stays the same, it reuses the last plan: ranks exchange few words."""
 
     def __init__(self) -> None:
         self._cached: _CachedPlan | None = None
@@ -56,7 +54,7 @@ class ShardPlanner:
         self._local = SavePlan([])
 
     def look_at(self, state: Mapping[str, Any], ranks: Ranks) -> int | None:
-        """Begin the plan of a save; return the number of the plan that this rank could use again, if it has one."""
+        """Begin the plan of a save; return the number of the last plan if this rank can reuse it, else None."""
         self._planner = DefaultSavePlanner()
         self._planner.set_up_planner(expanded(state), is_coordinator=ranks.rank == 0)
         self._local = self._planner.create_local_plan()
@@ -85,7 +83,7 @@ class ShardPlanner:
         return self._cached.entries
 
     def forget_state(self) -> None:
-        """Hold the user's tensors no longer."""
+        """Drop the references to the user's tensors."""
         self._planner = DefaultSavePlanner()
 
     def _piece(self, item: WriteItem) -> PlannedPiece:
@@ -110,14 +108,14 @@ def _entries(metadata: Metadata) -> dict[str, IndexEntry]:
 
 
 def expanded(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict in which modules and optimizers at the top are replaced by theirs."""
+    """Return a state dict, with each module and optimizer at the top level replaced by its own state dict."""
     if not isinstance(state, Mapping):
-        raise UsageError(f"What ranks save or load together is a dict, not a {type(state).__name__}.")
+        raise UsageError(f"A state that ranks save or load together must be a dict, not a {type(state).__name__}.")
     return {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
 
 
 def shared_out(plans: list[SavePlan]) -> list[SavePlan]:
-    """Return plans in which an item that several ranks have is in one alone."""
+    """Return the plans with each item in the plan of exactly one rank."""
     holders: dict[Any, list[int]] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:

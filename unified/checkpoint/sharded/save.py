@@ -1,8 +1,8 @@
 """Saves by several ranks together: they agree and copy while training stands still, and write while it goes on.
 
-In the background each rank writes its part, then rank 0 the manifest. The ranks meet in the store, where nothing is
-needed that a save does not need anyway: no process group is used from a second thread, or after the program has
-destroyed it, and a rank that died is one whose note does not come.
+In the background each rank writes its part, then rank 0 writes the manifest. The ranks coordinate through files in the
+store, which a save needs anyway. So no process group is used from a second thread, or after the program destroyed it.
+The note of a dead rank does not come, and the save fails after a timeout.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from unified.errors import (
     UsageError,
     listed,
 )
-from unified.memory.host_buffers import BufferPool
 from unified.rounds.rank_group import Ranks, ranks_here
+from unified.tensors.host_buffers import BufferPool
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class RankShare:
     """The part of this rank, once it is written."""
     deadline: float = 0.0
     is_published: bool = False
-    """The manifest was begun, so that parts may belong to it."""
+    """The write of the manifest has begun, so a manifest may name the parts."""
     notes: dict[int, RankNote] = field(default_factory=dict)
 
 
@@ -108,10 +108,9 @@ class ShardedCommit:
     def give_up(
         self, request: SaveRequest, rank: int, size: int, error: BaseException, *, is_published: bool = False
     ) -> None:
-        """Tell the other ranks that this save comes to nothing; rank 0 removes the parts that were written, unless
-        there may be a manifest."""
+        """Tell the other ranks that this save failed; rank 0 removes the parts, unless a manifest may name them."""
         if size > 1:
-            with contextlib.suppress(Exception):  # they will notice that nothing comes
+            with contextlib.suppress(Exception):  # without this file the other ranks time out
                 self._write_word(request, rank_file(rank, "failed"), f"{type(error).__name__}: {error}".encode())
         if rank == 0 and not is_published:
             with contextlib.suppress(Exception):  # they are swept when they are old
@@ -148,7 +147,7 @@ class ShardedCommit:
         self.after_save(manifest)
 
     def _wait(self, share: RankShare, is_done: Callable[[SaveProgress], bool]) -> None:
-        """Look at the store until all is there, a rank has failed, or time is up."""
+        """Poll the store until `is_done`; raise CheckpointRankError if another rank failed or time is up."""
         num_looks = 0
         while True:
             keys = [each.key for each in self.store.stored(f"step-{share.request.step:06d}.")]
@@ -178,13 +177,13 @@ class ShardedCommit:
         if share.rank and not missing:
             return f"rank 0 did not write the manifest within {self.rank_timeout_s:g} s; is it alive?"
         names = listed(missing, MAX_NAMED)
-        return f"after {self.rank_timeout_s:g} s there is no part of ranks {names}; are they alive?"
+        return f"ranks {names} did not write their parts within {self.rank_timeout_s:g} s; are they alive?"
 
     def _reason(self, share: RankShare, rank: int) -> str:
         try:
             return self._read_word(share.request, rank_file(rank, "failed")).decode(errors="replace")
         except OSError as error:
-            return f"why cannot be read: {error}"
+            return f"its reason cannot be read: {error}"
 
     def _write_word(self, request: SaveRequest, name: str, data: bytes) -> None:
         self.store.backend.write(self.store.key(part_name(request.step, request.token, name)), data)
@@ -203,8 +202,8 @@ class _Proposal(NamedTuple):
 
 
 class ShardedSaver:
-    """Saves together with the other ranks. None is superseded by a newer one, as another rank may have written it: one
-    is being written, one waits, and the next waits for that.
+    """Saves together with the other ranks. A newer save never supersedes an older one: another rank may have written
+    that already. So one save is being written, one waits, and the caller of a third waits for room.
     """
 
     def __init__(
@@ -237,7 +236,7 @@ class ShardedSaver:
             prepare: returns the metadata; if it raises, no rank saves.
 
         Returns:
-            Earlier saves that failed, of which nobody was told.
+            Earlier saves that failed and were not reported yet.
         """
         ranks = ranks_here(self._process_group)
         try:
@@ -257,7 +256,7 @@ class ShardedSaver:
     def _agree(
         self, state: Mapping[str, Any], step: int, prepare: Callable[[], dict[str, Any]], ranks: Ranks
     ) -> SaveRequest:
-        """Agree on a save. A collective, which raises on every rank where it raises on one."""
+        """Agree on a save. A collective: if it raises on one rank, it raises on every rank."""
         error: Exception | None = None
         plan, metadata = None, dict[str, Any]()
         try:
@@ -274,11 +273,11 @@ class ShardedSaver:
                 raise CheckpointError(f"Rank {rank} could not save step {step}, so no rank does: {proposal.problem}")
         if len({proposal.step for proposal in proposals}) > 1:
             steps = ", ".join(f"rank {rank} {proposal.step}" for rank, proposal in enumerate(proposals))
-            raise UsageError(f"All ranks save the same step together, and these are different: {steps}.")
+            raise UsageError(f"All ranks must save the same step, but the steps differ: {steps}.")
         try:
             self._planner.settle([proposal.plan for proposal in proposals], ranks)
-        except (ValueError, AssertionError) as wrong:  # on every rank the same
-            raise UsageError(f"What the ranks have does not make up one state: {wrong}") from wrong
+        except (ValueError, AssertionError) as wrong:  # the same error on every rank
+            raise UsageError(f"The states of the ranks do not fit together: {wrong}") from wrong
         return SaveRequest(
             step=step,
             token=proposals[0].token,
@@ -290,7 +289,7 @@ class ShardedSaver:
 
     def _share(self, request: SaveRequest, ranks: Ranks) -> RankShare:
         try:
-            # Before the copy is made, so that it takes the memory of the save before.
+            # Before the copy, which then reuses the memory of the previous save.
             self.saver.make_room(request.step, 0)
             payload = ShardPayload(self._planner.pieces(), ranks.rank, self._pool, self._compression)
             entries = self._planner.entries() if ranks.rank == 0 else {}

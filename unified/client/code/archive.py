@@ -36,10 +36,10 @@ JUNK = frozenset(
 
 
 class CodeArchive:
-    """A packed archive, in a file without a name that goes with this object.
+    """A packed archive, in a file without a name, which is removed with this object.
 
     Attributes:
-        code: what the job's description says of it.
+        code: its entry in the job's description.
         num_files: number of files in it.
     """
 
@@ -61,12 +61,12 @@ class CodeArchive:
 
 
 def pack(ship: bool | str | Sequence[str], exclude: Sequence[str] = (), folder: str | None = None) -> CodeArchive:
-    """Pack a folder: what git knows or does not ignore in it, or without git all but `JUNK`.
+    """Pack the files of a folder that git tracks or does not ignore; without git, all but `JUNK`.
 
-    The same files give the same bytes, whenever and by whomever they are packed.
+    The same files always give the same bytes.
 
     Args:
-        ship: True for `folder`, a path for another folder, or paths of files and folders in it that are packed alone.
+        ship: True for `folder`, a path for another folder, or paths of the only files and folders in it to pack.
         exclude: patterns as in a shell, of names or of paths in the folder: ``*.ckpt``, ``data/raw``.
         folder: working directory of the job; None: that of this process.
 
@@ -92,7 +92,7 @@ def pack(ship: bool | str | Sequence[str], exclude: Sequence[str] = (), folder: 
 
 
 def real_path(path: str, root: str) -> str:
-    """Return a path that leads into the packed folder, by links or not, as one below its root; others as they are."""
+    """Return a path that leads into the packed folder as a path without links; return other paths unchanged."""
     found = os.path.realpath(path)
     is_inside = os.path.isabs(path) and (found == root or found.startswith(f"{root.rstrip('/')}/"))
     return found if is_inside else path
@@ -108,7 +108,7 @@ def limit_bytes() -> int:
 
 
 def _within(root: Path, path: Path, given: str) -> str:
-    """Return the path in the folder; the path itself may be a link."""
+    """Return the path relative to the folder. The path itself may be a link."""
     found = os.path.normpath(path)
     if not os.path.lexists(found):
         raise UsageError(f"ship: there is no {given} in {root}.")
@@ -118,13 +118,13 @@ def _within(root: Path, path: Path, given: str) -> str:
 
 
 def _names(root: Path, wanted: Sequence[str]) -> Iterator[str]:
-    """Yield the paths, in the folder, of its files and links; only of those in `wanted` if there are any."""
+    """Yield the relative paths of files and links in the folder; if `wanted` is not empty, only those in `wanted`."""
     found = _known_to_git(root)
     names = _walked(root) if found is None else found
     for name in names:
         if not wanted or any(each == "." or name == each or name.startswith(f"{each}/") for each in wanted):
             yield name
-    for each in wanted:  # a file that git ignores, and that was named, is wanted
+    for each in wanted:  # a file that was named is packed even if git ignores it
         if not (root / each).is_dir():
             yield each
 
@@ -136,7 +136,7 @@ def _known_to_git(root: Path) -> list[str] | None:
     except OSError:  # there is no git
         return None
     names = [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
-    # What was deleted is known to git and not there; a submodule is a folder.
+    # git also lists deleted files, and a submodule as one folder.
     return [name for name in names if os.path.lexists(root / name)] if done.returncode == 0 and names else None
 
 
@@ -171,8 +171,8 @@ def _check(root: Path, names: Sequence[str]) -> None:
         largest = sorted(sizes, key=lambda name: -sizes[name])[:MAX_NAMED]
         raise UsageError(
             f"ship: {root} has {_mib(total)} in {len(names)} files, and {LIMIT_VARIABLE} allows {_mib(limit)}. The "
-            f"largest are {listed(f'{name} ({_mib(sizes[name])})' for name in largest)}: leave out with exclude=[…] or "
-            ".gitignore what workers need not have, and put data where they read it."
+            f"largest are {listed(f'{name} ({_mib(sizes[name])})' for name in largest)}: use exclude=[…] or "
+            ".gitignore to leave out what workers do not need, and put data where workers can read it."
         )
 
 
@@ -199,7 +199,7 @@ def _write(root: Path, names: Sequence[str], file: BufferedRandom) -> str:
             info = archive.gettarinfo(str(root / name), arcname=name)
             info.mtime, info.uid, info.gid, info.uname, info.gname = 0, 0, 0, "", ""
             info.mode = 0o755 if info.mode & 0o100 else 0o644
-            if info.issym():  # from one place in the folder to another, wherever that is unpacked
+            if info.issym():  # make it relative, so that it is right wherever the archive is unpacked
                 info.linkname = os.path.relpath((root / name).resolve(), (root / name).parent.resolve())
                 archive.addfile(info)
                 continue
@@ -212,10 +212,10 @@ def _write(root: Path, names: Sequence[str], file: BufferedRandom) -> str:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpack an archive into a folder that is not there yet, for reading alone.
+    """Unpack an archive into a new folder, and make it read-only.
 
     Raises:
-        UsageError: it holds what leads out of the folder, or a device; nothing of it is left.
+        UsageError: an entry is a device or leads out of the folder; nothing is left.
         OSError: the file system is full, or may not be written; nothing is left.
     """
     if not hasattr(tarfile, "data_filter"):

@@ -1,9 +1,9 @@
-"""Virtual environments for what jobs require, on top of the packages that the agent's own interpreter has.
+"""Virtual environments with the requirements of jobs, on top of the packages of the agent's own interpreter.
 
     python -m unified.client.code.environment FD --digest HEX --file REQUIREMENTS --into FOLDER
 
-The agent of a node starts this, with its own interpreter; the last line of its output says what failed. pip installs:
-unlike uv it sees the packages of the interpreter below, so that torch is not installed a second time.
+The agent of a node starts this with its own interpreter; the last line of its output says what failed. It uses pip,
+not uv: pip sees the packages of the agent's interpreter, so that torch is not installed a second time.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MARK = "complete"
 
 
 def make(folder: Path, requirements: Path) -> str:
-    """Make an environment with what is required, and return what went wrong; empty: nothing did."""
-    shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
-    has_pip = importlib.util.find_spec("pip") is not None  # which serves the new environment, too
+    """Make an environment with the requirements, and return the error; empty: there was none."""
+    shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed
+    has_pip = importlib.util.find_spec("pip") is not None  # can also install into the new environment
     venv.create(folder, with_pip=not has_pip, symlinks=True)
     scheme = {"base": str(folder), "platbase": str(folder)}
     own = Path(sysconfig.get_path("purelib", "venv", scheme))
@@ -65,7 +65,7 @@ def main() -> int:
     parser.add_argument("--file", required=True, type=Path, metavar="REQUIREMENTS")
     parser.add_argument("--into", required=True, type=Path, metavar="FOLDER")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: os.killpg(0, signal.SIGKILL))  # with pip, whom nobody else ends
+    signal.signal(signal.SIGTERM, lambda number, frame: os.killpg(0, signal.SIGKILL))  # also kills pip
     process.die_with_parent(signal.SIGTERM, arguments.parent)
     folder: Path = arguments.into / arguments.digest
     try:
@@ -73,7 +73,7 @@ def main() -> int:
             with holding(arguments.into, arguments.digest) as is_held:
                 if not is_held:
                     time.sleep(POLL_S)
-                elif not (folder / MARK).exists():  # nobody was quicker
+                elif not (folder / MARK).exists():  # no other process was faster
                     make_room(arguments.into, KEPT_BYTES)
                     try:
                         if fault := make(folder, arguments.file):

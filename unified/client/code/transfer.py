@@ -2,7 +2,7 @@
 
     python -m unified.client.code.transfer FD --master ADDRESS --digest HEX --into FOLDER
 
-The agent of a node starts this to have an archive fetched and unpacked; the last line of its output says what failed.
+The agent of a node starts this to fetch and unpack an archive; the last line of its output says what failed.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from unified.protocol.client_master import CodePart, CodeState, FindCode, PutCod
 KEPT_BYTES = 4 << 30
 """Bytes of unpacked archives that a node keeps beside those in use."""
 IDLE_S = 3600.0
-"""Age of the last use from which on an archive may be removed."""
+"""Seconds since its last use after which an archive may be removed."""
 MASTER_AWAY_S = 300.0
 POLL_S = 0.05
 
 
 def upload(connection: MasterConnection, archive: CodeArchive) -> int:
-    """Send the master what it does not have of an archive; return the number of bytes that were sent.
+    """Send the missing part of an archive to the master; return the number of bytes that were sent.
 
     RefusedError: it is larger than the master takes, or the master cannot keep it.
     """
@@ -54,11 +54,12 @@ def upload(connection: MasterConnection, archive: CodeArchive) -> int:
 
 
 def fetch(connection: MasterConnection, digest: str, into: Path) -> None:
-    """Have an archive of the master unpacked in ``into/DIGEST``, by whichever process comes first.
+    """Fetch an archive from the master and unpack it in ``into/DIGEST``, unless another process does.
 
     Raises:
         RefusedError: the master does not have it.
-        UsageError: it holds what leads out of its folder, or its bytes are others.
+        UsageError: an entry of it leads out of its folder.
+        UnifiedError: its bytes do not match the digest.
         OSError: the file system is full, or may not be written.
     """
     folder = into / digest
@@ -66,14 +67,14 @@ def fetch(connection: MasterConnection, digest: str, into: Path) -> None:
         with holding(into, digest) as is_held:
             if not is_held:
                 time.sleep(POLL_S)
-            elif not folder.is_dir():  # nobody was quicker
+            elif not folder.is_dir():  # no other process was faster
                 _make(connection, digest, into)
     os.utime(folder)
 
 
 def _make(connection: MasterConnection, digest: str, into: Path) -> None:
     make_room(into)
-    name = f".{digest}.{socket.gethostname()}-{os.getpid()}"  # a file system that hosts share may have no locks
+    name = f".{digest}.{socket.gethostname()}-{os.getpid()}"  # unique: a file system of many hosts may have no locks
     part, unpacked = into / f"{name}.part", into / f"{name}.new"
     try:
         _download(connection, digest, part)
@@ -104,9 +105,9 @@ def _download(connection: MasterConnection, digest: str, path: Path) -> None:
 
 @contextmanager
 def holding(into: Path, digest: str) -> Iterator[bool]:
-    """Hold the lock of a folder to make or remove it: False if another process does, or an agent that uses the folder.
+    """Hold the lock of a folder to make or remove it. False: another process holds it, or an agent uses the folder.
 
-    Where the file system has no locks, everybody holds it.
+    A file system without locks always gives True.
     """
     into.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
@@ -114,7 +115,7 @@ def holding(into: Path, digest: str) -> Iterator[bool]:
     except OSError:
         yield True
         return
-    is_held = descriptor is not None and os.fstat(descriptor).st_nlink > 0  # else its holder has removed it
+    is_held = descriptor is not None and os.fstat(descriptor).st_nlink > 0  # 0: another process has removed the file
     try:
         yield is_held
     finally:
@@ -125,15 +126,15 @@ def holding(into: Path, digest: str) -> Iterator[bool]:
 
 
 def make_room(into: Path, kept_bytes: int = KEPT_BYTES, idle_s: float = IDLE_S) -> None:
-    """Remove the archives that were used longest ago, until the others have no more than so many bytes."""
+    """Remove the archives that were used longest ago, and not for `idle_s`, until at most `kept_bytes` are left."""
     found: dict[Path, float] = {}
     for path in into.iterdir():
-        with suppress(FileNotFoundError):  # others make and remove folders meanwhile
+        with suppress(FileNotFoundError):  # other processes make and remove folders meanwhile
             used_at = path.stat().st_mtime
             if not path.name.startswith(".") and path.is_dir():
                 found[path] = used_at
             elif path.suffix != ".lock" and not path.with_suffix("").is_dir() and time.time() - used_at > idle_s:
-                remove_folder(path) if path.is_dir() else path.unlink()  # of what was killed, or could not be made
+                remove_folder(path) if path.is_dir() else path.unlink()  # left by a process that was killed or failed
     sizes = {path: _size(path) for path in found}
     total = sum(sizes.values())
     for path in sorted(found, key=lambda path: found[path]):
@@ -147,7 +148,6 @@ def make_room(into: Path, kept_bytes: int = KEPT_BYTES, idle_s: float = IDLE_S) 
 
 
 def _size(folder: Path) -> int:
-    """Return the bytes of the files that are there."""
     total = 0
     for path, _, names in os.walk(folder):
         for name in names:

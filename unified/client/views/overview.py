@@ -28,11 +28,11 @@ STALLED_LONG_S = 60.0
 """Seconds for which a job may be stalled before a person is told."""
 SAVE_WAITS_LONG_S = 60.0
 SPENT_SHARE = 0.8
-"""Share of a limit of which a person is told."""
+"""Used share of a limit from which on a person is told."""
 RECENT_S = 24 * 3600.0
-"""Seconds for which a failed job is shown."""
+"""Seconds after its end for which a failed job is shown."""
 LATE_INTERVALS = 3
-"""Usual intervals between checkpoints after which the next one is late."""
+"""Number of usual checkpoint intervals after which the next checkpoint is late."""
 HANG_ENDS = ("hang-over", "role-restarts", "job-restarts", "job-requeued", "job-suspended", "job-stops")
 FAILED = "failed"
 
@@ -45,9 +45,9 @@ class Totals(NamedTuple):
     num_devices: int
     """Devices of the nodes that are alive."""
     num_free: int
-    """Devices of these that no job holds."""
+    """Free devices of the nodes that are alive."""
     jobs: dict[str, int]
-    """Jobs by stage, as people are told it."""
+    """Jobs by stage, in the words of `stage_text`."""
 
 
 class Attention(NamedTuple):
@@ -60,11 +60,11 @@ class Attention(NamedTuple):
     text: str
     is_urgent: bool
     since: float | None = None
-    """Time since when it is so (seconds since 1970); None: it has no age."""
+    """Time at which it began (seconds since 1970); None: it has no age."""
     is_node: bool = False
 
     def sentence(self, now: float) -> str:
-        """Return what and why, in one line."""
+        """Return kind, age and text in one line."""
         age = "" if self.since is None else duration_text(max(0.0, now - self.since))
         when = age and (f" {age} ago" if self.what == FAILED else f" for {age}")
         return f"{self.what}{when}: {self.text}"
@@ -82,7 +82,7 @@ def totals(mirror: ClusterMirror) -> Totals:
 
 
 def attention(mirror: ClusterMirror) -> list[Attention]:
-    """Return what needs attention, the urgent first: what goes on now before jobs that have failed, the last first."""
+    """Return what needs attention, urgent matters first. Failed jobs follow what goes on now, the newest first."""
     found: list[Attention] = []
     for node in mirror.nodes.values():
         if node.state is NodeState.LOST:
@@ -128,7 +128,7 @@ def _of_job(mirror: ClusterMirror, job: JobStatus, hang: str | None, saves: Sequ
         waited_s = metrics[SAVE_WAIT_S]
         if isinstance(waited_s, int | float) and waited_s > SAVE_WAITS_LONG_S:
             step = metrics.get(SAVE_STEP)
-            add("save waits", f"{worker.name}: that of step {step} waits for its store for {waited_s:.0f} s", True)
+            add("save waits", f"{worker.name}: the save of step {step} waits for its store for {waited_s:.0f} s", True)
     if stage == RESTARTING:
         add("restarting", reason, False)
     elif job.stage is Stage.INIT and stage != SUSPENDED and now - job.submitted_at > WAITS_LONG_S:

@@ -1,7 +1,7 @@
 """Timeline of a job in Chrome's trace-event format, which Perfetto opens. Pure.
 
-Lanes are threads, and processes are the job and its nodes. In each lane slices nest, so calls that overlap are in
-several.
+In terms of the format, the job and its nodes are processes, and lanes are threads. The slices of a lane must nest, so
+overlapping calls get lanes of their own.
 """
 
 from __future__ import annotations
@@ -25,15 +25,13 @@ STAGES = {
 }
 """Stages of a job by the events that begin them."""
 ROUND_ENDS = ("round-broken", "worker-failed", "worker-restarts-along", "role-restarts", "workers-move")
-"""Events of a role after which its round does not go on."""
+"""Events of a role that end its round."""
 WAITS = ("job-requeued", "job-suspended")
 FAILURES = ("worker-failed", "hang-suspected", "hang-diagnosed", "node-lost", "node-excluded", "job-failed")
 _NUMBER = re.compile(r"\d+")
 
 
 class _OpenSlice(NamedTuple):
-    """A slice whose end is yet to come."""
-
     name: str
     began_at: float
     process: str
@@ -41,7 +39,7 @@ class _OpenSlice(NamedTuple):
 
 
 class Timeline:
-    """Trace of one job. What has not ended ends `now`."""
+    """Trace of one job. Slices that are still open end at `now`."""
 
     def __init__(self, status: JobStatus, now: float) -> None:
         self._status = status
@@ -55,7 +53,7 @@ class Timeline:
         self._slice(job, self._end, stage=status.stage, seconds=times)
 
     def add_events(self, events: Sequence[EventRecord]) -> None:
-        """Add what was decided: stages, rounds and incarnations as slices, and everything as instants."""
+        """Add events: stages, rounds and incarnations as slices, and every event as an instant."""
         stage = _OpenSlice("waiting", self._begin, JOB, "stages")
         rounds: dict[str, _OpenSlice] = {}
         incarnations: dict[str, _OpenSlice] = {}
@@ -88,7 +86,7 @@ class Timeline:
             self._close(left, list(left), self._end, "")
 
     def add_series(self, worker: str, reports: Iterable[WorkerReport]) -> None:
-        """Add what a worker reported: its numbers as counters, and the saves that it began."""
+        """Add a worker's reports: numbers as counters, and the saves that it began as instants."""
         saved: object = None
         for report in reports:
             for name, value in {"step": report.step, **report.metrics}.items():
@@ -99,7 +97,7 @@ class Timeline:
                 self._put("i", f"save of step {step}", report.at, JOB, "checkpoints", s="t", args={"worker": worker})
 
     def add_calls(self, worker: str, incarnation: int, spans: Sequence[CallSpan]) -> None:
-        """Add spans of calls, on the node of their worker, with an arrow from caller to callee; after `add_events`."""
+        """Add spans of calls on their worker's node, with arrows from caller to callee. Call it after `add_events`."""
         process = f"node {self._nodes.get((worker, incarnation), '')}"
         ends: dict[str, list[list[float]]] = {"caller": [], "callee": []}
         for span in sorted(spans, key=lambda span: (span.at, -span.seconds)):
@@ -111,7 +109,7 @@ class Timeline:
             self._put(arrow, "call", span.at, process, lane, id=span.call, cat="call", bp="e")
 
     def trace(self) -> dict[str, Any]:
-        """Return the whole, to be written as JSON. Times are microseconds since the submission."""
+        """Return the trace, to be written as JSON. Times are microseconds since the submission."""
         named = [("process_name", pid, 0, name) for name, pid in self._processes.items()]
         named += [("thread_name", self._processes[of], tid, name) for (of, name), tid in self._lanes.items()]
         names = [
@@ -143,7 +141,7 @@ class Timeline:
 
 
 def _lane(ends: list[list[float]], begin: float, end: float) -> int:
-    """Return the first lane in which a slice lies behind all others or within one; `ends` has the open ones of each."""
+    """Return the first lane in which a slice lies after all others or within one; `ends`: open slices by lane."""
     for number, lane in enumerate(ends):
         while lane and lane[-1] <= begin:
             lane.pop()

@@ -1,6 +1,6 @@
-"""A folder for `PYTHONPATH`: its modules bring the aliases to processes that import nothing of `unified` before them.
+"""A folder for `PYTHONPATH`: its modules bring the aliases to processes that have not imported `unified` yet.
 
-A process that `multiprocessing` spawns imports its script by its path, and one that is started with `sys.executable`
-any module; neither knows of `unified.compat`. There, and only there, ``import dlrover`` finds `dlrover` of this
-folder, which gives way to the alias, or to the real package.
+A process that `multiprocessing` spawns imports its script by path. A process started with `sys.executable` imports any
+module. Neither knows of `unified.compat`. Only in such processes, ``import dlrover`` finds `dlrover` of this folder,
+which replaces itself by the alias or by the real package.
 """

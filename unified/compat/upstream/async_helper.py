@@ -1,4 +1,4 @@
-"""Counterpart of ``dlrover.python.unified.util.async_helper``: coroutines of code that has no event loop of its own."""
+"""Counterpart of ``dlrover.python.unified.util.async_helper``: coroutines in code without an event loop of its own."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _loop: asyncio.AbstractEventLoop | None = None
 
 
 def init_main_loop() -> None:
-    """Have the loop that is running here run the coroutines of `as_future`.
+    """Let the running event loop run the coroutines of `as_future`.
 
     Raises:
-        RuntimeError: none is running here.
+        RuntimeError: no event loop is running here.
     """
     global _loop
     running = asyncio.get_running_loop()
@@ -29,7 +29,7 @@ def init_main_loop() -> None:
 
 
 def get_main_loop() -> asyncio.AbstractEventLoop:
-    """The loop that runs the coroutines of `as_future`: that of `init_main_loop`, else one on a thread of its own."""
+    """Return the loop for the coroutines of `as_future`: that of `init_main_loop`, else a loop on its own thread."""
     global _loop
     with _lock:
         if _loop is None or _loop.is_closed():
@@ -51,7 +51,7 @@ def as_future(co: Coroutine[Any, Any, T]) -> Future[T]:
     """Run a coroutine on the main loop.
 
     Raises:
-        RuntimeError: this is called in an event loop, where to wait for the future would block it: await instead.
+        RuntimeError: the caller runs in an event loop, which a wait for the future would block: await instead.
     """
     if is_in_event_loop():
         co.close()
@@ -65,7 +65,7 @@ def wait(co: Coroutine[Any, Any, T]) -> T:
 
 
 def completed_future(result: T) -> Future[T]:
-    """A future that has this result."""
+    """Return a future that has this result."""
     future: Future[T] = Future()
     future.set_result(result)
     return future

@@ -10,20 +10,20 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 
 def args_2_omega_conf(args: argparse.Namespace) -> DictConfig:
-    """A config of parsed arguments."""
+    """Return a config of parsed arguments."""
     return OmegaConf.create(vars(args))
 
 
 def omega_conf_2_args(conf: DictConfig) -> argparse.Namespace:
-    """A namespace of the first level of a config; what is below stays a config."""
+    """Return a namespace of the first level of a config; the levels below stay configs."""
     return argparse.Namespace(**{str(key): value for key, value in conf.items()})
 
 
 def convert_str_values(config: Any, convert_none: bool = True, convert_digit: bool = True) -> None:
-    """Replace, in a config and all configs in it, texts by what they say.
+    """Replace texts in a config, and in all configs in it, by the values that they spell.
 
     Args:
-        config: is changed.
+        config: changed in place.
         convert_none: ``"None"`` becomes None.
         convert_digit: ``"12"`` becomes an int, ``"1e-3"`` a float.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 JOB_OPTIONS_ENV_PREFIX = "DLROVER_UNIFIED_"
-"""With the name of an option of `submit` in capitals behind it: a variable that sets it."""
+"""Prefix of a variable that sets an option of `submit`; the option's name in capitals follows."""
 
 
 class InternalDLWorkloadRole:

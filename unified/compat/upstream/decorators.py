@@ -1,4 +1,4 @@
-"""Counterpart of ``dlrover.python.unified.util.decorators``: functions that log what becomes of them."""
+"""Counterpart of ``dlrover.python.unified.util.decorators``: decorators that log how functions end."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def catch_exception(msg: str) -> Callable[[F], F]:
-    """Decorate a function, or an async one, so that what it raises is logged under `msg`, and None is returned."""
+    """Decorate a function, async or not: an exception is logged under `msg`, and None is returned."""
     return lambda function: _within(function, lambda: _Caught(msg))
 
 
 def log_execution(name: str, log_exception: bool = True) -> LogExecution:
-    """Log the begin and the end of what is called `name`, and how long it took.
+    """Log the start and the end of the work called `name`, and how long it took.
 
     Used as ``with log_execution("load"): …``, or as a decorator of a function, async or not.
 
     Args:
-        log_exception: an exception is logged with its traceback. It goes on in any case.
+        log_exception: log an exception with its traceback. It is raised in any case.
     """
     return LogExecution(name, log_exception)
 
 
 class LogExecution(contextlib.AbstractContextManager["LogExecution"]):
-    """See `log_execution`. Each call of a decorated function has a clock of its own."""
+    """Result of `log_execution`. Each call of a decorated function is timed by itself."""
 
     def __init__(self, name: str, log_exception: bool) -> None:
         self._name = name
@@ -71,7 +71,6 @@ class _Caught(contextlib.AbstractContextManager[None]):
 
 
 def _within(function: F, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> F:
-    """The function, each call of it in a context of its own."""
     wrapped: Any
     if inspect.iscoroutinefunction(function):
 

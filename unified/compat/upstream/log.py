@@ -1,4 +1,4 @@
-"""Counterpart of ``dlrover.python.common.log``: a logger that shows on stderr what begins at ``DLROVER_LOG_LEVEL``."""
+"""Counterpart of ``dlrover.python.common.log``: a logger that shows on stderr all from ``DLROVER_LOG_LEVEL`` up."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Barriers: all workers of a world meet and go on together, or are told why not.
+"""Barriers: all workers of a world meet and go on together, or learn why not.
 
-A barrier is known by its id and can be used again and again; each use is a *generation*. A generation ends
-for all who wait in it at once: because all arrived, because somebody was lost for whom there is no use to wait, or
-because the time that one of them was ready to wait is over. The next arrival is the first of the next generation.
+A barrier has an id and can be used again and again; each use is a *generation*. A generation ends for all its waiting
+workers at once: because all arrived, because a worker was lost without which the barrier fails, or because the time of
+one of them is over. The next arrival is the first of the next generation.
 
-A loss counts for those who were registered when it happened, for they may have counted on the lost worker. The loss
+A loss counts for workers that were registered when it happened: they may have relied on the lost worker. The loss
 counts no more when that worker, or another with its rank, has registered.
 """
 
@@ -20,11 +20,11 @@ from unified.errors import UsageError, listed
 from unified.protocol.coordinator import BarrierResponse, BarrierStatus, LeaveBarrier, ReleasedBy, WaitBarrier
 
 MAX_VACANT = 10_000
-"""Most ranks for which nobody registered that are looked for one by one."""
+"""Most ranks without a registered worker that are searched one by one."""
 
 
 def wait(step: CoordinatorStep, space: Space, token: Token, request: WaitBarrier) -> BarrierResponse | None:
-    """Handle an arrival, or a worker that asks again for the answer of one. None: the answer comes with a release."""
+    """Handle an arrival, or a repeated request for its answer. None: the answer comes with a release."""
     presence = current(space, request.worker_id, request.session)
     heard(space, presence, step.now)
     barrier = space.barriers.get(request.barrier_id)
@@ -40,7 +40,7 @@ def wait(step: CoordinatorStep, space: Space, token: Token, request: WaitBarrier
 
 
 def leave(step: CoordinatorStep, space: Space, request: LeaveBarrier) -> None:
-    """Let an arrival wait no more. If it does not wait here, nothing happens."""
+    """End the wait of an arrival. If it does not wait here, nothing happens."""
     barrier = space.barriers.get(request.barrier_id)
     waiting = barrier.waiting.get(request.worker_id) if barrier is not None else None
     if barrier is None or waiting is None or waiting.presence.session != request.session:
@@ -58,7 +58,8 @@ def leave(step: CoordinatorStep, space: Space, request: LeaveBarrier) -> None:
 
 
 def drop_worker(step: CoordinatorStep, space: Space, presence: records.Presence, released_by: ReleasedBy) -> None:
-    """Answer what an incarnation asked that is over, and see who waited for it. It is among the gone already."""
+    """Answer the requests of an incarnation that is over, and settle barriers that waited for it. The incarnation is in
+    `space.gone` already."""
     worker = presence.worker
     for barrier_id in sorted(presence.waits_at):
         barrier = space.barriers[barrier_id]
@@ -87,21 +88,21 @@ def overdue(step: CoordinatorStep, space: Space, barrier: records.Barrier) -> No
         each.info.rank for each in lost
     }
     num_unknown = barrier.world_size - len(barrier.waiting) - len(who)
-    # A worker may say any size of its world: so many ranks are not to be gone through.
+    # A worker may give any world size, so the number of ranks in the loop is limited.
     is_countable = barrier.world_size <= len(rank_slots) + MAX_VACANT
     vacant = [rank for rank in range(barrier.world_size) if rank not in rank_slots] if is_countable else []
     if 0 < num_unknown == len(vacant):
         who += [f"rank {rank} (nobody registered for it)" for rank in vacant]
     elif num_unknown > 0:
-        who.append(f"{num_unknown} of whom nobody registered")
+        who.append(f"{num_unknown} workers that never registered")
     absent, came = listed(who), listed(_by_rank(space, barrier.waiting))
-    reason = f"barrier {barrier.barrier_id!r} of {barrier.world_size} took too long: missing {absent}; {came} came."
+    reason = f"barrier {barrier.barrier_id!r} of {barrier.world_size} timed out: missing {absent}; arrived: {came}."
     step.report("barrier-broken", reason, space.name)
     _release(step, space, barrier, "timeout", lost, reason)
 
 
 def close(step: CoordinatorStep, space: Space) -> None:
-    """Answer all who wait: nobody will ask in this space again."""
+    """Answer all waiting workers: nobody will ask in this space again."""
     for barrier in _open(space):
         answer = BarrierResponse(
             released_by="closed", generation=barrier.past.generation, reason=f"the space {space.name!r} was closed."
@@ -113,7 +114,7 @@ def close(step: CoordinatorStep, space: Space) -> None:
 
 
 def _answered(barrier: records.Barrier, request: WaitBarrier) -> BarrierResponse | None:
-    """Return the answer that this arrival was given, if it was given one."""
+    """Return the answer that this arrival has had already, if any."""
     for release in reversed(barrier.past.releases):
         session, arrival = release.arrivals.get(request.worker_id, ("", -1))
         if session == request.session:
@@ -174,7 +175,7 @@ def _arrive(
 
 
 def _go_on_without(space: Space, barrier: records.Barrier) -> None:
-    """Take back the options of a worker that waits here no more."""
+    """Drop the options of a worker that waits here no more."""
     if not barrier.waiting:
         _close(space, barrier)
         return
@@ -212,7 +213,7 @@ def _release(
     lost: list[records.RegisteredWorker],
     reason: str,
 ) -> None:
-    """End a generation; its answer is remembered for those who do not receive it."""
+    """End a generation; its answer is remembered for workers that do not receive it."""
     past = barrier.past
     response = BarrierResponse(
         released_by=released_by,
@@ -241,7 +242,7 @@ def _release(
 
 
 def _close(space: Space, barrier: records.Barrier) -> None:
-    """Take the barrier's timer away: nobody waits here for now."""
+    """Remove the waiting workers and the timer of a barrier."""
     for waiting in barrier.waiting.values():
         waiting.presence.waits_at.discard(barrier.barrier_id)
     barrier.waiting = {}
@@ -249,7 +250,7 @@ def _close(space: Space, barrier: records.Barrier) -> None:
     space.timers.barriers.cancel((space.name, barrier.barrier_id))
     del space.barriers[barrier.barrier_id]
     if barrier.past.generation:
-        space.barriers[barrier.barrier_id] = barrier  # at the end: it is the one that was used last
+        space.barriers[barrier.barrier_id] = barrier  # at the end, as the most recently used
 
 
 def _forget_idle(step: CoordinatorStep, space: Space) -> None:
@@ -282,7 +283,7 @@ def _open(space: Space) -> list[records.Barrier]:
 
 
 def _lost(space: Space, barrier: records.Barrier) -> list[records.RegisteredWorker]:
-    """Return the workers of this world that went after those who wait had come, and whose rank nobody has taken."""
+    """Return workers of this world that went after the oldest waiting worker came, and whose rank nobody has taken."""
     lost: list[records.RegisteredWorker] = []
     for worker in reversed(space.gone.values()):
         if worker.gone_at <= barrier.oldest_came_at:
@@ -300,7 +301,7 @@ def _lost(space: Space, barrier: records.Barrier) -> list[records.RegisteredWork
 
 
 def _missing(space: Space, barrier: records.Barrier) -> list[str]:
-    """Return the workers of this world that are registered and have not arrived."""
+    """Return the registered workers of this world that have not arrived."""
     missing = [
         worker_id
         for worker_id, presence in space.present.items()

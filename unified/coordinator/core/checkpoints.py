@@ -1,7 +1,7 @@
-"""The latest checkpoint of each series, and the events that workers tell for the log.
+"""The latest checkpoint of each series, and the events that workers send for the log.
 
-The latest one has the highest step, whoever tells of it and however often; when training went back, it is the one to
-which training went. An event is one of a few words, and there are so many a minute.
+The latest checkpoint has the highest step, in any order of notices. When training went back, it is the
+checkpoint to which training went. An event is one of a few words; their number per minute is limited.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REPORT_S = 60.0
 
 
 def notify(step: CoordinatorStep, space: Space, request: NotifyCheckpoint) -> CheckpointResponse:
-    """Take note of a complete checkpoint. Of two with one step the later notice counts: that one lies there now."""
+    """Note a complete checkpoint. Of two notices with one step the later one counts: its checkpoint is there now."""
     if request.step < 0 or not request.path:
         raise UsageError(
             f"a checkpoint has a step of 0 or more and the path of its manifest; this one has step {request.step} and "
@@ -94,12 +94,12 @@ MAX_REASON = 500
 
 
 def tell(step: CoordinatorStep, space: Space, request: TellEvent) -> Done:
-    """Log a worker's event, unless there were too many of late."""
+    """Log a worker's event, unless there were too many recently."""
     worker_id = request.worker_id
     if not worker_id or len(worker_id) > MAX_NAME or not worker_id.isprintable():
         raise UsageError(f"an event is told by a worker_id of 1 to {MAX_NAME} printable characters.")
     if len(space.event_times) == MAX_EVENTS and step.now - space.event_times[0] < EVENTS_WINDOW_S:
-        return Done(note=f"not kept: {MAX_EVENTS} events were told within {EVENTS_WINDOW_S:g} s")
+        return Done(note=f"not logged: {MAX_EVENTS} events came within {EVENTS_WINDOW_S:g} s")
     space.event_times.append(step.now)
     reason = request.reason if len(request.reason) <= MAX_REASON else f"{request.reason[:MAX_REASON]}…"
     step.report(request.event, reason, space.name, worker_id)

@@ -16,15 +16,15 @@ from unified.protocol import coordinator as protocol
 from unified.protocol.client_master import Done, MasterAnswer, Refused
 
 MAX_SPACES = 200
-"""Spaces in one answer, the newest."""
+"""Most spaces in one answer: the newest."""
 _UNKNOWN = protocol.HeartbeatResponse(is_known=False, revision=0)
 
 
 class CoordinatorCore:
     """Workers, barriers, datasets and checkpoints of any number of spaces: pure and deterministic.
 
-    Time is seconds since 1970 on a clock that never goes back while the coordinator lives; it is an argument of each
-    call. A step returns at most one `Persist`, then at most one `Forget`, then `LogEvent`s, then `Answer`s.
+    Time is an argument of each call: seconds since 1970, on a clock that never goes back while the coordinator runs.
+    A step returns at most one `Persist`, then at most one `Forget`, then `LogEvent`s, then `Answer`s.
 
     Codes of refusals: ``bad-request``; ``not-found`` (dataset, epoch, member of a dataset); ``name-taken`` (a dataset
     with other values, a rank); ``ended`` (an epoch that is past); ``replaced`` (an incarnation that a newer one
@@ -42,22 +42,22 @@ class CoordinatorCore:
         return self.timers.next_deadline
 
     def restore(self, now: float, rows: Iterable[messages.Row]) -> None:
-        """Go on from what was persisted. Call it once, before the first step. Rows of other kinds are passed over.
+        """Go on from persisted rows. Call it once, before the first step. Rows of other kinds are ignored.
 
-        Workers that were there have their whole time-out to be heard again. Those who waited at a barrier ask again.
+        Present workers get their whole time-out to be heard again. Workers that waited at a barrier ask again.
         CoordinatorError: the rows are not readable.
         """
         restore(self.spaces, self.timers, now, rows, await_s=self.heartbeats.timeout_s)
 
     def step(self, now: float, event: messages.Event) -> list[messages.Action]:
-        """Return the actions for an event. Every event has an answer in every state, even if it is nothing."""
+        """Return the actions for an event. Every event is handled in every state; there may be no actions."""
         step = messages.CoordinatorStep(now)
         match event:
             case messages.RequestCame():
                 name = event.request.space
                 space = self.spaces.get(name) or Space(name, self.timers)
                 self._answer(step, space, event)
-                if not space.is_empty:  # else a question about nothing would be remembered for ever
+                if not space.is_empty:  # else a request about nothing would be remembered for ever
                     self.spaces[name] = space
             case messages.WorkerGone():
                 gone = self.spaces.get(event.space)
@@ -78,9 +78,9 @@ class CoordinatorCore:
         return step.actions()
 
     def heartbeat(self, now: float, request: protocol.Heartbeat) -> protocol.HeartbeatResponse:
-        """Answer a heartbeat as a step would, without the cost of one. Nothing that is persisted changes.
+        """Answer a heartbeat like a step, without the cost of a step. Persisted state does not change.
 
-        The answer is the same object until somebody comes or goes, so a shell may keep its encoding.
+        The answer is the same object until the revision of the space changes, so a shell may keep its encoding.
         """
         space = self.spaces.get(request.space)
         if space is None:

@@ -34,7 +34,7 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DatasetProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole progress of a dataset, which is persisted beside its registration."""
+    """The whole progress of a dataset, persisted separately from its registration."""
 
     space: str
     dataset_id: str
@@ -47,7 +47,7 @@ def mark_key(space: str, dataset_id: str, number: int) -> str:
 
 
 class DatasetState:
-    """A dataset as it was registered, and how far it has been read."""
+    """A registered dataset, and how far it has been read."""
 
     def __init__(self, info: RegisterDataset, ledger: Ledger) -> None:
         self.info = info
@@ -57,17 +57,17 @@ class DatasetState:
         self.ready: dict[tuple[str, int], DataShards] = {}
         """Answers with all shards, by worker and epoch: for one revision of the space, until one of them is done."""
         self.position: LoadedPosition | None = None
-        """The position that it was last set back to; None: it never was."""
+        """The position to which the dataset was last set back; None: it never was."""
         self.marked: dict[str, int] = {}
-        """Incarnation of each worker of a job that has read of it since then. Not persisted."""
+        """Incarnation of each worker of a job that has read since then. Not persisted."""
         self.awaited: set[str] = set()
-        """Members that others have named, and of which nothing was heard yet."""
+        """Members that others have named, and that were not heard yet."""
         self._files_by_rank: dict[tuple[int, int], list[list[int]]] = {}
         self._layout = FileLayout(file.num_samples for file in info.files)
 
     @classmethod
     def begin(cls, info: RegisterDataset) -> Self:
-        """Return a dataset of which nothing was read; UsageError: the registration describes none."""
+        """Return an unread dataset; UsageError: the registration is not valid."""
         if not info.dataset_id or not info.path:
             raise UsageError("a dataset needs a dataset_id and a path that are not empty.")
         plan = ShardPlan(
@@ -88,11 +88,11 @@ class DatasetState:
         return dataset
 
     def differences(self, info: RegisterDataset) -> list[str]:
-        """Return, in words, the differences of another registration. Files are compared where both know them."""
+        """Return the differences of another registration in words. Files are compared if both have them."""
         pairs = [(name, getattr(self.info, name), getattr(info, name)) for name in _COMPARED]
         found = [f"{name} is {mine!r}, not {other!r}" for name, mine, other in pairs if mine != other]
         if self.info.files and info.files and self.info.files != info.files:
-            found.append(f"its {len(self.info.files)} files are not those {len(info.files)}")
+            found.append(f"its {len(self.info.files)} files differ from the {len(info.files)} given")
         return found
 
     def shards(self, epoch: int, shard_ids: list[int], revision: int) -> DataShards:
@@ -121,7 +121,7 @@ class DatasetState:
         return found
 
     def mark(self, space: str, epoch: int, shard_ids: list[int]) -> Mark:
-        """Return a mark that persists that these were read."""
+        """Return a mark that persists these shards as read."""
         self.num_marks += 1
         dataset_id = self.info.dataset_id
         return Mark(space=space, dataset_id=dataset_id, number=self.num_marks, epoch=epoch, shard_ids=shard_ids)

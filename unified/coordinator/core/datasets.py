@@ -1,4 +1,4 @@
-"""Datasets: the shards of an epoch that each worker reads, and those that were read. `Ledger` does the spreading."""
+"""Datasets: the shards of an epoch that each worker reads, and the shards that were read. `Ledger` spreads them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unified.protocol.client_master import Done
 
 
 def register(step: CoordinatorStep, space: Space, request: protocol.RegisterDataset) -> protocol.DatasetRegistration:
-    """Register a dataset; again with the same values, nothing happens."""
+    """Register a dataset; a repeat with the same values does nothing."""
     dataset = space.datasets.get(request.dataset_id)
     if dataset is None:
         dataset = DatasetState.begin(request)
@@ -32,7 +32,7 @@ def register(step: CoordinatorStep, space: Space, request: protocol.RegisterData
 
 
 def shards(step: CoordinatorStep, space: Space, request: protocol.GetDataShard) -> protocol.DataShards:
-    """Return the shards that a worker has still to read of an epoch."""
+    """Return a worker's unread shards of an epoch."""
     dataset = asked(space, request)
     hear(step, space, dataset, request.worker_id)
     limit = request.limit
@@ -55,7 +55,7 @@ def shards(step: CoordinatorStep, space: Space, request: protocol.GetDataShard) 
     revision, is_open = ledger.revision, ledger.is_open(epoch)
     shard_ids = ledger.shards_of(worker_id, epoch, limit)
     save_changed(step, space, dataset, revision)
-    if not is_open:  # from now on first shards are read, which a restart must not give to those who join then
+    if not is_open:  # first shards are read from now on: after a restart, workers that join must not get them
         _save(step, space, dataset)
     answer = dataset.shards(epoch, shard_ids, space.revision)
     if not limit:
@@ -69,7 +69,7 @@ def mark_done(step: CoordinatorStep, space: Space, request: protocol.MarkDone) -
     if not request.session and space.id_of(request.worker_id) in space.present:
         raise UsageError(
             f"worker {space.id_of(request.worker_id)} is registered, and only that incarnation says what it has read. "
-            "This call is of another process, or was made after it deregistered: make it where it registered."
+            "This call came from another process, or after the worker deregistered: call it where it registered."
         )
     hear(step, space, dataset, request.worker_id)
     revision = dataset.ledger.revision
@@ -88,7 +88,7 @@ def mark_done(step: CoordinatorStep, space: Space, request: protocol.MarkDone) -
 
 
 def rank_files(space: Space, request: protocol.GetRankFiles) -> protocol.RankFiles:
-    """Return the whole files of a rank: the same ones whoever asks, and whatever was read."""
+    """Return the whole files of a rank. They do not depend on the caller, or on what was read."""
     dataset = asked(space, request)
     _check_epoch(dataset, request.epoch)
     presence = space.present.get(space.id_of(request.worker_id))
@@ -118,16 +118,16 @@ def rank_files(space: Space, request: protocol.GetRankFiles) -> protocol.RankFil
 
 
 def set_worker(step: CoordinatorStep, space: Space, request: protocol.SetDataWorker, await_s: float) -> Done:
-    """Let a worker join or leave, by its own wish or another's. One that another has named is awaited `await_s`."""
+    """Let a worker join or leave, by its own request or another's. A worker that others name is awaited `await_s`."""
     dataset = asked(space, request)
     worker_id = request.worker_id
     if not worker_id:
         raise UsageError(f"a worker of dataset {request.dataset_id!r} needs a worker_id.")
     gone = space.gone.get(space.id_of(worker_id))
     if gone is not None and gone.end == "worker-lost":
-        # Those who were there when it was lost would leave it shards that nobody reads. If all of them are newer, this
-        # is another run, and its worker may be one that never registers. So may be one that asks by itself, if the one
-        # that was lost had a name of its own.
+        # If a present worker saw the loss, the lost worker joins later: nobody would read its shards now. If all others
+        # are newer, this is another run, and its worker may never register. A worker that asks for itself may never
+        # register either, if the lost worker had an id of its own.
         is_missed = any(presence.worker.came_at < gone.gone_at for presence in space.present.values())
         may_be_it = request.is_awaited or gone.worker_id == worker_id
         joins_later = request.is_member and is_missed and may_be_it
@@ -149,7 +149,7 @@ def set_worker(step: CoordinatorStep, space: Space, request: protocol.SetDataWor
 
 
 def advance(step: CoordinatorStep, space: Space, request: protocol.AdvanceEpoch) -> Done:
-    """Go on to an epoch; one that is the current one, or past, changes nothing."""
+    """Go on to an epoch; the current epoch or a past one changes nothing."""
     dataset = _find(space, request.dataset_id)
     revision = dataset.ledger.revision
     if request.epoch < 0:
@@ -169,7 +169,7 @@ def listing(space: Space) -> protocol.Datasets:
 
 
 def drop_worker(step: CoordinatorStep, space: Space, worker_id: str) -> list[str]:
-    """Give others what a worker that is gone has not read. Return the datasets that it was in."""
+    """Give the unread shards of a worker that is gone to others. Return its datasets."""
     left = [dataset_id for dataset_id, dataset in space.datasets.items() if worker_id in dataset.ledger.workers]
     for dataset_id in left:
         _set_member(step, space, space.datasets[dataset_id], worker_id, is_member=False)
@@ -177,7 +177,7 @@ def drop_worker(step: CoordinatorStep, space: Space, worker_id: str) -> list[str
 
 
 def give_up(step: CoordinatorStep, space: Space, dataset_id: str, members: list[str], await_s: float) -> None:
-    """Give others, if there are any, the shards of members from which nothing was heard in time."""
+    """Give the shards of members that were not heard in time to others, if there are any."""
     dataset = space.datasets[dataset_id]
     if dataset.awaited.issuperset(dataset.ledger.workers):
         for member in members:
@@ -190,7 +190,7 @@ def give_up(step: CoordinatorStep, space: Space, dataset_id: str, members: list[
         _set_member(step, space, dataset, member, is_member=False)
         reason = (
             f"dataset {dataset_id!r} was spread over it, and for {await_s:g} s it neither registered nor asked for its "
-            f"data: its {num_shards} shards of epoch {epoch} go to others. It is given shards again when it comes"
+            f"data: its {num_shards} shards of epoch {epoch} go to others. It receives shards again when it joins"
         )
         step.report("data-worker-absent", reason, space.name, member)
     _save_awaited(step, space, dataset)
@@ -262,7 +262,7 @@ def _set_member(step: CoordinatorStep, space: Space, dataset: DatasetState, work
 
 
 def save_changed(step: CoordinatorStep, space: Space, dataset: DatasetState, revision: int) -> None:
-    """Persist a ledger that has moved shards since this revision of it, and have all workers ask again for theirs."""
+    """Persist a ledger that has moved shards since `revision`, and have all workers ask for their shards again."""
     if dataset.ledger.revision != revision:
         space.revision += 1
         _save(step, space, dataset)

@@ -1,4 +1,4 @@
-"""The layout of a dataset: its files one after another, and the rows of files that a range of samples is."""
+"""The layout of a dataset: its files one after another, and the file rows of a range of samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class FileRows(NamedTuple):
-    """Rows of one file: from `start`, the file's own first row being 0, to `end`, which is not among them."""
+    """Rows `start` to `end` (not included) of one file, counted from 0 in the file."""
 
     file: int
     """Number of the file in the dataset, from 0."""
@@ -18,7 +18,7 @@ class FileRows(NamedTuple):
 
 
 class FileLayout:
-    """The places of a dataset's samples in its files, of which each may have 0."""
+    """The places of a dataset's samples in its files. A file may have 0 samples."""
 
     def __init__(self, sizes: Iterable[int]) -> None:
         self._ends = list(accumulate(sizes))
@@ -29,9 +29,9 @@ class FileLayout:
         return self._ends[-1] if self._ends else 0
 
     def locate(self, start: int, end: int) -> list[FileRows]:
-        """Return the rows that are samples `start` to `end` (not included), in order; samples past the files have none.
+        """Return the file rows of samples `start` to `end` (not included), in order; samples past the files have none.
 
-        Files that have none of them are not named. The cost is a search over the files and a step for each file named.
+        Files without such rows are left out. The cost is a search over the files, and a step for each returned file.
         """
         found = []
         index = bisect_right(self._ends, start)

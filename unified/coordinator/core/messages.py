@@ -1,7 +1,7 @@
 """Events and actions of the coordinator's core, and the step that collects the actions.
 
-The events are everything that the core is told, but for heartbeats on their short way. The rows that a step persists
-and forgets are one transaction, on disk before any of the step's answers goes.
+The core hears of everything by events, except for heartbeats, which take a shorter way. The rows that a step persists
+and forgets are one transaction, on disk before any answer of the step leaves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from unified.protocol.coordinator import CoordinatorRequest
 from unified.values import Value
 
 Token = tuple[bytes, int]
-"""Request id: one question that waits for its answer, such as connection and number of the request. Opaque here."""
+"""Request id of a request that waits for its answer, such as connection and number. Opaque here."""
 
 
 class RequestCame(Value, frozen=True, kw_only=True):
@@ -22,11 +22,11 @@ class RequestCame(Value, frozen=True, kw_only=True):
     token: Token
     request: CoordinatorRequest
     incarnations: dict[str, int] | None = None
-    """With a `RestorePosition`: incarnation of each worker that runs in the space. None: nobody runs them."""
+    """With a `RestorePosition`: incarnation of each worker that runs in the space. None: the space is not a job."""
 
 
 class WorkerGone(Value, frozen=True, kw_only=True):
-    """The end of an incarnation, known to those who run it: nobody has to wait until its heartbeats are missed."""
+    """The end of an incarnation, reported by the master: nobody has to wait until heartbeats are missed."""
 
     space: str
     worker_id: str
@@ -35,13 +35,13 @@ class WorkerGone(Value, frozen=True, kw_only=True):
 
 
 class SpaceClosed(Value, frozen=True, kw_only=True):
-    """The end of a space, as when its job ended: all that is known of it may be forgotten."""
+    """The end of a space, for example because its job ended: its state may be forgotten."""
 
     space: str
 
 
 class CoordinatorTick(Value, frozen=True, kw_only=True):
-    """The arrival of `CoordinatorCore.next_deadline`. Too early or too often does no harm."""
+    """The arrival of `CoordinatorCore.next_deadline`. An early or repeated tick does no harm."""
 
 
 Event = RequestCame | WorkerGone | SpaceClosed | CoordinatorTick
@@ -52,19 +52,19 @@ Row = tuple[str, str, bytes]
 
 
 class Persist(Value, frozen=True, kw_only=True):
-    """Keep these, each in the place of what is there under its kind and key. At most one of these a step."""
+    """Store these rows; each replaces the row of its kind and key. At most one `Persist` per step."""
 
     rows: list[Row]
 
 
 class Forget(Value, frozen=True, kw_only=True):
-    """Drop what is kept under these kinds and keys. At most one of these a step, with other keys than `Persist`."""
+    """Drop the rows of these kinds and keys. At most one `Forget` per step, with other keys than `Persist`."""
 
     keys: list[tuple[str, str]]
 
 
 class AnswerRequest(Value, frozen=True, kw_only=True):
-    """Answer a question. All whom a barrier releases are given the same object, so it need be encoded but once."""
+    """Answer a request. All workers that a barrier releases get the same object, so it can be encoded once."""
 
     token: Token
     answer: MasterAnswer
@@ -84,12 +84,12 @@ Action = Persist | Forget | AnswerRequest | LogEvent
 
 
 class CoordinatorStep:
-    """Context of one step. A record that is saved twice in it is persisted once, as it ends up."""
+    """Context of one step. A record that is saved twice is persisted once, in its last state."""
 
     def __init__(self, now: float) -> None:
         self.now = now
         self.members: dict[tuple[str, str], set[str]] = {}
-        """Members by space and dataset, where they change: each dataset is spread once, at the end of the step."""
+        """Changed members, by space and dataset: each dataset is spread once, at the end of the step."""
         self._records: dict[tuple[str, str], object] = {}
         """Records by kind and key; None: forget it."""
         self._reports: list[Action] = []

@@ -1,4 +1,4 @@
-"""The coordinator's state read back from its persisted rows, and their removal."""
+"""Restores the coordinator's state from its persisted rows, and drops the rows of a space."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ R = TypeVar("R")
 def restore(
     spaces: dict[str, Space], timers: CoordinatorTimers, now: float, rows: Iterable[Row], *, await_s: float
 ) -> None:
-    """Fill `spaces`; the order of the rows does not matter. Members that are awaited have `await_s` seconds more.
+    """Fill `spaces`; the order of the rows does not matter. Awaited members get `await_s` seconds more.
 
-    CoordinatorError: a row is not readable, or lacks one that belongs to it.
+    CoordinatorError: a row is not readable, or a row that belongs to it is missing.
     """
     by_kind: dict[str, list[bytes]] = {}
     for kind, _, data in rows:
@@ -69,10 +69,10 @@ def restore(
     except (msgspec.DecodeError, UnifiedError, KeyError, ValueError) as error:
         raise CoordinatorError(
             f"a record of the coordinator cannot be read ({error}): it was written by another version, or is damaged. "
-            "Move the state directory away to start with an empty one; what was read of the datasets is forgotten then."
+            "Move the state directory away to start with an empty one; the progress of the datasets is lost then."
         ) from error
     for name, revision in revisions.items():
-        spaces[name].revision = revision + 1  # so that all ask again what was theirs
+        spaces[name].revision = revision + 1  # so that all workers ask for their shards again
 
 
 def forget(step: CoordinatorStep, space: Space) -> None:
@@ -111,7 +111,7 @@ def _worker(space: Space, now: float, worker: records.RegisteredWorker) -> None:
 
 
 def _marks(spaces: dict[str, Space], marks: list[Mark]) -> None:
-    """Count the marks again. Those in a whole progress were dropped in the step that persisted it."""
+    """Count the marks again. Marks that are part of a whole progress were dropped in the step that persisted it."""
     done: dict[tuple[str, str], dict[int, list[int]]] = {}
     for mark in marks:
         done.setdefault((mark.space, mark.dataset_id), {}).setdefault(mark.epoch, []).extend(mark.shard_ids)

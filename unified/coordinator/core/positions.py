@@ -1,4 +1,4 @@
-"""Datasets that go on from a position in a checkpoint: samples read after it come again, for all who read."""
+"""Datasets that go on from a position in a checkpoint: samples read after it come again, for all readers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from unified.protocol.client_master import Done
 from unified.protocol.coordinator import RestorePosition
 
 Incarnations = Mapping[str, int] | None
-"""Incarnation of each worker of a job that runs; None: it is not known."""
+"""Incarnation of each running worker of a job; None: not known."""
 
 
 def restore(step: CoordinatorStep, space: Space, request: RestorePosition, incarnations: Incarnations) -> Done:
-    """Set a dataset back; or, for one of several who go back together, let it join those that have done so."""
+    """Set a dataset back; or, if several workers go back together, let this worker join those that have done so."""
     dataset = asked(space, request)
     hear(step, space, dataset, request.worker_id)
     mine = dataset.position.loads.get(request.worker_id) if dataset.position is not None else None
@@ -57,10 +57,11 @@ def restore(step: CoordinatorStep, space: Space, request: RestorePosition, incar
 def _joined(
     space: Space, dataset: DatasetState, request: RestorePosition, mine: Load | None, incarnations: Incarnations
 ) -> LoadedPosition | None:
-    """Return the position that others have loaded, who are still there; None if this request begins a new round.
+    """Return the position that others have loaded, if they are still there; None: this request sets the dataset back.
 
-    A worker that loads again begins one: it has gone back once more. A new incarnation of one that had loaded joins
-    only those that are there for certain; where nobody knows, as outside a job, all are taken to have begun again.
+    A worker that loads again sets it back: the worker has gone back once more. A new incarnation of a worker that had
+    loaded joins only workers that are there for certain. If that is not known, as outside a job, all workers are taken
+    to have begun again.
     """
     position = dataset.position
     if position is None or (mine is not None and mine.process == request.process):
@@ -80,7 +81,7 @@ def _is_there(space: Space, worker_id: str, load: Load, incarnations: Incarnatio
 
 
 def _reading(dataset: DatasetState, request: RestorePosition, incarnations: Incarnations) -> list[str]:
-    """Return the workers that have read on without a position while this one did not read: they did not go back."""
+    """Return the workers that did not go back: they have read on without a position, and this worker did not read."""
     me = request.worker_id
     if incarnations is None or request.incarnation < 0 or dataset.marked.get(me) == request.incarnation:
         return []

@@ -1,4 +1,4 @@
-"""The coordinator's records. All are persisted but waiting requests: they come again when the coordinator is back."""
+"""The coordinator's records. Waiting requests are not persisted: they come again when the coordinator is back."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ DATASET, LEDGER, MARK = "coordinator-dataset", "coordinator-ledger", "coordinato
 POSITION, AWAITED = "coordinator-position", "coordinator-awaited"
 """Kinds of rows."""
 MAX_GONE = 1000
-"""Workers of a space that are gone and still remembered; the oldest are forgotten."""
+"""Most gone workers of a space that are remembered; the oldest are forgotten."""
 MAX_BARRIERS = 1000
-"""Barriers of a space that are remembered; of more, those without waiting workers go, the least recently used first."""
+"""Most remembered barriers of a space; then barriers without waiting workers go, the least recently used first."""
 MAX_RELEASES = 4
-"""Releases of a barrier that are remembered, as an answer to a worker that has not arrived since may be lost."""
+"""Most remembered releases of a barrier: the answer to a worker that has not arrived since may be lost."""
 MAX_EVENTS, EVENTS_WINDOW_S = 20, 60.0
-"""Events that the workers of a space can log in so many seconds."""
+"""Most events that the workers of a space can log in so many seconds."""
 MAX_PAST_SESSIONS = 8
-"""Sessions of a worker that are over because another one began."""
+"""Most remembered sessions of a worker that are over because another one began."""
 
 
 def row_key(space: str, name: str) -> str:
-    """Return a key that is unique whatever the two contain."""
+    """Return a key that is unique for any space and name."""
     return f"{len(space)}/{space}/{name}"
 
 
 class RegisteredWorker(msgspec.Struct, eq=False, kw_only=True):
-    """One incarnation of a worker, there or gone."""
+    """One incarnation of a worker, present or gone."""
 
     info: RegisterWorker
     incarnation: int
@@ -38,14 +38,14 @@ class RegisteredWorker(msgspec.Struct, eq=False, kw_only=True):
     timeout_s: float = 30.0
     """Silence after which the worker is lost."""
     gone_at: int = 0
-    """Revision of the space when it went; 0: the worker is there."""
+    """Revision of the space when it went; 0: the worker is present."""
     reason: str = ""
-    """Reason of its going, as a clause."""
+    """Reason of its end, as a clause."""
     end: str = ""
-    """Event of its going: ``worker-lost``, ``worker-replaced`` or ``worker-left``."""
+    """Event of its end: ``worker-lost``, ``worker-replaced`` or ``worker-left``."""
     past_sessions: list[str] = []
     datasets: list[str] = []
-    """Datasets that it joins again when it comes back, as it left them by being lost."""
+    """Datasets that a lost worker joins again when it comes back."""
 
     @property
     def worker_id(self) -> str:
@@ -53,7 +53,7 @@ class RegisteredWorker(msgspec.Struct, eq=False, kw_only=True):
 
     @property
     def member(self) -> str:
-        """Name of the worker's rank, by which datasets have it."""
+        """Name of the worker's rank, by which datasets know it."""
         return self.info.member or self.info.worker_id
 
     @property
@@ -75,7 +75,7 @@ class Presence(msgspec.Struct, eq=False):
 
 
 class Release(msgspec.Struct, eq=False, kw_only=True):
-    """The answer of a release, and the workers that may have to be given it again."""
+    """The answer of a release, and the workers that may need it again."""
 
     response: BarrierResponse
     arrivals: dict[str, tuple[str, int]]
@@ -94,13 +94,13 @@ class PastReleases(msgspec.Struct, eq=False, kw_only=True):
 
 
 class Waiting(msgspec.Struct, eq=False):
-    """A worker that has arrived. It counts once, however often and by whichever way it asked."""
+    """A worker that has arrived. It counts once, even if it asked several times."""
 
     presence: Presence
     tokens: dict[int, Token]
-    """Request ids by arrival. An arrival that asks again is answered at its last request."""
+    """Request ids by arrival. A repeated arrival is answered at its last request."""
     deadlines: dict[int, float] = {}
-    """Deadlines by arrival; one that waits without an end has none."""
+    """Deadlines by arrival; an arrival that waits without an end has none."""
 
 
 class Barrier(msgspec.Struct, eq=False, kw_only=True):
@@ -111,9 +111,9 @@ class Barrier(msgspec.Struct, eq=False, kw_only=True):
     on_loss: str = "fail"
     opened_by: str = ""
     oldest_came_at: int = 0
-    """Revision at which the oldest of the waiting incarnations came: losses before that concern nobody here."""
+    """Revision at which the oldest waiting incarnation came: earlier losses do not count here."""
     deadline: float | None = None
-    """The earliest deadline of those who wait."""
+    """The earliest deadline of the waiting workers."""
     waiting: dict[str, Waiting] = {}
     """Waiting workers, in the order of arrival."""
 
@@ -139,11 +139,11 @@ class LoadedPosition(msgspec.Struct, kw_only=True):
     digest: str
     """Digest of the position: equal for equal positions."""
     loads: dict[str, Load]
-    """Loads of it since, by worker."""
+    """Loads of the position since then, by worker."""
 
 
 class AwaitedMembers(msgspec.Struct, kw_only=True):
-    """Members of a dataset that others have named, and of which nothing was heard yet."""
+    """Members of a dataset that others have named, and that were not heard yet."""
 
     space: str
     dataset_id: str

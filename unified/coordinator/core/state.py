@@ -1,4 +1,4 @@
-"""A space: everything that is known of one job, or of scripts outside any, and the presence of its workers."""
+"""A space: everything that is known of one job, or of scripts outside jobs, and the presence of its workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class CoordinatorTimers:
         self.barriers: TimerTable[tuple[str, str]] = TimerTable()
         """Timers by space and barrier."""
         self.awaited: TimerTable[tuple[str, str, str]] = TimerTable()
-        """Deadlines of members of which nothing was heard yet, by space, dataset and member."""
+        """Deadlines of members that were not heard yet, by space, dataset and member."""
 
     @property
     def next_deadline(self) -> float | None:
@@ -28,7 +28,7 @@ class CoordinatorTimers:
 
 
 class Space:
-    """State of one space, of which another sees nothing."""
+    """State of one space. Other spaces do not see it."""
 
     def __init__(self, name: str, timers: CoordinatorTimers) -> None:
         self.name = name
@@ -38,12 +38,12 @@ class Space:
         self.rank_slots: dict[tuple[int, int], str] = {}
         """Id of the present worker by world size and rank."""
         self.gone: dict[str, RegisteredWorker] = {}
-        """Workers that are registered no more, in the order in which they went."""
+        """Workers that are no longer registered, in the order in which they went."""
         self.ids: dict[str, str] = {}
-        """Id of the worker that registered last for each rank, by the name of the rank as datasets have it; a worker
-        that left in order has no entry."""
+        """Id of the worker that registered last for each rank, by the rank's name in datasets. A worker that
+        deregistered has no entry."""
         self.barriers: dict[str, Barrier] = {}
-        """Barriers by id. Those at which nobody waits are in the order of their last releases."""
+        """Barriers by id. Barriers without waiting workers are in the order of their last releases."""
         self.num_releases = 0
         self.datasets: dict[str, DatasetState] = {}
         self.checkpoints: dict[str, Checkpoint] = {}
@@ -55,7 +55,7 @@ class Space:
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing was ever said in the space that has to be remembered."""
+        """True if the space has nothing to remember."""
         known = self.present or self.gone or self.barriers or self.datasets or self.checkpoints
         return not (self._revision or known or self.event_times)
 
@@ -91,7 +91,7 @@ def heard(space: Space, presence: Presence, now: float) -> None:
 
 
 def current(space: Space, worker_id: str, session: str) -> Presence:
-    """Return this incarnation; RefusedError: it is not there."""
+    """Return this incarnation; RefusedError: it is not present."""
     presence = space.present.get(worker_id)
     if presence is None:
         raise absent(space, worker_id)
@@ -103,7 +103,7 @@ def current(space: Space, worker_id: str, session: str) -> Presence:
 def check_session(space: Space, member: str, session: str) -> None:
     """Raise RefusedError for an incarnation that is over and asks about its own shards.
 
-    A session that was never registered here is as none: such a worker is known by its id alone.
+    A session that was never registered here is ignored: its worker is known by its id only.
     """
     worker_id = space.id_of(member)
     presence, gone = space.present.get(worker_id), space.gone.get(worker_id)
@@ -120,7 +120,7 @@ def replaced(worker_id: str) -> RefusedError:
 
 
 def absent(space: Space, worker_id: str) -> RefusedError:
-    """Return the refusal of a worker that is not there."""
+    """Return the refusal of a worker that is not present."""
     gone = space.gone.get(worker_id)
     if gone is None:
         return RefusedError("unknown-worker", f"worker {worker_id} is not registered: register it first.")

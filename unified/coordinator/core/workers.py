@@ -21,11 +21,11 @@ from unified.protocol.client_master import Done
 from unified.protocol.coordinator import DeregisterWorker, RegisterWorker, WorkerRegistration
 
 End = Literal["worker-lost", "worker-replaced", "worker-left"]
-"""End of an incarnation, as its event is called in the log."""
+"""End of an incarnation: the name of its event in the log."""
 
 
 class HeartbeatTimes(NamedTuple):
-    """Heartbeat times of workers that do not say their own."""
+    """Heartbeat times of workers that give none."""
 
     interval_s: float = 1.0
     """Time from one heartbeat to the next; less for workers whose time-out is short."""
@@ -39,7 +39,7 @@ HEARTBEAT_TIMES = HeartbeatTimes()
 def register(
     step: CoordinatorStep, space: Space, request: RegisterWorker, heartbeats: HeartbeatTimes
 ) -> WorkerRegistration:
-    """Register an incarnation, which may say again that it has begun."""
+    """Register an incarnation, which may repeat its registration."""
     timeout_s = heartbeats.timeout_s if request.timeout_s is None else request.timeout_s
     presence = space.present.get(request.worker_id)
     known = presence.worker if presence is not None else space.gone.get(request.worker_id)
@@ -66,8 +66,8 @@ def register(
 def silent(step: CoordinatorStep, space: Space, presence: Presence, *, is_late: bool) -> None:
     """Handle a lease that ran out.
 
-    With `is_late` nobody was there to listen (the process was stopped, its disk hung): the worker's words may still be
-    on their way in, so it is given one more lease, once in each silence (lease grace).
+    With `is_late` the coordinator did not listen (its process was stopped, its disk hung). The worker's messages may
+    still be on their way in, so it gets one more lease, once in each silence (lease grace).
     """
     if is_late and presence.grace_at != presence.seen_at:
         presence.grace_at = presence.seen_at
@@ -77,7 +77,7 @@ def silent(step: CoordinatorStep, space: Space, presence: Presence, *, is_late: 
 
 
 def deregister(step: CoordinatorStep, space: Space, request: DeregisterWorker) -> Done:
-    """Deregister an incarnation; asked again, or by one that is over already, nothing happens."""
+    """Deregister an incarnation; if it is over already, nothing happens."""
     presence = space.present.get(request.worker_id)
     if presence is None or presence.session != request.session:
         return Done(note="this incarnation of the worker was not registered any more")
@@ -95,7 +95,7 @@ def remove(step: CoordinatorStep, space: Space, presence: Presence, reason: str,
     worker.gone_at, worker.reason, worker.end = space.revision, reason, end
     space.gone[worker.worker_id] = worker
     if end != "worker-replaced" and space.ids.get(worker.member) == worker.worker_id:
-        # What replaces it reads on where it was.
+        # A replacement instead reads on where this incarnation was.
         left = datasets.drop_worker(step, space, worker.member)
         worker.datasets = left if end == "worker-lost" else []
         if end == "worker-left":

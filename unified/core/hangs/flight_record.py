@@ -9,25 +9,25 @@ from typing import Any, NamedTuple
 from unified.protocol.stacks import Collective, GroupCollectives
 
 MAX_RECENT = 32
-"""Collectives of a group that are reported, the last."""
+"""Most reported collectives of a group: the last ones."""
 
 
 class FlightRecord(NamedTuple):
-    """Record of one rank: its collectives of the present round."""
+    """Record of one rank: its collectives of the current round."""
 
     groups: list[GroupCollectives]
     is_cut: bool
-    """True if it has forgotten what came first."""
+    """True if the oldest collectives are missing."""
 
 
 def read(text: str | bytes, members: Mapping[str, Sequence[int]], since_ns: int, now_ns: int) -> FlightRecord:
     """Read the JSON of the recorder; ValueError: it is something else.
 
     Args:
-        members: ranks of each process group that there is now, by its name.
-        since_ns: beginning of the round, as the recorder counts time; entries before it are of groups of earlier
-            rounds, whose names are given anew.
-        now_ns: the time.
+        members: ranks of each current process group, by its name.
+        since_ns: beginning of the round, on the recorder's clock; entries before it are of groups of earlier rounds,
+            whose names are used again.
+        now_ns: the current time.
     """
     try:
         entries = json.loads(text).get("entries", [])
@@ -37,7 +37,7 @@ def read(text: str | bytes, members: Mapping[str, Sequence[int]], since_ns: int,
                 found.setdefault(str(entry["process_group"][0]), _GroupRecord(())).add(entry, now_ns)
         is_cut = bool(entries) and min(entry["record_id"] for entry in entries) > 0
     except (TypeError, KeyError, AttributeError, IndexError) as error:
-        raise ValueError(f"torch's flight record is something unknown: {error!r}") from None
+        raise ValueError(f"torch's flight record has an unknown format: {error!r}") from None
     known = {name: group for name, group in found.items() if group.collectives or not is_cut}
     return FlightRecord([group.reported(name) for name, group in known.items()], is_cut)
 

@@ -1,4 +1,4 @@
-"""Stacks of many workers: put together, read from what faulthandler and py-spy write, and grouped by equal stacks."""
+"""Stacks of many workers: merged, read from the output of faulthandler and py-spy, and grouped by equal stacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unified.job.names import parse_worker
 from unified.protocol.stacks import StackReport, ThreadStack, WorkerStacks
 
 MAX_FRAMES = 100
-"""Frames of a stack that are kept, the innermost."""
+"""Most frames of a stack that are kept: the innermost."""
 MAX_THREADS = 100
 _THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)(?: \[(.*)\])? \(most recent call first\):")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
@@ -34,17 +34,17 @@ class StackGroup(NamedTuple):
     """Threads of several workers that stand in the same place."""
 
     frames: list[str]
-    """Frames of the user's code and of what it called, the innermost last; all of them if it has none."""
+    """Frames of the user's code and of the code that it called, the innermost last; all frames if it has none."""
     threads: list[str]
     """Names of the threads, each once."""
     workers: list[WorkerStacks]
     """Workers that have such a thread."""
     is_main: bool
-    """True if it is the main thread of one of them."""
+    """True if it includes the main thread of a worker."""
 
 
 def frame(file: str, line: int | str, function: str) -> str:
-    """Return the line of one frame; a file of an installed package is named from the package on."""
+    """Return the line of one frame; the path of an installed package begins with the package."""
     return f"{_PACKAGES.sub('', file)}:{line} in {function}"
 
 
@@ -63,7 +63,7 @@ def add_threads(worker: WorkerStacks, threads: Iterable[Thread]) -> StackReport:
 
 
 def merge(reports: Iterable[StackReport]) -> StackReport:
-    """Return one report of all workers, in which each stack stands once."""
+    """Return one report of all workers, with each stack once."""
     numbers: dict[str, int] = {}
     workers = []
     for report in reports:
@@ -79,7 +79,7 @@ def merge(reports: Iterable[StackReport]) -> StackReport:
 
 
 def read_faulthandler(text: str) -> list[Thread]:
-    """Read what `faulthandler` has written. It lists the newest thread first, so that the main thread is the last."""
+    """Read the output of `faulthandler`. It lists the newest thread first, so the main thread is the last."""
     found: list[tuple[str, list[str]]] = []
     for line in text.splitlines():
         if (head := _THREAD.match(line)) is not None:
@@ -97,7 +97,7 @@ def read_py_spy(text: str | bytes, pid: int) -> list[Thread]:
     try:
         return [_py_spy_thread(thread, pid) for thread in json.loads(text)]
     except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"py-spy wrote something unknown: {error!r}") from None
+        raise ValueError(f"the output of py-spy has an unknown format: {error!r}") from None
 
 
 def _py_spy_thread(thread: Mapping[str, Any], pid: int) -> Thread:
@@ -119,7 +119,7 @@ def group(report: StackReport, *, with_runtime: bool = False) -> list[StackGroup
     """Return the groups of equal stacks, main threads first, then the larger group, then by rank.
 
     Args:
-        with_runtime: True to have threads, too, that run nothing but the runtime's own code or the standard library's.
+        with_runtime: keep all frames, and also threads that run only code of the runtime or of the standard library.
     """
     holders: dict[int, list[tuple[WorkerStacks, ThreadStack]]] = {}
     for worker in report.workers:
@@ -141,11 +141,11 @@ def _first(workers: Sequence[WorkerStacks]) -> tuple[str, int]:
 
 
 def is_runtime(frames: Sequence[str]) -> bool:
-    """Return True if a thread runs nothing but the runtime's own code, ZeroMQ and the standard library."""
+    """Return True if a thread runs only the runtime's own code, ZeroMQ and the standard library."""
     return all(_RUNTIME.search(each) for each in frames)
 
 
 def users_part(frames: Sequence[str]) -> list[str]:
-    """Return the frames without the outermost, which are the runtime's way to the user's code."""
+    """Return the frames without the outermost ones, in which the runtime calls the user's code."""
     first = next((number for number, each in enumerate(frames) if not _LAUNCHER.search(each)), 0)
     return list(frames[first:])

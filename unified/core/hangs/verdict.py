@@ -12,7 +12,7 @@ DEFAULT_GROUP = "0"
 
 
 class HangVerdict(NamedTuple):
-    """Findings as sentences, and who is to blame as far as that can be told."""
+    """Findings as sentences, and the workers to blame, as far as known."""
 
     findings: list[str]
     culprits: list[WorkerStacks]
@@ -27,11 +27,11 @@ class _Wait(NamedTuple):
     absent: list[WorkerStacks]
     """Members that have not entered it."""
     failing: list[WorkerStacks]
-    """Waiting members that handle an exception, where others do not: they wait in their clean-up."""
+    """Waiting members that handle an exception while others do not: they wait in their clean-up."""
     ended_after: dict[int, int]
     """Collectives that absent members had entered when their programs ended, by rank."""
     unknown: list[WorkerStacks]
-    """Members of which that is not known."""
+    """Members of which it is not known whether they have entered it."""
     operations: dict[str, list[WorkerStacks]]
     age_s: float
     is_whole: bool
@@ -120,13 +120,13 @@ def _sentence(wait: _Wait) -> str:
 
 
 def _ended(wait: _Wait) -> str:
-    """Return the words for those of the absent whose programs had ended."""
+    """Return the words for absent members whose programs had ended."""
     found = sorted(wait.ended_after.items())
     return "".join(f"; the program of rank {rank} had ended after {number} collectives" for rank, number in found)
 
 
 def _culprits(waits: Sequence[_Wait], silent: list[WorkerStacks]) -> list[WorkerStacks]:
-    """Return who keeps others waiting and waits for nobody; if each waits for another, all of them."""
+    """Return the workers that keep others waiting and wait for nobody; if each waits for another, all of them."""
     if failing := _unique(worker for wait in waits for worker in wait.failing):
         return failing
     absent = _unique(worker for wait in waits for worker in wait.absent)

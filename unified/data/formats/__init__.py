@@ -20,8 +20,8 @@ def open_format(format: str, columns: Sequence[str] | None = None, *, verify: bo
     """Return the reader of a format: ``parquet``, ``csv``, ``tfrecord``, ``jsonl``, ``arrow`` or ``orc``.
 
     Args:
-        columns: names of those to read, None for all. Not for ``tfrecord``, whose samples are bytes.
-        verify: check the checksums of ``tfrecord`` samples too (those of their lengths always are).
+        columns: names of the columns to read, None for all. Not for ``tfrecord``, whose samples are bytes.
+        verify: check the checksums of ``tfrecord`` samples, too. Checksums of their lengths are always checked.
     """
     check_format(format)
     if format != "tfrecord":

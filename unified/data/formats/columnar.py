@@ -13,7 +13,7 @@ from unified.data.files import DataFile
 from unified.data.formats.row_format import RowFormat
 
 ROWS_AT_ONCE = 1024
-"""The number of rows that are made into Python objects together."""
+"""The number of rows that are converted to Python objects together."""
 
 
 def pyarrow(part: str = "") -> Any:
@@ -25,7 +25,7 @@ def pyarrow(part: str = "") -> Any:
 
 
 def dicts(batches: Iterable[Any], start: int, end: int) -> Iterator[dict[str, Any]]:
-    """Yield rows `start` to `end` of these record batches together."""
+    """Yield rows `start` to `end`, counted over all these record batches."""
     row = 0
     for batch in batches:
         low, high = max(start - row, 0), min(end - row, batch.num_rows)
@@ -37,17 +37,15 @@ def dicts(batches: Iterable[Any], start: int, end: int) -> Iterator[dict[str, An
 
 
 class _Columnar(RowFormat):
-    """Base of the columnar formats."""
-
     is_counted = True
 
     def _in_order(self, batches: Iterable[Any]) -> Iterable[Any]:
-        """Select the wanted columns alone, in the order that was asked for."""
+        """Select only the wanted columns, in the order of `columns`."""
         return batches if self.columns is None else (batch.select(self.columns) for batch in batches)
 
 
 class ParquetFormat(_Columnar):
-    """Reads the row groups that hold the wanted rows, and no others."""
+    """Reads only the row groups that hold the wanted rows."""
 
     name = "parquet"
 
@@ -81,7 +79,7 @@ class ParquetFormat(_Columnar):
 
 
 class ArrowFormat(_Columnar):
-    """Arrow's file and stream formats; a file's record batches are found without reading those before."""
+    """Arrow's file and stream formats. A file's record batches are found without reading earlier ones."""
 
     name = "arrow"
 
@@ -96,8 +94,8 @@ class ArrowFormat(_Columnar):
             yield from dicts(self._in_order(batches), start - base, end - base)
 
     def _from(self, file: DataFile, opened: Any, start: int) -> tuple[int, Iterator[Any]]:
-        """Return the first row of the batch that has row `start`, and the batches from that one on."""
-        ends: list[int] = file.notes.setdefault("batch-ends", [])  # of those that were met
+        """Return the first row of the batch that has row `start`, and the batches from this one on."""
+        ends: list[int] = file.notes.setdefault("batch-ends", [])  # of the batches read so far
         index = bisect_right(ends, start)
 
         def batches() -> Iterator[Any]:
@@ -122,7 +120,7 @@ class ArrowFormat(_Columnar):
 
 
 class OrcFormat(_Columnar):
-    """Reads the stripes that hold the wanted rows; those before them once, to know how many rows they have."""
+    """Reads the stripes that hold the wanted rows. Stripes before them are read once, to learn their row counts."""
 
     name = "orc"
 
@@ -133,7 +131,7 @@ class OrcFormat(_Columnar):
     def _rows(self, file: DataFile, start: int, end: int) -> Iterator[dict[str, Any]]:
         with self._open(file) as opened:
             self._check_columns(file, opened.schema.names)
-            ends: list[int] = file.notes.setdefault("stripe-ends", [])  # of those that were met
+            ends: list[int] = file.notes.setdefault("stripe-ends", [])  # of the stripes read so far
             first = bisect_right(ends, start)
             base = ends[first - 1] if first else 0
             for number in range(first, opened.nstripes):

@@ -1,4 +1,4 @@
-"""The base of every format of data files: the number of rows that a file has, and rows of it by their numbers."""
+"""The base of every format of data files: the number of rows in a file, and its rows by number."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class RowFormat(ABC):
     empty, cannot be read, or is not of this format.
 
     Args:
-        columns: names of those to read, in this order; None: all.
+        columns: names of the columns to read, in this order; None: all.
 
     Raises:
-        UsageError: `columns` is no list, or empty.
+        UsageError: `columns` is not a list, or is empty.
     """
 
     name: ClassVar[str]
     is_counted: ClassVar[bool] = False
-    """True if a file says how many rows it has; else it has to be read through."""
+    """True if a file says how many rows it has; otherwise it has to be read through."""
 
     def __init__(self, columns: Sequence[str] | None = None) -> None:
         if isinstance(columns, str) or (columns is not None and not columns):
@@ -36,7 +36,7 @@ class RowFormat(ABC):
         self.columns = None if columns is None else list(columns)
 
     def count(self, file: DataFile) -> int:
-        """Return the number of rows of the file; counted once, and then known."""
+        """Return the number of rows of the file. They are counted once per `DataFile`."""
         if "count" not in file.notes:
             with named(file, self.name):
                 self._check_first_bytes(file)
@@ -44,12 +44,12 @@ class RowFormat(ABC):
         return int(file.notes["count"])
 
     def check(self, file: DataFile) -> None:
-        """Read the first row, which shows most of what may be wrong with a file at little cost."""
+        """Read the first row: this finds most faults of a file at little cost."""
         if next(self.rows(file, 0, 1), None) is None:
             raise DatasetError(f"{file.path} holds no sample: write it again, or take it out of the dataset.")
 
     def rows(self, file: DataFile, start: int, end: int) -> Iterator[Any]:
-        """Yield rows `start` to `end` (not included) in order; those of them that the file has."""
+        """Yield rows `start` to `end` (not included) in order, as far as the file has them."""
         with named(file, self.name):
             if "first-bytes" not in file.notes:
                 self._check_first_bytes(file)
@@ -57,8 +57,9 @@ class RowFormat(ABC):
                 yield from self._rows(file, start, end)
 
     def pieces(self, file: DataFile) -> list[tuple[int, int]]:
-        """Return runs of rows that can be read without those before them, each its first row and the one after its
-        last; of a file whose rows have to be counted it is one without an end.
+        """Return runs of rows that can be read without earlier rows, each as first row and the row after the last.
+
+        A file whose rows have to be counted is one run without an end.
         """
         with named(file, self.name):
             self._check_first_bytes(file)
@@ -104,7 +105,7 @@ def named(file: DataFile, format: str) -> Iterator[None]:  # noqa: A002
         ) from error
     except PermissionError as error:
         raise DatasetError(f"{file.path} may not be read: {error}. Change who may read it.") from error
-    except (ValueError, OSError, EOFError, NotImplementedError, zlib.error) as error:  # pyarrow's are among them
+    except (ValueError, OSError, EOFError, NotImplementedError, zlib.error) as error:  # include pyarrow's errors
         raise DatasetError(
             f"{file.path} cannot be read as {format}: {str(error).rstrip('.')}. Is it cut short, or of another format?"
         ) from error

@@ -1,4 +1,4 @@
-"""JSON lines and CSV: formats whose rows are found by their ends; samples are dicts."""
+"""JSON lines and CSV: formats whose rows end with an end of line; samples are dicts."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from unified.data.formats.row_format import RowFormat
 from unified.errors import DatasetError
 
 LONGEST_LINE = 256 << 20
-"""Bytes. A file that is not text at all may have no end of line, and would be read into memory whole."""
+"""Bytes. A file that is not text may have no end of line, and would be read into memory as a whole."""
 _BLANK = b"\xef\xbb\xbf\r\n"
 """A byte order mark, and ends of lines."""
 _SAMPLE = 1 << 20
-"""About the bytes of a CSV file from which the types of its columns are inferred."""
+"""The approximate number of bytes of a CSV file from which the types of its columns are inferred."""
 
 
 class JsonLinesFormat(RowFormat):
-    """One JSON object a line; blank lines are passed over."""
+    """One JSON object per line; blank lines are skipped."""
 
     name = "jsonl"
 
@@ -36,7 +36,7 @@ class JsonLinesFormat(RowFormat):
                 self._parse(file, 0, line)
             last = line
         if number > 0:
-            self._parse(file, number, last)  # where a file that was cut short shows it
+            self._parse(file, number, last)  # fails if the file was cut short
         return number + 1
 
     def _rows(self, file: DataFile, start: int, end: int) -> Iterator[dict[str, Any]]:
@@ -63,16 +63,16 @@ class JsonLinesFormat(RowFormat):
 
 
 class CsvFormat(RowFormat):
-    """Comma separated, quoted as RFC 4180 says (also with ends of line in quotes), names of columns in the first line.
+    """Comma separated, quoted as in RFC 4180 (also with ends of line in quotes), names of columns in the first line.
 
-    Types are those that pyarrow infers from about the first MiB of each file; a value further on that does not fit is
-    an error. Blank lines are passed over.
+    Types are inferred by pyarrow from about the first MiB of each file; a later value that does not fit is an error.
+    Blank lines are skipped.
     """
 
     name = "csv"
 
     def _count(self, file: DataFile) -> int:
-        return sum(table.num_rows for table in self._tables(file, 0, None))  # parsed, so that errors show now
+        return sum(table.num_rows for table in self._tables(file, 0, None))  # parsed, to find errors now
 
     def _rows(self, file: DataFile, start: int, end: int) -> Iterator[dict[str, Any]]:
         for table in self._tables(file, start, end):
@@ -111,10 +111,10 @@ class CsvFormat(RowFormat):
                 while size < _SAMPLE and (row := _next_row(opened, file, is_quoted=True)):
                     sample.append(row)
                     size += len(row)
-            if names.startswith(b'{"'):  # in a name of a CSV column a quote is in quotes
+            if names.startswith(b'{"'):  # CSV puts a column name that has a quote in quotes
                 raise DatasetError(f"{file.path} is not csv but jsonl: give format='jsonl'.")
             if sample[-1][-1:] != b"\n":
-                sample.append(b"\n")  # pyarrow wants one after the names
+                sample.append(b"\n")  # pyarrow needs one after the names
             schema = _parse_csv(b"".join(sample), None, None).schema
             if len(set(schema.names)) < len(schema.names):
                 raise DatasetError(f"{file.path} has two columns of one name: {', '.join(schema.names)}.")
@@ -126,12 +126,12 @@ class CsvFormat(RowFormat):
 
 
 def lines(file: DataFile, start: int, *, first: int = 0, is_quoted: bool = False) -> Iterator[bytes]:
-    """Yield the rows of a file from row `start` on, as bytes; blank lines are none. The file's row offsets are used and
-    added to.
+    """Yield the rows of a file from row `start` on, as bytes, without blank lines. Use the file's row offsets, and add
+    to them.
 
     Args:
         first: the byte at which row 0 begins.
-        is_quoted: an end of line between double quotes ends no row.
+        is_quoted: an end of line between double quotes does not end a row.
     """
     row, offset = file.row_offsets.before(start, first)
     with file.open() as opened:
@@ -146,8 +146,8 @@ def lines(file: DataFile, start: int, *, first: int = 0, is_quoted: bool = False
 
 
 def _parse_json(line: bytes) -> Any:
-    """Parse JSON several times as fast as `json`, which is asked where a line is no JSON by the letter: NaN, Infinity,
-    half of a surrogate, a byte order mark."""
+    """Parse JSON several times as fast as `json`. For a line that is not strict JSON use `json`: NaN, Infinity, half of
+    a surrogate, a byte order mark."""
     try:
         return msgspec.json.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError):

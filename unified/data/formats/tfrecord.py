@@ -1,6 +1,6 @@
 """TFRecord files, read without TensorFlow; samples are bytes.
 
-A record is: its length (8 bytes, little endian), a masked CRC-32C of those 8 bytes, the data, a masked CRC-32C of it.
+A record is: length (8 bytes, little endian), masked CRC-32C of these 8 bytes, data, masked CRC-32C of the data.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _CRC = struct.Struct("<I")
 
 
 class TFRecordFormat(RowFormat):
-    """Passes over records by their lengths, whose checksums are always checked.
+    """Skips records by their lengths; checksums of lengths are always checked.
 
     Args:
-        verify: check those of the data too: about a millisecond a megabyte.
+        verify: check the checksums of the data, too: about a millisecond per megabyte.
     """
 
     name = "tfrecord"
@@ -38,7 +38,7 @@ class TFRecordFormat(RowFormat):
             while (length := self._length(opened, file, row, offset)) is not None:
                 file.row_offsets.note(row, offset)
                 opened.seek(offset + _HEAD.size + length)
-                if len(opened.read(_CRC.size)) < _CRC.size:  # a seek goes past the end without a word
+                if len(opened.read(_CRC.size)) < _CRC.size:  # a seek past the end raises no error
                     raise _cut_short(file, row)
                 offset += _HEAD.size + length + _CRC.size
                 row += 1
@@ -88,14 +88,14 @@ class TFRecordFormat(RowFormat):
 
 
 def masked_crc32c(data: bytes) -> int:
-    """Return the CRC-32C of the data, masked as TFRecord files have it."""
+    """Return the CRC-32C of the data, masked as in TFRecord files."""
     crc = crc32c()(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 @functools.cache
 def crc32c() -> Callable[[bytes], int]:
-    """Return the function of the Castagnoli CRC: zlib has another polynomial."""
+    """Return a function for the Castagnoli CRC: zlib has another polynomial."""
     try:
         module = importlib.import_module("google_crc32c")
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Agreement of the ranks of a round on the step from which they go on, and on who takes the state from whom."""
+"""Agreement of the ranks of a round on the step from which they go on, and on the source of each rank's state."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class Holding(Value, frozen=True, kw_only=True):
     is_whole: bool = False
     """True if it has the state of that step: its process took part before, and no later update has touched it."""
     reason: str = ""
-    """Reason why its round ended, of a rank that took part in one."""
+    """Reason why the rank's last round ended; empty if it took part in none."""
 
 
 class StepAgreement(Value, frozen=True, kw_only=True):
     """Step from which all ranks go on."""
 
     step: int | None
-    """Newest step that some rank has whole; None: no rank has any, so it comes from a snapshot or a checkpoint."""
+    """Newest step that some rank has whole; None: the state comes from a snapshot or a checkpoint."""
     sources: dict[int, int] = {}
-    """Rank from which each rank takes the state that does not have it."""
+    """Rank from which each rank without the state takes it."""
     reason: str = ""
 
     def receivers(self, rank: int) -> list[int]:
@@ -36,8 +36,7 @@ class StepAgreement(Value, frozen=True, kw_only=True):
 def agree(holdings: Sequence[Holding]) -> StepAgreement:
     """Agree on the newest step that a rank has whole.
 
-    Replicas of one step are equal, so each of the ranks that have it gives it to some of those that do not: the lowest
-    first, in turn.
+    Replicas of one step are equal. The ranks that have it serve the other ranks in turn, the lowest first.
     """
     reason = next((each.reason for each in holdings if each.reason), "")
     steps = [each.step for each in holdings if each.is_whole]

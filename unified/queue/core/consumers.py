@@ -1,7 +1,7 @@
-"""Gets that wait, in order, and what each consumer has on lease.
+"""Waiting gets, in order, and the lease of each consumer.
 
-A consumer has one lease at most. It ends with the consumer's next get, when the consumer says that it is done, or by
-being returned; what is returned goes back to its own place, so it is taken next.
+A consumer has one lease at most. The lease ends with the consumer's next get, when the consumer is done with the items,
+or when it returns them. Returned items go back to their own places, so they are taken next.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Consumers:
         consumer = handle.consumers.get(event.consumer)
         if consumer is None:
             consumer = handle.consumers[event.consumer] = Consumer(event.consumer, event.handle)
-        if event.number < consumer.number:  # a newer one came first: nobody waits for its answer
+        if event.number < consumer.number:  # a newer get came first: nobody waits for this answer
             self._answer(event.request_id, messages.Outcome.WAITING)
             return None
         lease = consumer.lease
         if lease is not None and lease.number == event.number:  # its first answer was lost
-            rest = lease.items[event.max_items :]  # whoever gave up hearing it may take fewer now
+            rest = lease.items[event.max_items :]  # the consumer may ask for fewer this time
             lease.items = lease.items[: event.max_items]
             self._return(rest)
             self._answer(event.request_id, messages.Outcome.DONE, lease.items)
@@ -50,9 +50,9 @@ class Consumers:
         return get
 
     def hand_out(self, now: float) -> bool:
-        """Give to gets that wait while there is something; return whether anything was given.
+        """Give items to waiting gets while there are items; return whether any were given.
 
-        What is there is shared among those who wait, so that one large get does not leave the others idle.
+        The waiting gets share the items, so that one large get does not leave the others idle.
         """
         buffer = self._state.buffer
         has_given = False
@@ -86,7 +86,7 @@ class Consumers:
             consumer.lease = None
 
     def returned(self, consumer: Consumer, event: messages.TakeReturned) -> None:
-        consumer.number = max(consumer.number, event.number + 1)  # should that get come only now, it is too late
+        consumer.number = max(consumer.number, event.number + 1)  # reject this get if it comes late
         get = self.waiting.get(event.consumer)
         if get is not None and get.number <= event.number:
             self.stop_waiting(consumer, messages.Outcome.WAITING)
@@ -94,13 +94,13 @@ class Consumers:
             self._end_lease(consumer, event.received)
 
     def end(self, consumer: Consumer, event: messages.ConsumerEnded) -> None:
-        """End a consumer that will take no more, and was done with what it received."""
+        """End a consumer that takes no more, and is done with the items it received."""
         self.stop_waiting(consumer, messages.Outcome.WAITING)
         self._end_lease(consumer, event.received)
         del self._state.handles[consumer.handle].consumers[consumer.consumer]
 
     def drop(self, handle: Handle) -> None:
-        """Drop a handle that is gone, in the middle of whatever its consumers did."""
+        """Drop a handle that is gone: leased items go back, waiting gets end."""
         for consumer in handle.consumers.values():
             self.stop_waiting(consumer, messages.Outcome.UNKNOWN)
             self._give_back(consumer)
@@ -125,7 +125,7 @@ class Consumers:
         if lease.number <= received:
             consumer.lease = None
             self._acknowledge(lease.items)
-        else:  # its answer never arrived, so nobody has seen these
+        else:  # the answer never arrived, so nobody has seen the items
             self._give_back(consumer)
 
     def _acknowledge(self, items: list[messages.Item]) -> None:

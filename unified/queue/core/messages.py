@@ -1,7 +1,7 @@
-"""Events that a queue's core is told, and the actions that it decides: answers to handles, and records for a journal.
+"""Events for a queue's core, and the actions that it decides: answers to handles, and records for a journal.
 
 A *handle* is one `DataQueue` object in one worker. A *consumer* is one thread that takes through one handle. A
-*request id* names one question that waits for its one answer.
+*request id* identifies one request, which has one answer.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ class Outcome(IntEnum):
     """The result of a put or a get. The numbers travel and are kept in journals: they must not change."""
 
     DONE = 0
-    """All items are in; or, here are items."""
+    """A put: all its items are in. A get: here are items."""
     WAITING = 1
-    """Time is over and nothing was given up: ask again. A put keeps its place."""
+    """The wait time is over and nothing was given up: ask again. A put keeps its place."""
     FULL = 2
-    """The put's time is over, and what had not gone in was dropped."""
+    """The put's time is over, and its items that were not in were dropped."""
     CLOSED = 3
     UNKNOWN = 4
-    """The handle has to attach first: this owner does not know it. Or its incarnation is over."""
+    """The owner does not know the handle: it must attach first, or its incarnation is over."""
 
 
 class Item(msgspec.Struct, gc=False):
-    """One item. Its id is its place in the queue: lower ones go first, and an item that comes back keeps its own."""
+    """One item. Its id is its place in the queue: lower ids go first, and a returned item keeps its id."""
 
     item_id: int
     payload: Any
@@ -39,7 +39,7 @@ class Item(msgspec.Struct, gc=False):
 
 
 class HandleAttached(Value, frozen=True, kw_only=True):
-    """A handle says whose it is, before its first put or get; saying it again changes nothing."""
+    """A handle names its worker and incarnation, before its first put or get. A second time changes nothing."""
 
     handle: int
     worker: str
@@ -47,32 +47,31 @@ class HandleAttached(Value, frozen=True, kw_only=True):
 
 
 class HandleClosed(Value, frozen=True, kw_only=True):
-    """The handle will ask nothing more, and waits for nothing."""
+    """The handle sends no more requests, and waits for no answer."""
 
     handle: int
 
 
 class PutAsked(Value, frozen=True, kw_only=True):
-    """A handle wants to put items in. A second ask with the same number is the same put."""
+    """A handle wants to put items in. A second request with the same number is the same put."""
 
     request_id: int
     handle: int
     number: int
     """The number of this put, counted by the handle."""
     below: int
-    """The handle has the answers of all its puts with lower numbers, or wants none any more: they need not be
-    remembered, and what has not gone in of them is dropped."""
+    """The handle has the answers of all its puts with lower numbers, or gave these puts up: the owner forgets them, and
+    drops their items that are not in."""
     items: list[tuple[Any, int]] | None
-    """The items, each with its size in bytes. None: the owner has them from an earlier ask."""
+    """The items, each with its size in bytes. None: the owner has them from an earlier request."""
     wait_s: float | None = None
     """Seconds that the answer may wait for room; None: for ever."""
     is_last: bool = False
-    """True: at the end of that time the handle gives up, and what has not gone in is dropped; else it will ask again.
-    """
+    """True: after `wait_s` the handle gives up, and items that are not in are dropped. False: it will ask again."""
 
 
 class GetAsked(Value, frozen=True, kw_only=True):
-    """A consumer wants items. A second ask with the same number is the same get, and is given the same items."""
+    """A consumer wants items. A second request with the same number is the same get, and receives the same items."""
 
     request_id: int
     handle: int
@@ -80,14 +79,14 @@ class GetAsked(Value, frozen=True, kw_only=True):
     number: int
     """The number of this get, counted by the consumer."""
     received: int
-    """The consumer is done with what its gets up to this number gave it. Later ones never reached it."""
+    """The consumer is done with the items of its gets up to this number. Items of later gets never reached it."""
     max_items: int
     wait_s: float | None = None
     """Seconds that the answer may wait for an item; None: for ever."""
 
 
 class TakeDone(Value, frozen=True, kw_only=True):
-    """A consumer is done with what its get of this number gave it."""
+    """A consumer is done with items of its get with this number."""
 
     handle: int
     consumer: int
@@ -97,33 +96,33 @@ class TakeDone(Value, frozen=True, kw_only=True):
 
 
 class TakeReturned(Value, frozen=True, kw_only=True):
-    """A consumer gives up its get of this number, served or not: what it got goes back."""
+    """A consumer gives up its get with this number, answered or not: the items go back."""
 
     handle: int
     consumer: int
     number: int
     received: int
-    """The same as in `GetAsked`: to give back what it has seen, a consumer says the number before."""
+    """See `GetAsked.received`. A consumer that gives back items it has seen sends the number of the get before."""
 
 
 class ConsumerEnded(Value, frozen=True, kw_only=True):
-    """A consumer's thread ended in order, and will take no more."""
+    """A consumer's thread ended normally, and takes no more."""
 
     handle: int
     consumer: int
     received: int
-    """The same as in `GetAsked`."""
+    """See `GetAsked.received`."""
 
 
 class IncarnationEnded(Value, frozen=True, kw_only=True):
-    """An incarnation of a worker is over, and every one before it."""
+    """An incarnation of a worker is over, and all earlier ones."""
 
     worker: str
     incarnation: int
 
 
 class CloseAsked(Value, frozen=True, kw_only=True):
-    """A user closes the queue: nothing more is to be put in."""
+    """A user closes the queue to further puts."""
 
 
 class QueueTick(Value, frozen=True, kw_only=True):
@@ -145,16 +144,16 @@ Event = (
 
 
 class AnswerPut(Value, frozen=True, kw_only=True):
-    """End the question of a put."""
+    """Answer a put's request."""
 
     request_id: int
     outcome: Outcome
     num_in: int
-    """The number of its items that have gone in."""
+    """The number of the put's items that have gone in."""
 
 
 class AnswerGet(Value, frozen=True, kw_only=True):
-    """End the question of a get; there are items only with DONE."""
+    """Answer a get's request; there are items only with DONE."""
 
     request_id: int
     outcome: Outcome
@@ -168,13 +167,13 @@ class SaveHandle(Value, frozen=True, kw_only=True):
 
 
 class DropHandle(Value, frozen=True, kw_only=True):
-    """A handle is gone, with all that is remembered of its puts."""
+    """A handle is gone; its puts are forgotten, too."""
 
     handle: int
 
 
 class SavePut(Value, frozen=True, kw_only=True):
-    """The progress of a put, and how it ended; WAITING: it has not."""
+    """The progress and outcome of a put; WAITING: it has not ended."""
 
     handle: int
     number: int
@@ -209,7 +208,7 @@ class SaveLease(Value, frozen=True, kw_only=True):
     number: int
     item_ids: list[int]
     num_done: int = 0
-    """The number of items before these that are acknowledged; only in what comes back from a journal."""
+    """The number of earlier items of the get that are acknowledged; set only when read from a journal."""
 
 
 class DropLease(Value, frozen=True, kw_only=True):
@@ -219,20 +218,20 @@ class DropLease(Value, frozen=True, kw_only=True):
 
 
 class SaveClosed(Value, frozen=True, kw_only=True):
-    """The queue is closed for ever."""
+    """The queue is closed, and stays closed."""
 
 
 Record = SaveHandle | DropHandle | SavePut | DropPuts | SaveItems | DropItems | SaveLease | DropLease | SaveClosed
-"""Records for the journal of a durable queue; the cores of others return none."""
+"""Records for the journal of a durable queue; cores of other queues return none."""
 Action = AnswerPut | AnswerGet | Record
 
 
 class JournalState(msgspec.Struct, kw_only=True):
-    """The state that a journal remembers of a queue whose owner died."""
+    """The state of a queue in its journal, for the owner's next incarnation."""
 
     handles: list[SaveHandle] = []
     puts: list[SavePut] = []
     items: list[Item] = []
-    """All items by id, those on lease among them."""
+    """All items by id, leased ones included."""
     leases: list[SaveLease] = []
     is_closed: bool = False

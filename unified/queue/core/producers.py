@@ -1,7 +1,7 @@
-"""Puts that wait: first come, first served, each put once however often it is asked for.
+"""Waiting puts: first come, first served. A put goes in once, even if its request comes several times.
 
-Only the first put goes in, item by item as there is room; so the items of one put are neighbours, and a put of
-more items than the queue holds goes through it piece by piece.
+Only the first waiting put goes in, item by item, while there is room. So the items of one put are neighbours, and a
+put of more items than the queue holds goes through piece by piece.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from unified.queue.core.state import Handle, QueueState, Rate, WaitingPut
 
 
 class Producers:
-    """The puts that wait, and those that are remembered in case they are asked for again."""
+    """Waiting puts, and ended puts that are remembered in case the handle asks again."""
 
     def __init__(self, state: QueueState, now: float) -> None:
         self._state = state
@@ -37,7 +37,7 @@ class Producers:
         put = handle.waiting_puts.get(event.number)
         if put is None:
             return self._enter(now, handle, event)
-        if put.request_id is not None:  # the same handle asks again: its first question was lost on the way
+        if put.request_id is not None:  # the handle asks again: its first request was lost
             self._answer(put.request_id, Outcome.WAITING, put.num_in)
         self._attend(now, put, event)
         return put
@@ -61,7 +61,7 @@ class Producers:
         put.deadline = self._state.deadline(now, event.wait_s)
 
     def let_in(self, now: float) -> None:
-        """Take in what there is room for."""
+        """Take in items of waiting puts while there is room."""
         buffer = self._state.buffer
         while self.waiting:
             put = next(iter(self.waiting.values()))
@@ -81,14 +81,14 @@ class Producers:
             self.end(put, Outcome.DONE)
 
     def end(self, put: WaitingPut, outcome: Outcome) -> None:
-        """End a put that waited. How it ended is kept for whoever asks again."""
+        """End a waiting put. Its outcome is kept, in case the handle asks again."""
         handle = put.handle
         del self.waiting[handle.handle, put.number]
         del handle.waiting_puts[put.number]
         ended = handle.ended_puts
         is_late = bool(ended) and next(reversed(ended)) > put.number
         ended[put.number] = (outcome, put.num_in)
-        if is_late:  # `_forget` takes them in the order of their numbers
+        if is_late:  # `_forget` needs them in the order of their numbers
             for number in sorted(ended):
                 ended.move_to_end(number)
         self._save(put, outcome)
@@ -101,7 +101,7 @@ class Producers:
             self.end(put, outcome)
 
     def drop(self, handle: Handle) -> None:
-        """Drop a handle that is gone. Its waiting puts were never acknowledged, so what is not in need not go in."""
+        """Drop a handle that is gone. Its waiting puts were never acknowledged, so their other items are dropped."""
         for put in list(handle.waiting_puts.values()):
             self.end(put, Outcome.UNKNOWN)
 
@@ -120,7 +120,7 @@ class Producers:
     def _forget(self, handle: Handle, below: int) -> None:
         handle.below = max(handle.below, below)
         waiting = handle.waiting_puts
-        while waiting and next(iter(waiting)) < below:  # given up without an answer: the owner was not heard in time
+        while waiting and next(iter(waiting)) < below:  # the handle gave up: no answer in time
             self.end(next(iter(waiting.values())), Outcome.FULL)
         ended = handle.ended_puts
         has_known = False

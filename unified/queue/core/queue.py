@@ -1,7 +1,7 @@
-"""The decisions of a queue: who waits, who is given what, what comes back. No socket, no clock, no thread.
+"""The decisions of a queue: who waits, who receives which items, what comes back. No socket, no clock, no thread.
 
-Items have ids that rise in the order in which they went in, and leave in the order of their ids. Either
-puts or gets wait when everything has settled, not both, as an item that is there goes to whoever waits for one.
+Item ids rise in the order in which items go in; items leave in the order of their ids. After each step puts or gets
+may wait, not both: an item that is there goes to a waiting get.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ class QueueCore:
     """One queue. `step(now, event)` takes any event in any state and says what to do; every request is answered once.
 
     Args:
-        size: items that may wait to be taken; leased ones do not count, and those that come back may go beyond it.
+        size: items that may wait to be taken; leased items do not count, and returned items may exceed it.
         max_bytes: encoded bytes of waiting items; None: no limit. One item always fits.
         is_durable: return the records that a journal needs.
-        memory: the state that the journal of an earlier incarnation remembers; `put_at` of its items is on the clock of
-            `step`.
+        memory: the state from the journal of an earlier incarnation; `put_at` of its items is on the clock of `step`.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class QueueCore:
 
     @property
     def next_deadline(self) -> float | None:
-        """The time at which `QueueTick` is due. It may come early, and then finds nothing to do."""
+        """The time at which `QueueTick` is due. An early tick does nothing."""
         return self.state.next_deadline
 
     @property
@@ -98,7 +97,7 @@ class QueueCore:
     def _on_attached(self, now: float, event: messages.HandleAttached) -> None:
         state = self.state
         if event.handle in state.handles or event.incarnation <= self._dead.get(event.worker, -1):
-            return  # of a dead one, whatever it asks is answered with UNKNOWN
+            return  # requests of a dead incarnation are answered with UNKNOWN
         state.handles[event.handle] = Handle(event.handle, event.worker, event.incarnation)
         state.save(messages.SaveHandle(handle=event.handle, worker=event.worker, incarnation=event.incarnation))
         self._end_incarnations(event.worker, event.incarnation - 1)
@@ -150,7 +149,7 @@ class QueueCore:
         self.state.next_deadline = min((at for at in due if at is not None), default=None)
 
     def _settle(self, now: float) -> None:
-        """Move what can move, until nothing can."""
+        """Let puts in and hand items out, until neither is possible."""
         producers, consumers = self.producers, self.consumers
         while True:
             if producers.waiting:
@@ -161,7 +160,7 @@ class QueueCore:
             consumers.end_all(messages.Outcome.CLOSED)
 
     def _end_incarnations(self, worker: str, incarnation: int) -> None:
-        """End this incarnation of a worker, and every one before it."""
+        """End this incarnation of a worker, and all earlier ones."""
         if incarnation <= self._dead.get(worker, -1):
             return
         self._dead[worker] = incarnation

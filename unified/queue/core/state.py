@@ -15,7 +15,7 @@ from unified.values import Value
 
 WINDOW_S = 10.0
 STEP_S = 1.0
-"""Seconds: what happens within one step is counted as having happened together."""
+"""Seconds: a rate counts all events within one step as simultaneous."""
 
 
 class Lease(msgspec.Struct, eq=False):
@@ -25,7 +25,7 @@ class Lease(msgspec.Struct, eq=False):
     """The number of the get that took it."""
     items: list[Item]
     num_done: int = 0
-    """The number of its first items that are acknowledged, and no longer in `items`."""
+    """The number of first items that are acknowledged, and no longer in `items`."""
 
 
 class Consumer(msgspec.Struct, eq=False):
@@ -60,7 +60,7 @@ class Handle(msgspec.Struct, eq=False):
     waiting_puts: OrderedDict[int, WaitingPut] = msgspec.field(default_factory=OrderedDict)
     """Puts that wait, by number."""
     ended_puts: OrderedDict[int, tuple[Outcome, int]] = msgspec.field(default_factory=OrderedDict)
-    """Puts that ended, by number: the outcome and how many items went in, until the handle has said that it knows."""
+    """Ended puts, by number: the outcome and how many items went in. Kept until the handle has the answer."""
     begun_puts: dict[int, int] = {}
     """Puts that waited when an earlier incarnation of the owner ended, by number: how many of their items are in."""
 
@@ -69,7 +69,7 @@ class WaitingPut(msgspec.Struct, eq=False):
     """A put that waits for room."""
 
     request_id: int | None
-    """None: nobody asks for it at the moment; it keeps its place."""
+    """None: no request is open at the moment; the put keeps its place."""
     handle: Handle
     number: int
     items: list[tuple[Any, int]]
@@ -79,8 +79,8 @@ class WaitingPut(msgspec.Struct, eq=False):
 
 
 class ItemBuffer:
-    """The items that wait to be taken, lowest id first; bounded by `size` items and, unless None, `max_bytes`. What
-    comes back may go beyond both."""
+    """The items that wait to be taken, lowest id first; bounded by `size` items and, unless None, `max_bytes`.
+    Returned items may exceed both."""
 
     def __init__(self, size: int, max_bytes: int | None) -> None:
         self.size = size
@@ -89,13 +89,13 @@ class ItemBuffer:
         self.next_id = 0
         self._fresh: deque[Item] = deque()
         self._returned: list[tuple[int, Item]] = []
-        """A heap. All of them are older than the fresh ones: they were taken once."""
+        """Items that consumers returned: a heap by id, all older than the fresh ones."""
 
     def __len__(self) -> int:
         return len(self._fresh) + len(self._returned)
 
     def has_room(self, nbytes: int) -> bool:
-        """Return whether one more item has room. An empty queue has room for one of any size."""
+        """Return whether there is room for one more item. An empty queue has room for an item of any size."""
         depth = len(self._fresh) + len(self._returned)
         return depth < self.size and (not depth or self.max_bytes is None or self.nbytes + nbytes <= self.max_bytes)
 
@@ -131,8 +131,8 @@ class ItemBuffer:
         return self._returned[0][1] if self._returned else self._fresh[0] if self._fresh else None
 
     def restore(self, waiting: list[Item], leased: list[Item]) -> None:
-        """Restore the items of an earlier incarnation, by id: those that wait, and those on lease, which may yet come
-        back among them."""
+        """Restore the items of an earlier incarnation, by id: waiting items, and leased items, which may still come
+        back."""
         newest_leased = max((item.item_id for item in leased), default=-1)
         self.give_back(item for item in waiting if item.item_id < newest_leased)
         for item in waiting:
@@ -143,13 +143,13 @@ class ItemBuffer:
 
 
 class Rate:
-    """Things per second over about the last `WINDOW_S` seconds, the newest counting most."""
+    """Events per second over about the last `WINDOW_S` seconds; the newest events count most."""
 
     def __init__(self, now: float) -> None:
         self._begun = now
         self._at = now
         self._weight = 0.0
-        """The weight of all that happened before `_at`, as of then."""
+        """The weight, at time `_at`, of all earlier events."""
         self._since = 0
         self.total = 0
 
@@ -173,17 +173,17 @@ class QueueStats(Value, frozen=True, kw_only=True):
 
     name: str
     size: int
-    """The most items that it holds; those that are leased do not count."""
+    """The most items that it holds; leased items do not count."""
     depth: int
     """Items that wait to be taken."""
     nbytes: int
-    """Encoded bytes of these."""
+    """Encoded bytes of the waiting items."""
     leased: int
     """Items that a consumer has taken and is not done with."""
     num_put: int
     """Items that have gone in since the owner's incarnation began."""
     num_taken: int
-    """Items that were handed out since then, those that came back and went out again counted again."""
+    """Items handed out since then. An item that came back and went out again counts twice."""
     puts_per_s: float
     """Items per second that went in."""
     gets_per_s: float
@@ -195,13 +195,13 @@ class QueueStats(Value, frozen=True, kw_only=True):
     waiting_consumers: int
     """Gets that wait for an item."""
     handles: int
-    """`DataQueue` objects that have used it and still may."""
+    """`DataQueue` objects that have used the queue and still may."""
     is_closed: bool
     is_durable: bool
 
 
 class QueueState:
-    """The state that producers and consumers share: buffer, handles, and the actions of the step at hand."""
+    """The state that producers and consumers share: buffer, handles, and the actions of the current step."""
 
     def __init__(self, buffer: ItemBuffer, *, is_durable: bool) -> None:
         self.buffer = buffer
@@ -216,8 +216,7 @@ class QueueState:
             self.actions.append(record)
 
     def deadline(self, now: float, wait_s: float | None) -> float | None:
-        """Return a deadline so far from now, and note that the shell is to be told of it; None for one that does not
-        wait at all."""
+        """Return the deadline of a wait of `wait_s`, and note it in `next_deadline`. None: no wait, or no limit."""
         if wait_s is None or wait_s <= 0:
             return None
         deadline = now + wait_s

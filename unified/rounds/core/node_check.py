@@ -1,9 +1,9 @@
-"""Node checks before a round: which nodes measure a collective together, and what the times say of each.
+"""Node checks before a round: which nodes measure a collective together, and the verdict on each.
 
-A collective of two nodes that fails, or is slow, accuses both, so the accused meet others in a second attempt. At fault
-are the fewest nodes that explain all failures, if there is one such explanation; who took part in a collective that
-succeeded is not. A node is slow if all its attempts were. (DLRover checks by pairs, too.) Nodes are named by their rank
-among the nodes of the round.
+A collective of two nodes that fails, or is slow, accuses both. Accused nodes meet other nodes in a second attempt. The
+smallest set of nodes that explains all failures is at fault, if there is only one. A node with a successful collective
+is never at fault. A node is slow if all its attempts were slow. (DLRover checks by pairs, too.) Nodes are named by
+their rank among the nodes of the round.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import NamedTuple
 from unified.values import Value
 
 SLOW = 2.0
-"""A node is slow that takes so many times the median of the nodes."""
+"""A node that takes more than this many times the median of the nodes is slow."""
 MAX_SUSPECTS = 12
-"""Nodes that failed with one another, up to which it is tried who explains it."""
+"""Explanations are searched for at most this many nodes that failed with one another."""
 NOISE_S = 0.1
 """Time above the median that is never called slow."""
 
@@ -54,7 +54,7 @@ class CheckVerdict(Value, frozen=True, kw_only=True):
     faulty: dict[int, str] = {}
     """Nodes at fault, and why."""
     undecided: dict[int, str] = {}
-    """Nodes of which some cannot work together while none of them is known to be at fault."""
+    """Nodes that cannot work together, while none of them is known to be at fault, and why."""
     slow: dict[int, dict[str, float]] = {}
     """Slow nodes: by name of the measurement, how many times the median they took."""
 
@@ -77,16 +77,15 @@ def broken_devices(devices: Mapping[int, DeviceMeasure], nodes: Mapping[int, int
 
 
 def first_pairs(nodes: Iterable[int]) -> list[list[int]]:
-    """Return pairs of nodes. The last of an odd number is left over, and meets somebody in the second attempt."""
+    """Return pairs of nodes. The last of an odd number is left over, and gets a partner in the second attempt."""
     ordered = sorted(nodes)
     return [ordered[at : at + 2] for at in range(0, len(ordered) - 1, 2)]
 
 
 def second_pairs(nodes: Iterable[int], first: Sequence[Sequence[int]], accused: Collection[int]) -> list[list[int]]:
-    """Return pairs in which each node that is accused, or was left over, meets one that it has not met.
+    """Return pairs in which each accused or left-over node meets a node that it has not met.
 
-    It meets one that nobody accuses, while there are such; else one in its own case. Who can meet nobody new is left
-    out.
+    Prefer a partner that nobody accused; otherwise pair these nodes. A node without a new partner is left out.
     """
     met = {node: other for one, another in first for node, other in ((one, another), (another, one))}
     waiting = [node for node in sorted(nodes) if node in accused or node not in met]
@@ -106,7 +105,7 @@ def second_pairs(nodes: Iterable[int], first: Sequence[Sequence[int]], accused: 
 def links_of_nodes(
     groups: Sequence[Sequence[int]], nodes: Mapping[int, int], links: Mapping[int, LinkMeasure]
 ) -> dict[int, LinkMeasure]:
-    """Return one measurement a node: that of its slowest rank, or an error if any rank has one or said nothing."""
+    """Return one measurement a node: its slowest rank's, or an error if any rank has one or did not answer."""
     found: dict[int, LinkMeasure] = {}
     for node in sorted({node for group in groups for node in group}):
         own = {rank: links.get(rank) for rank, where in nodes.items() if where == node}
@@ -128,7 +127,7 @@ def accused(first: Mapping[int, LinkMeasure]) -> set[int]:
 
 
 def judge(devices: Mapping[int, DeviceMeasure], first: LinkAttempt, second: LinkAttempt) -> CheckVerdict:
-    """Return the verdict, from measurements of devices by rank, none of them broken, and of links by node."""
+    """Return the verdict, from measurements of devices (by rank, none broken) and of links (by node)."""
     attempts = (first, second)
     works = {node for attempt in attempts for node, link in attempt.links.items() if not link.error}
     failed = [set(pair) for attempt in attempts for pair in attempt.groups if not works.issuperset(pair)]
@@ -157,7 +156,7 @@ def judge(devices: Mapping[int, DeviceMeasure], first: LinkAttempt, second: Link
 
 
 def _connected(pairs: Iterable[set[int]], works: Collection[int]) -> list[list[set[int]]]:
-    """Return the pairs in sets that have no node in common but such as work."""
+    """Group failed pairs that share a node not proven healthy."""
     parts: list[list[set[int]]] = []
     for pair in pairs:
         near = [part for part in parts if any((pair & other) - set(works) for other in part)]
@@ -167,7 +166,7 @@ def _connected(pairs: Iterable[set[int]], works: Collection[int]) -> list[list[s
 
 
 def _smallest_covers(pairs: Sequence[set[int]], works: Collection[int]) -> list[set[int]]:
-    """Return the smallest sets of nodes that do not work, with one of each pair; none if that is too much to try."""
+    """Return the smallest sets of suspects with a node of each pair; none if there are too many suspects."""
     suspects = sorted({node for pair in pairs for node in pair} - set(works))
     for size in range(1, len(suspects) + 1 if len(suspects) <= MAX_SUSPECTS else 1):
         found = [
@@ -179,7 +178,7 @@ def _smallest_covers(pairs: Sequence[set[int]], works: Collection[int]) -> list[
 
 
 def _best(attempts: Iterable[LinkAttempt]) -> dict[int, float]:
-    """Return the time of each node's better attempt, of those that succeeded."""
+    """Return the time of each node's better attempt that succeeded."""
     found: dict[int, float] = {}
     for attempt in attempts:
         for node, link in attempt.links.items():

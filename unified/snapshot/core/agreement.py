@@ -1,4 +1,4 @@
-"""The agreement of the ranks of a round: the newest snapshot that each of them finds somewhere."""
+"""Agreement of the ranks of a round: the newest snapshot that every rank can find."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def agree(
 ) -> SnapshotAgreement:
     """Choose a snapshot for all ranks.
 
-    A snapshot of this job goes before those of earlier ones, a later round before an earlier, a later step before an
-    earlier one. Each rank takes it from its own node's memory, else another's, else from storage.
+    Prefer snapshots of this job to those of earlier jobs, then later rounds, then later steps. Each rank takes the
+    snapshot from its own node's memory, else from another node's, else from storage.
 
     Args:
         reports: of all ranks, by rank.
-        step: the only one that will do; None: any.
-        is_replicated: every rank has the same state, so that any rank's is good for each, whatever the world size was.
+        step: the only step to choose; None: any.
+        is_replicated: all ranks have the same state, so that any rank's snapshot fits each, of any world size.
     """
     servers = [report.server for report in reports]
     by_rank = [_sources(rank, reports, job_id, role, is_replicated) for rank in range(len(reports))]
@@ -40,8 +40,8 @@ def agree(
 
 
 def partner_of(rank: int, servers: Sequence[ServerAddress]) -> ServerAddress | None:
-    """Return the server of the next node, in the order of their first ranks; None: there is one alone."""
-    # Which others cannot reach, they can neither give a copy to nor take one from.
+    """Return the server of the next node, in the order of their first ranks; None: there is no other node."""
+    # A node that others cannot reach can neither receive a copy nor give one.
     nodes = {server.node: server for server in servers}
     names, own = [name for name, server in nodes.items() if server.url], servers[rank].node
     if own not in names or len(names) < 2:
@@ -79,7 +79,7 @@ def _age(snapshot: StoredSnapshot, job_id: str) -> tuple[bool, SnapshotStamp]:
 
 
 def _what_there_is(by_rank: Sequence[Mapping[StoredSnapshot, SnapshotSource]], reports: Sequence[RankReport]) -> str:
-    """Return why ranks that have snapshots have none in common; nothing if there is none at all."""
+    """Return why the ranks have no snapshot in common; empty if there is none at all."""
     without = [rank for rank, sources in enumerate(by_rank) if not sources]
     sizes = sorted({held.world_size for report in reports for held in report.held} - {len(reports)})
     if any(by_rank):

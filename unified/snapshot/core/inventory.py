@@ -1,9 +1,9 @@
 """The buffers of one snapshot server: which may be written next, which are kept, and the quota.
 
-A snapshot that others may need is never overwritten. Ranks meet in collectives between two snapshots, so that none
-begins the second next before all have written the last: without partners, the newest of each rank is enough. Where
-copies go to partners, all ranks' partners have those up to the *floor*, and the rank keeps what is on its way, too:
-after the loss of a node, its ranks' newest common snapshot is the floor or later, and whoever lives still has that.
+A snapshot that others may need is never overwritten. Ranks meet in collectives between two snapshots, so no rank begins
+a snapshot before all have written the last: without partners, the newest of each rank is enough. With partners, all
+partners have the snapshots up to the *floor*, and the rank also keeps those on their way. After the loss of a node, the
+newest common snapshot of all ranks is the floor or later, and the other nodes still have it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class SnapshotBuffer:
     stamp: SnapshotStamp = NO_STAMP
     length: int = 0
     is_offered: bool = False
-    """True if its partner has it, or gets it."""
+    """True if the partner has the snapshot, or gets it."""
     is_stored: bool = False
-    """True if it is on storage, or on its way there."""
+    """True if the snapshot is on storage, or on its way there."""
     num_uses: int = 0
-    """Transfers that read it, or write it."""
+    """Number of transfers that read or write the buffer."""
 
     @property
     def is_ready(self) -> bool:
@@ -87,7 +87,7 @@ class SnapshotInventory:
         ]
 
     def find(self, series: SnapshotSeries, stamp: SnapshotStamp) -> SnapshotBuffer | None:
-        """Return the buffer of one snapshot, the rank's own rather than a copy."""
+        """Return the buffer of one snapshot, preferably the rank's own, not a copy."""
         for is_copy in (False, True):
             for each in self.of(series, is_copy=is_copy):
                 if each.is_ready and each.stamp == stamp:
@@ -97,13 +97,13 @@ class SnapshotInventory:
     def begin(
         self, series: SnapshotSeries, nbytes: int, floor: SnapshotStamp, *, is_copy: bool = False
     ) -> SnapshotBuffer | None:
-        """Return a buffer to write, which loses what it had; None: another one has to be added."""
+        """Return a buffer to write, cleared; None: another one has to be added."""
         buffers = self.of(series, is_copy=is_copy)
         kept = self._kept(buffers, floor)
         free = [each for each in buffers if each.number not in kept and not each.num_uses]
         fitting = [each for each in free if each.nbytes >= nbytes]
         if not fitting:
-            for each in free:  # the state has grown: these will never do
+            for each in free:  # the state has grown: these are too small
                 del self.buffers[each.number]
             return None
         chosen = fitting[0]
@@ -112,7 +112,7 @@ class SnapshotInventory:
         return chosen
 
     def add(self, series: SnapshotSeries, nbytes: int, *, is_copy: bool = False) -> SnapshotBuffer:
-        """Add a buffer to be written. OverQuotaError: there is no room, also without the jobs that nobody runs here."""
+        """Add a buffer to be written. OverQuotaError: no room, even without jobs that have no worker here."""
         self._make_room(nbytes, series.job_id)
         self._number += 1
         buffer = SnapshotBuffer(self._number, series, nbytes, is_copy, state="writing")
@@ -120,14 +120,14 @@ class SnapshotInventory:
         return buffer
 
     def commit(self, buffer: SnapshotBuffer, stamp: SnapshotStamp, length: int) -> None:
-        """Note that a buffer holds a whole snapshot, and drop those of the role that it makes obsolete."""
+        """Note that a buffer holds a whole snapshot, and drop obsolete snapshots of the role."""
         buffer.stamp, buffer.length, buffer.state = stamp, length, "ready"
         if not buffer.is_copy and sum(each.is_ready for each in self.of(buffer.series)) > 1:
-            # All ranks have written the last, so that those of rounds of another size have served their time.
+            # All ranks have written the last snapshot, so those of rounds of another size are no longer needed.
             self._drop(each for each in self.of_role(buffer.series) if _is_of_another_size(each, buffer.series))
 
     def settle_floor(self, series: SnapshotSeries, floor: SnapshotStamp) -> None:
-        """Drop copies for partners that have newer ones elsewhere: all partners have the floor."""
+        """Drop copies of ranks that have newer copies elsewhere: all partners have the floor."""
         copies = [each for each in self.of_role(series) if each.is_copy]
         current = {each.series for each in copies if each.state == "writing" or each.stamp >= floor}
         self._drop(each for each in copies if each.series not in current)
@@ -135,7 +135,7 @@ class SnapshotInventory:
     def go_back(self, series: SnapshotSeries, stamp: SnapshotStamp, *, has_partner: bool) -> None:
         """Clear the snapshots of a role that are later than the one that all ranks go back to.
 
-        With partners, that one is kept as if it had been offered: all ranks have it, so it is the floor.
+        With partners, that snapshot counts as offered: all ranks have it, so it is the floor.
         """
         for buffer in self.of_role(series):
             if buffer.is_ready and buffer.stamp > stamp and not buffer.num_uses:
@@ -145,7 +145,7 @@ class SnapshotInventory:
                 buffer.is_offered = has_partner and buffer.stamp == stamp
 
     def abandon(self, series: SnapshotSeries) -> None:
-        """Note that the writer of a series is gone: what it has not finished is free."""
+        """Free the unfinished buffers of a series whose writer is gone."""
         for buffer in self.of(series):
             if buffer.state == "writing" and not buffer.num_uses:
                 self._clear(buffer)
@@ -159,8 +159,8 @@ class SnapshotInventory:
         return any(buffer.series.job_id == job_id for buffer in self.buffers.values())
 
     def to_persist(self) -> list[SnapshotBuffer]:
-        """Return the snapshots that storage does not have: the newest of every rank, then the one before of each, which
-        is what all ranks have in common if one was killed before it had written its newest."""
+        """Return the snapshots that storage does not have: the newest of every rank, then the one before of every rank.
+        All ranks have the latter in common if one was killed before it had written its newest."""
         own = [each for each in self.buffers.values() if each.is_ready and not each.is_copy]
         ages: Counter[SnapshotSeries] = Counter()
         order: list[tuple[int, SnapshotBuffer]] = []
@@ -178,7 +178,7 @@ class SnapshotInventory:
         return kept | {each.number for each in buffers if each.state == "writing" and each.num_uses}
 
     def _make_room(self, nbytes: int, job_id: str) -> None:
-        """Evict jobs that have no worker here, the one that wrote first first, until there is room."""
+        """Evict jobs that have no worker here, the earliest writer first, until there is room."""
         for other in dict.fromkeys(buffer.series.job_id for buffer in self.buffers.values()):
             if self.nbytes + nbytes <= self.quota_bytes:
                 return

@@ -1,1 +1,1 @@
-"""Answers to clients: the state of jobs and nodes, and what changed of it."""
+"""Answers to clients: the state of jobs and nodes, and its changes."""

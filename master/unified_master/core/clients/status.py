@@ -10,7 +10,7 @@ from unified_master.core.state import Cluster, JobRecord, NodeRecord, WorkerReco
 
 
 def job_status(cluster: Cluster, job: JobRecord, *, has_workers: bool = True) -> JobStatus:
-    """Return everything about one job; on demand without its workers, of which there may be many."""
+    """Return everything about one job; on demand without its workers, which may be many."""
     return JobStatus(
         job_id=job.job_id,
         name=job.spec.name,
@@ -68,11 +68,11 @@ def job_line(job: JobRecord) -> JobLine:
 
 
 def _waiting_save(job: JobRecord) -> str:
-    """Return the end of the reason of a job whose first rank 0 reports that a save waits for its store, or nothing."""
+    """Return the end of a job's reason if its first rank 0 reports that a save waits for its store; else empty."""
     first = next((each for each in job.workers.values() if each.kind == "worker" and each.rank == 0), None)
     metrics = first.progress.metrics if first is not None and first.progress is not None else {}
     waited_s = metrics.get(SAVE_WAIT_S)
-    if first is None or not first.has_stepped:  # what is known was reported by the incarnation before
+    if first is None or not first.has_stepped:  # the metrics are of the incarnation before
         return ""
     if job.ended_at is not None or not isinstance(waited_s, int | float) or not waited_s > 0:
         return ""
@@ -80,7 +80,7 @@ def _waiting_save(job: JobRecord) -> str:
 
 
 def node_status(now: float, node: NodeRecord) -> NodeStatus:
-    """Return the status of a node, with what no job holds of it."""
+    """Return the status of a node, with its free resources."""
     return NodeStatus(
         node=node.name,
         state=node.state,

@@ -1,4 +1,4 @@
-"""Watches: clients that are told what changed since they last heard, at a cost of what changed."""
+"""Watches: answers about what changed since a client's last one, at a cost of the changes alone."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from unified_master.core.step import MasterStep
 
 MAX_WAIT_S = 300.0
 MAX_PARTS = 4096
-"""Parts in one answer, which the loop takes milliseconds for. Others follow in answers of their own."""
+"""Most parts of one answer, which take the loop milliseconds. More parts follow in further answers."""
 FEW_PARTS = 40
-"""The same for one who has missed little: half a millisecond, so that heartbeats wait for no more than that."""
+"""Most parts of an answer to a client that missed little: heartbeats wait only half a millisecond for it."""
 LITTLE = 2000
-"""Changes that are little."""
+"""Most changes that count as little."""
 MAX_SENT_EVENTS = 500
 """Events in one answer, the newest."""
 
@@ -43,7 +43,7 @@ def watch(step: MasterStep, peer: bytes, request_id: int, request: WatchCluster,
 
 
 def settle(step: MasterStep) -> None:
-    """Answer those whom the changes of this step concern, or see to it that they are answered in time."""
+    """Answer the watches that this step's changes concern, or arm their timers."""
     cluster = step.cluster
     if not cluster.watches or cluster.changes.version == step.first_version:
         return
@@ -54,7 +54,7 @@ def settle(step: MasterStep) -> None:
 
 
 def overdue(step: MasterStep, key: TimerKey) -> None:
-    """Answer one whose changes have settled, or whose time is over."""
+    """Answer a watch whose changes have settled, or whose time is over."""
     if (parked := step.cluster.watches.get(key[1], {}).get(key)) is not None:
         _tell(step, key, parked)
 
@@ -94,7 +94,7 @@ def changes_since(step: MasterStep, job_id: str, after: int, *, has_workers: boo
 
 
 def _is_known(cluster: Cluster, version: int) -> bool:
-    """Return True if it is known what changed since this version."""
+    """Return True if all changes since this version are known."""
     return cluster.changes.floor <= version <= cluster.changes.version
 
 
@@ -103,7 +103,7 @@ def _is_gone(cluster: Cluster, parked: ParkedWatch) -> bool:
 
 
 def _consider(step: MasterStep, key: TimerKey, parked: ParkedWatch) -> None:
-    """Answer one for whom there is a change, now or when it has settled. A decision about the job is told at once."""
+    """Answer a watch with a change: at once about a decision for the job, else when the changes have settled."""
     decided = step.cluster.changes.version_of(ChangedPart("job", parked.job_id)) if parked.job_id else 0
     has_settled = parked.has_workers and step.now >= parked.settled_at
     if decided > parked.after_version or has_settled or _is_gone(step.cluster, parked):

@@ -20,7 +20,7 @@ from unified_master.core.state import HangWatch, JobRecord, StackCollection, Tim
 from unified_master.core.step import MasterStep
 
 WITHIN_S = 5.0
-"""Time that agents have for the stacks."""
+"""Time that agents have to send the stacks."""
 MAX_GROUPS = 12
 MAX_FRAMES = 30
 MAX_REASON = 2000
@@ -31,7 +31,7 @@ _BETWEEN = (
 
 
 def progressed(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> None:
-    """Take note that a worker has begun to run, or has done something since."""
+    """Note that a running worker has begun or made progress."""
     if worker.kind != "worker" or worker.state is not WorkerState.RUNNING:
         return
     role = job.spec.role(worker.role)
@@ -40,12 +40,12 @@ def progressed(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> None:
     key = (job.job_id, worker.role, "" if role.kind == "elastic" else worker.name)
     watch = step.cluster.hangs.setdefault(key, HangWatch())
     watch.progressed_at = step.now
-    if (timer := ("hang", *key)) not in step.cluster.timers:  # one that is armed looks again when it comes
+    if (timer := ("hang", *key)) not in step.cluster.timers:  # an armed timer looks at the new time when it fires
         step.cluster.timers.arm(timer, step.now + role.hang_timeout_s)
 
 
 def look(step: MasterStep, timer: TimerKey) -> None:
-    """See whether a watched role has stood still for too long; if so, ask where its workers stand."""
+    """Check if a watched role has made no progress for too long; if so, collect its stacks."""
     cluster, (_, job_id, role_name, name) = step.cluster, timer
     found = _watched_role(step, (job_id, role_name, name))
     if found is None:
@@ -56,7 +56,7 @@ def look(step: MasterStep, timer: TimerKey) -> None:
         watch.progressed_at = step.now
     due = watch.progressed_at + timeout_s
     if due <= step.now and not all(_is_heard(step, worker) for worker in running):
-        due = step.now + cluster.intervals.heartbeat_s  # what they have done may be on its way; else the lease ends it
+        due = step.now + cluster.intervals.heartbeat_s  # progress may be in transit; else the lease ends it
     if due > step.now:
         cluster.timers.arm(timer, due)
         return
@@ -103,17 +103,16 @@ def diagnosed(step: MasterStep, collection: StackCollection | None) -> None:
 
 
 class _WatchedRole(NamedTuple):
-    """A role, or a worker by itself, some of which runs."""
+    """A role or a single worker that is watched, with at least one running worker."""
 
     job: JobRecord
     watch: HangWatch
     timeout_s: float
     workers: list[WorkerRecord]
-    """The workers that are watched together."""
 
 
 def _watched_role(step: MasterStep, key: tuple[str, str, str]) -> _WatchedRole | None:
-    """Return what is watched under a key; None if it does not run any more, and then it is watched no longer."""
+    """Return what is watched under a key; None, and stop the watch, if none of its workers runs any more."""
     job_id, role_name, name = key
     watch, job = step.cluster.hangs.get(key), step.cluster.jobs.get(job_id)
     if watch is not None and job is not None and not job.is_ending:
@@ -130,17 +129,17 @@ def _runs(worker: WorkerRecord) -> bool:
 
 
 def _answers(worker: WorkerRecord) -> bool:
-    """Return True if it runs, or its program has ended: it is then told apart from those that hang."""
+    """Return True if the worker runs, or its program has ended, which sets it apart from workers that hang."""
     return worker.is_desired and worker.state in (WorkerState.RUNNING, WorkerState.FINISHED)
 
 
 def _is_between(worker: WorkerRecord) -> bool:
-    """Return True if others may have to wait for it, with good reason: it is between two incarnations or two rounds."""
+    """Return True if peers may rightly wait for the worker: it is between two incarnations or two rounds."""
     return membership_of(worker) in _BETWEEN
 
 
 def _is_heard(step: MasterStep, worker: WorkerRecord) -> bool:
-    """Return True if its agent has spoken lately, so that its worker's progress would be known."""
+    """Return True if the worker's agent was heard lately, so that progress would be known."""
     node = step.cluster.nodes.get(worker.node)
     if node is None or node.state is not NodeState.ALIVE or not node.has_reported:
         return False
@@ -160,7 +159,7 @@ def _place(found: StackGroup) -> str:
 
 
 def _text(report: StackReport, findings: Sequence[str]) -> str:
-    """Return the diagnosis with its stacks, as a traceback of the failure shows it."""
+    """Return the diagnosis with its stacks, for the traceback of the failure."""
     lines = list(findings)
     for each in group(report)[:MAX_GROUPS]:
         lines += ["", f"{ranks_text(each.workers)}, {', '.join(each.threads[:3])}:"]

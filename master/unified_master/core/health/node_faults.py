@@ -11,7 +11,7 @@ from unified_master.core.step import MasterStep
 
 
 def judge_nodes(step: MasterStep, job: JobRecord, worker: WorkerRecord, report: NodeCheckReport) -> bool:
-    """Take in what one rank says of its round; return True if the role has failed with it."""
+    """Apply one rank's report about its round; return True if it made the role fail."""
     if worker.run is None or worker.run.round != report.round or job.is_ending:
         return False
     _show(step, job, worker, report)
@@ -40,13 +40,13 @@ def judge_nodes(step: MasterStep, job: JobRecord, worker: WorkerRecord, report: 
 
 
 def _exclude(step: MasterStep, job: JobRecord, worker: WorkerRecord, why: str) -> None:
-    """Exclude a node for this job, for its window or until the node's agent is started anew."""
+    """Exclude a node for this job, for the job's window or until the node's agent is started anew."""
     exclusion.give_up(step, job, [worker.node])
     exclusion.exclude_node(step, job, worker, f"it failed the node check: {why}")
 
 
 def _show(step: MasterStep, job: JobRecord, worker: WorkerRecord, report: NodeCheckReport) -> None:
-    """Keep the outcome with the node, for `unified nodes`, and report a slow one once a round."""
+    """Keep the outcome with the node, for `unified nodes`, and report a slow node when its outcome changes."""
     node = step.cluster.nodes.get(worker.node)
     if node is None or worker.run is None:
         return

@@ -15,9 +15,9 @@ from unified_master.core.step import MasterStep
 
 MAX_WAIT_S = 60.0
 SLACK_S = 1.0
-"""Time that an agent's answer may take beyond the time that the agent has."""
+"""Time that an agent's answer may take beyond the agent's own time limit."""
 MAX_WORKERS = 10_000
-"""Workers of one request, whose answer is one message."""
+"""Most workers of a request: its answer is one message."""
 MAX_COLLECTIONS = 16
 
 
@@ -38,7 +38,7 @@ def get(step: MasterStep, peer: bytes, request_id: int, request: GetStacks, job:
         reason = f"{len(workers)} workers are more than the {MAX_WORKERS} of one answer: name a role or a rank."
         return Refused(code="bad-request", reason=reason)
     if len(step.cluster.collections) >= MAX_COLLECTIONS:
-        return Refused(code="unavailable", reason="too many ask for stacks at once: try again in some seconds.")
+        return Refused(code="unavailable", reason="too many reads of stacks at once: try again in some seconds.")
     collection = StackCollection(job_id=job.job_id, peer=peer, request_id=request_id)
     collect(step, collection, workers, max(0.0, min(request.wait_s, MAX_WAIT_S)))
     return None
@@ -47,7 +47,7 @@ def get(step: MasterStep, peer: bytes, request_id: int, request: GetStacks, job:
 def collect(
     step: MasterStep, collection: StackCollection, workers: Sequence[WorkerRecord], within_s: float
 ) -> StackCollection | None:
-    """Ask the agents of these workers; return the collection if it is complete at once, as it never is if one lives."""
+    """Ask the agents of these workers; return the master's own collection if there is no agent to ask."""
     number = step.cluster.next_read
     step.cluster.next_read += 1
     step.cluster.collections[number] = collection
@@ -67,7 +67,7 @@ def collect(
 
 
 def take(step: MasterStep, number: int, message: StacksRead) -> StackCollection | None:
-    """Take in an agent's answer; return the collection if it was the last and nobody but the master asked."""
+    """Take in an agent's answer; return the collection if this was the last answer and the master itself asked."""
     collection = step.cluster.collections.get(number)
     if collection is None or collection.awaited.pop(message.node, None) is None:
         return None

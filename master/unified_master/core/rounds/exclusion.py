@@ -1,4 +1,4 @@
-"""Nodes that a job uses no more: those that failed it too often, or are given up together with a group."""
+"""Nodes that a job uses no more: they failed too often for it, or were given up together with their group."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def exclude_node(step: MasterStep, job: JobRecord, worker: WorkerRecord, why: st
 def give_up(step: MasterStep, job: JobRecord, nodes: list[str]) -> None:
     """Keep excluded nodes from the job for its window, or until their agents are started anew."""
     job.given_up = {**job.given_up, **dict.fromkeys(nodes, step.now)}
-    budgets.refill(step, job)  # no charge may be as new as this
+    budgets.refill(step, job)  # arms the timer for these nodes
 
 
 def readmit(step: MasterStep, job: JobRecord) -> None:
-    """Use nodes again whose failures are charged no more."""
+    """Let the job use nodes again whose failures are no longer charged."""
     window_s = job.spec.restart_window_s
     if window_s > 0:
         job.given_up = {name: at for name, at in job.given_up.items() if at + window_s > step.now}
@@ -47,19 +47,19 @@ def readmit(step: MasterStep, job: JobRecord) -> None:
     back = ", ".join(name for name in job.excluded if name not in kept)
     job.excluded = kept
     step.touch_job(job)
-    step.report("node-readmitted", f"this job may use {back} again: what excluded it is over", job)
+    step.report("node-readmitted", f"this job may use {back} again: the reason for the exclusion is over", job)
     step.wants_schedule = True
 
 
 def on_agent_started(step: MasterStep, node: str) -> None:
-    """Take a node back that was given up with its group only: with its agent, the group's repair has begun anew."""
+    """Take back a given-up node whose agent was started anew, unless failures of its own exclude the node."""
     for job in step.cluster.jobs.values():
         if job.given_up.pop(node, None) is not None:
             readmit(step, job)
 
 
 def watch_group(step: MasterStep, job: JobRecord, role: RoleSpec, node: NodeRecord) -> None:
-    """Give the role its time to run again, now that it cannot on this node; past it, the node's group is given up."""
+    """Give the role its time to run again without this node; after that time, the node's group is given up."""
     value = node.info.labels.get(role.failover_label) if role.failover_label is not None else None
     if value is None:
         return

@@ -45,7 +45,7 @@ def release(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> None:
 
 
 def begin(step: MasterStep, job: JobRecord, worker: WorkerRecord, reason: str) -> None:
-    """Desire a new incarnation on the worker's node. The agent lets the old process go first."""
+    """Desire a new incarnation on the worker's node. The agent ends the old process first."""
     end(step, job, worker)
     if worker.incarnation >= 0 and not (worker.past and worker.past[-1].incarnation == worker.incarnation):
         _remember(worker)
@@ -59,7 +59,7 @@ def begin(step: MasterStep, job: JobRecord, worker: WorkerRecord, reason: str) -
     node.incarnations[worker.incarnation_id] = worker
     step.touch_node(node.name)
     step.touch_worker(job, worker)
-    # The old process is given its grace first, and the agent, which sees more, the first word about one that hangs.
+    # The old process has its grace first. With the slack, the agent, which sees more, reports a hang before us.
     before_s = job.spec.stop_grace_s + job.spec.save_grace_s if worker.incarnation > 0 else 0.0
     step.cluster.timers.arm(start_timer(worker), step.now + step.cluster.intervals.start_s + START_SLACK_S + before_s)
     if worker.kind == "worker":
@@ -93,7 +93,7 @@ def expect_end(
     *,
     is_unknown: bool = False,
 ) -> None:
-    """Expect the end of an incarnation; a report of the next generation that lacks it is proof."""
+    """Expect the end of an incarnation; a report of the next generation without it is the proof."""
     leaving = Leaving(
         incarnation=incarnation,
         node=node.name,
@@ -105,7 +105,7 @@ def expect_end(
 
 
 def confirm_end(step: MasterStep, node: NodeRecord, incarnation: JobWorkerIncarnation) -> None:
-    """Take for gone what the agent knows no longer, or reports as exited."""
+    """Mark an incarnation as gone that the agent no longer knows, or reports as exited."""
     if not step.cluster.remove_leaving(node, incarnation):
         return
     step.wants_schedule = True
@@ -130,9 +130,7 @@ def join_timer(worker: WorkerRecord) -> TimerKey:
 
 
 def has_good_place(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> bool:
-    """Return True if its node is believed alive, heard from since the master restarted or not, in service, and not
-    excluded.
-    """
+    """Return True if the worker's node is believed alive (reported in this term or not), in service, not excluded."""
     node = step.cluster.nodes.get(worker.node)
     return (
         worker.allocation is not None

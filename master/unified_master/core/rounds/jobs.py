@@ -1,4 +1,4 @@
-"""Stages of a job: accepted, ready, running, stopping, stopped. Each next stage is read off the job's workers."""
+"""Stages of a job: accepted, ready, running, stopping, stopped. The next stage follows from the job's workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unified_master.core.step import MasterStep, count
 MAX_ENDED = 1000
 """Jobs that have ended and are still known."""
 MAX_ENDED_WEIGHT = 200_000
-"""Weight of all ended jobs: a worker, an event or a kilobyte of description weighs 1, about as much memory."""
+"""Most weight of all ended jobs: a worker, an event and a kilobyte of description each weigh 1 (similar memory)."""
 EXIT_FAILED = 1
 EXIT_STOPPED = 130
 """Exit code that a shell gives a program that Ctrl-C ended."""
@@ -55,7 +55,7 @@ def accept(step: MasterStep, spec: JobSpec) -> JobRecord:
 
 
 def new_workers(job: JobRecord) -> dict[str, WorkerRecord]:
-    """Return the workers of a job as they are before anything has happened to them, by name, in the order of roles."""
+    """Return the workers of a new job by name, in the order of roles."""
     return {
         (name := role.worker(rank)): WorkerRecord(job_id=job.job_id, name=name, role=role.name, rank=rank)
         for role in job.spec.roles
@@ -64,7 +64,7 @@ def new_workers(job: JobRecord) -> dict[str, WorkerRecord]:
 
 
 def advance(step: MasterStep, job: JobRecord) -> None:
-    """Let the job take every step that its workers' states allow; failures have been judged before."""
+    """Move the job through every stage that its workers' states allow. Failures must have been judged before."""
     if job.stage is Stage.STOPPING:
         settle_stop(step, job)
         return
@@ -78,7 +78,7 @@ def advance(step: MasterStep, job: JobRecord) -> None:
         job.stage = JOB_MOVES.check(job.job_id, job.stage, Stage.READY)
         step.decide("job-ready", f"{count(len(workers), 'worker')} answered", job)
     rendezvous.give_orders(step, job)
-    if job.stage is Stage.READY:  # before the orders leave, so that an entry point that asks is told RUNNING
+    if job.stage is Stage.READY:  # before the orders leave, so that entry points see RUNNING
         job.stage = JOB_MOVES.check(job.job_id, job.stage, Stage.RUNNING)
         job.started_at = job.started_at or step.now
         step.decide("job-running", "all workers run", job)
@@ -87,7 +87,7 @@ def advance(step: MasterStep, job: JobRecord) -> None:
 
 
 def prune(step: MasterStep) -> None:
-    """Forget the jobs that ended first; the one that ended last is always known."""
+    """Forget the jobs that ended first; the last ended job is always kept."""
     cluster = step.cluster
     ended = [job for job in cluster.jobs.values() if job.stage is Stage.STOPPED]
     weight = 0
@@ -106,7 +106,7 @@ def prune(step: MasterStep) -> None:
 
 
 def _is_done(job: JobRecord) -> bool:
-    """Return True if nothing is left to do for the roles that the job waits for, nor to decide about them."""
+    """Return True if the roles that the job waits for are done, and nothing about them is left to decide."""
     roles = job.driver_roles()
     if not roles:  # services alone: they run until they are stopped, or all have ended themselves
         return all(worker.has_ended_well for worker in job.workers.values() if worker.kind == "worker")
@@ -115,7 +115,7 @@ def _is_done(job: JobRecord) -> bool:
 
 
 def begin_stop(step: MasterStep, job: JobRecord, outcome: int, reason: str) -> None:
-    """Decide the exit code and desire no worker any more."""
+    """Set the coming exit code, and desire no worker any more."""
     job.stage = JOB_MOVES.check(job.job_id, job.stage, Stage.STOPPING)
     job.outcome = outcome
     job.restart_at = None
@@ -137,13 +137,13 @@ def begin_stop(step: MasterStep, job: JobRecord, outcome: int, reason: str) -> N
 
 
 def fail(step: MasterStep, job: JobRecord, worker: WorkerRecord, failure: Failure, limit: str, why: str) -> None:
-    """Stop a job because of a failure that nothing may repair; `limit` names what forbade it."""
+    """Stop a job because of a failure that may not be repaired; `limit` names what forbids the repair."""
     job.end = _end_report(worker, failure, limit)
     begin_stop(step, job, EXIT_FAILED, f"failed: {worker.name} on {worker.node}: {failure.summary.rstrip('.')}; {why}")
 
 
 def cut_short(step: MasterStep, incarnation: JobWorkerIncarnation, node: NodeRecord, failure: Failure) -> None:
-    """Take in that a stop has cut short what a program does at its end: a job that went well so far did not."""
+    """Fail a job that went well so far, because a stop cut short what a program does at its end."""
     job = step.cluster.jobs.get(incarnation.job_id)
     worker = job.workers.get(incarnation.worker) if job is not None else None
     if job is None or worker is None or incarnation not in node.leaving:
@@ -185,7 +185,7 @@ def settle_stop(step: MasterStep, job: JobRecord) -> None:
 
 
 def _may_have_more(step: MasterStep, job: JobRecord) -> bool:
-    """Return True if a node that had workers of the job has yet to report: the master or the connection is new."""
+    """Return True if a node that had workers of the job must still report: the master or the connection is new."""
     names = {worker.node for worker in job.workers.values()}
     names |= {past.node for worker in job.workers.values() for past in worker.past}
     nodes = (step.cluster.nodes.get(name) for name in names)

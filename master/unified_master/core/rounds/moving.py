@@ -1,4 +1,4 @@
-"""Workers that leave a node which is taken out of service, or whose agent stops. Nothing is charged."""
+"""Moves of workers from a node that is out of service, or whose agent stops. Nothing is charged."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from unified_master.core.step import MasterStep
 
 
 def move_away(step: MasterStep, job: JobRecord, node: NodeRecord, within_s: float) -> None:
-    """Restart what a job has on the node elsewhere: elastic roles that train with their next round, within so many
-    seconds, all else at once. Work that is done is not done again.
+    """Restart a job's workers on this node elsewhere. Elastic roles in a round move with their next one, within
+    `within_s`; all others move at once. Finished work is not done again.
     """
     here = [worker for worker in job.workers.values() if worker.node == node.name and worker.allocation is not None]
     if job.is_ending or not here:
@@ -36,9 +36,9 @@ def move_away(step: MasterStep, job: JobRecord, node: NodeRecord, within_s: floa
 def _announce(
     step: MasterStep, job: JobRecord, workers: Sequence[WorkerRecord], why: str, within_s: float
 ) -> list[WorkerRecord]:
-    """Announce the next round of the elastic roles that these workers belong to: of all, if the store is among them.
+    """Announce the next round of these workers' elastic roles; of all unfinished ones, if the store is among them.
 
-    Return those that move with it; none if a role is in no round that goes on.
+    Return the workers that move with that round; none if one of the roles is in no intact round.
     """
     has_store = any(worker.kind == "store" for worker in workers)
     roles = [

@@ -1,8 +1,8 @@
-"""Next rounds of elastic roles that run: who restarts along, uncharged, and the growth of roles with a range of nodes.
+"""Next rounds of elastic roles that run: uncharged restarts of peers, and the growth of roles with a range of nodes.
 
-A role grows in three steps: groups without a place get one and start while the others train; when they are READY, all
-are notified; when those have left their round, or their time is over, the next round is sealed. Workers that cannot
-rejoin are restarted as processes then.
+A role grows in three steps. Groups without a place get one, and start while the others train. When the new groups are
+READY, the others are notified. When the others have left their round, or their time is over, the next round is sealed;
+workers that cannot rejoin then restart as processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from unified_master.core.step import MasterStep, count
 
 
 def gather(step: MasterStep, job: JobRecord) -> None:
-    """Take the next step towards rounds that wait for workers of the last ones."""
+    """Take the next step towards rounds that wait for workers of the last rounds."""
     if job.stage is not Stage.RUNNING:
         return
     for role in job.elastic_roles():
@@ -35,7 +35,7 @@ def gather(step: MasterStep, job: JobRecord) -> None:
 
 
 def restart_along(step: MasterStep, job: JobRecord, workers: list[WorkerRecord]) -> None:
-    """Restart workers because their round is broken; nothing is charged, as what broke it was."""
+    """Restart workers because their round is broken. Only the failure that broke it is charged."""
     if not workers:
         return
     names = [worker.name for worker in workers]
@@ -46,19 +46,19 @@ def restart_along(step: MasterStep, job: JobRecord, workers: list[WorkerRecord])
 
 
 def begin_anew(step: MasterStep, job: JobRecord, role: str, reason: str) -> None:
-    """Break the round of a role, none of whose workers has ended; the next one begins with all of them."""
+    """Break the round of a role without ended workers; the next round begins with all of them."""
     step.decide("round-broken", reason, job, role)
     rendezvous.break_round(step, job, role, reason)
 
 
 def grow(step: MasterStep) -> None:
-    """Give groups a place that have none: at once if a round waits for them, else after some time."""
+    """Place groups that have no place: at once if a round waits for them, else after some time."""
     for job in step.cluster.jobs.values():
         if job.stage is not Stage.RUNNING or job.is_ending:
             continue
         for role in job.elastic_roles():
             if not job.absent(role) or all(one.is_done or one.incarnation < 0 for one in job.ranks(role.name)):
-                continue  # a role that is done needs no room, though a lost node has taken its places
+                continue  # a role that is done needs no place, even after a lost node
             if job.roles[role.name].waits_until is not None:
                 _fill(step, job, role, "the next round waits for it")
             else:
@@ -66,7 +66,7 @@ def grow(step: MasterStep) -> None:
 
 
 def may_change(job: JobRecord, role: RoleSpec) -> bool:
-    """Return True if the role is in a round that goes on, so that its workers can leave it at a point of their own."""
+    """Return True if the role is in an intact round, so that its workers can leave it at a point of their own."""
     old = [worker for worker in job.members(role) if worker.run is not None]
     return (
         job.stage is Stage.RUNNING
@@ -77,7 +77,7 @@ def may_change(job: JobRecord, role: RoleSpec) -> bool:
 
 
 def announce(step: MasterStep, job: JobRecord, role: RoleSpec, reason: str, within_s: float) -> None:
-    """Notify the workers of the round in progress that its members are to change."""
+    """Notify the workers of the round in progress that its members will change."""
     record = job.roles[role.name]
     notice = RoundNotice(round=record.round, kind="planned", reason=reason, within_s=within_s)
     for worker in job.members(role):
@@ -94,7 +94,7 @@ def announce(step: MasterStep, job: JobRecord, role: RoleSpec, reason: str, with
 
 
 def growth_due(step: MasterStep, job: JobRecord, name: str) -> None:
-    """Let a role grow that runs undisturbed, unless a job waits for room; one that is disturbed grows later."""
+    """Let a role grow if it runs undisturbed and no job waits for room; a disturbed role grows later."""
     role = job.spec.role(name)
     if job.stage is not Stage.RUNNING or not job.absent(role) or waiting.blocker(step.cluster) is not None:
         return
@@ -106,7 +106,7 @@ def growth_due(step: MasterStep, job: JobRecord, name: str) -> None:
 
 
 def is_newcomer(job: JobRecord, worker: WorkerRecord) -> bool:
-    """Return True if the worker starts for a round to come while others of its role are in one that nothing broke."""
+    """Return True if the worker starts for a later round while others of its role are in an intact one."""
     role = job.spec.role(worker.role)
     if not has_range(role) or worker.run is not None or worker.incarnation < 0:
         return False
@@ -115,7 +115,7 @@ def is_newcomer(job: JobRecord, worker: WorkerRecord) -> bool:
 
 
 def retire(step: MasterStep, job: JobRecord, worker: WorkerRecord, reason: str) -> None:
-    """Take a place back from the group of a worker; its role goes on without it."""
+    """Take the place of a worker's group back; the role goes on without the group."""
     role = job.spec.role(worker.role)
     group = worker.rank // role.per_group
     for peer in job.ranks(role.name):
@@ -130,9 +130,7 @@ def retire(step: MasterStep, job: JobRecord, worker: WorkerRecord, reason: str) 
 
 
 def _is_left_behind(worker: WorkerRecord) -> bool:
-    """Return True if the next round would never begin without a restart of the worker: it was in the last one, and
-    cannot rejoin, or is done.
-    """
+    """Return True if the next round needs a restart of the worker: it is done, or runs and cannot rejoin."""
     is_over = worker.is_done and worker.is_desired
     return is_over or (worker.is_desired and worker.state is WorkerState.RUNNING and not worker.can_rejoin)
 
@@ -166,7 +164,7 @@ def _end_round(
 ) -> None:
     """End a round whose workers have been notified: when all have left it, or their time is over.
 
-    Those whose node is out of service then move, and so does the store; those that cannot rejoin restart.
+    Workers and a store on nodes out of service then move; workers that cannot rejoin restart.
     """
     due_at = job.roles[role.name].change_due_at
     moves_store = is_store_leaving(step, job)
@@ -194,13 +192,13 @@ def _has_said_left(worker: WorkerRecord) -> bool:
 
 
 def _is_steady(job: JobRecord, role: RoleSpec) -> bool:
-    """Return True if all members of the role are in one round, which nothing disturbs."""
+    """Return True if all members of the role are in one undisturbed round."""
     members = job.members(role)
     return all(one.state is WorkerState.RUNNING and one.notice is None and not one.is_joining for one in members)
 
 
 def _grow_later(step: MasterStep, job: JobRecord, role: RoleSpec) -> None:
-    """Arm the time at which a role grows for which there is room now."""
+    """Arm the timer of a role's growth, if there is room for it now."""
     key, times, grown_at = ("grow", job.job_id, role.name), step.cluster.intervals, job.roles[role.name].grown_at
     if key in step.cluster.timers or not _placement(step, job, role, is_growth=True).assignments:
         return
@@ -209,7 +207,7 @@ def _grow_later(step: MasterStep, job: JobRecord, role: RoleSpec) -> None:
 
 
 def _fill(step: MasterStep, job: JobRecord, role: RoleSpec, reason: str) -> None:
-    """Give places to groups that have none, and begin their workers."""
+    """Place groups that have no place, and begin their workers."""
     found = _placement(step, job, role, is_growth=job.roles[role.name].waits_until is None)
     if not found.fits or not found.assignments:
         return
@@ -224,7 +222,7 @@ def _fill(step: MasterStep, job: JobRecord, role: RoleSpec, reason: str) -> None
 
 
 def _placement(step: MasterStep, job: JobRecord, role: RoleSpec, *, is_growth: bool) -> PlacementPlan:
-    """Plan places for groups of a role that have none, as many as there is room for."""
+    """Plan places for as many groups of a role without a place as there is room for."""
     absent = {worker.name for worker in job.absent(role)}
     units = [unit for unit in units_of(job.spec) if unit.members[0].worker in absent]
     return place_within_ranges(step.cluster, job, units, is_growth=is_growth)

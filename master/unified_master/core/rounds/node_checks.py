@@ -9,7 +9,7 @@ from unified.protocol.records import Failure
 from unified_master.core.state import JobRecord, RoleRecord, WorkerRecord
 
 CATEGORY = "node-check"
-"""Category of the failure of a worker whose node is at fault, or is one of those that cannot work together."""
+"""Failure category of a worker whose node is at fault, or is among nodes that cannot work together."""
 _OF_THE_CODE = ("user", "setup")
 """Categories of failures that say nothing of the node."""
 
@@ -27,7 +27,7 @@ def is_due(record: RoleRecord, role: RoleSpec, workers: Sequence[WorkerRecord]) 
 
 
 def forget(job: JobRecord, worker: WorkerRecord, failure: Failure) -> None:
-    """Have the node of a worker checked again, if the failure may be the node's."""
+    """Have the node of a worker checked again, if the node may have caused the failure."""
     if worker.kind != "worker" or failure.is_collateral or failure.category in _OF_THE_CODE:
         return
     record = job.roles[worker.role]
@@ -35,8 +35,8 @@ def forget(job: JobRecord, worker: WorkerRecord, failure: Failure) -> None:
 
 
 def passed(record: RoleRecord, nodes: set[str]) -> None:
-    """Take note that these nodes need no further check.
+    """Note that these nodes need no further check.
 
-    Every node of the round is among them, whichever rank of it has said so first: all ranks have the same verdict.
+    They are all nodes of the round, at the first report of any rank: all ranks have the same verdict.
     """
     record.checked_nodes = sorted(nodes.union(record.checked_nodes))

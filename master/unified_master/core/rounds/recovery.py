@@ -1,4 +1,4 @@
-"""Recovery from failures: the worker that is charged, the budget it comes out of, and the workers that start again."""
+"""Recovery from failures: the worker that is charged, the budget that pays, and the workers that start again."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def on_failure(step: MasterStep, job: JobRecord, worker: WorkerRecord, failure: 
     step.report("worker-failed", _story(worker, failure), job, worker.role, worker.name, worker.node)
     node_checks.forget(job, worker, failure)
     if job.is_ending or failure.category == "node":
-        return  # an agent that stops says so when all its workers are gone; the node is then dealt with as a whole
+        return  # a stopping agent reports its stop after its workers' ends; the node is then handled as a whole
     if worker.kind == "store":
         _store_failed(step, job, worker, failure)
         return
@@ -56,7 +56,7 @@ def on_failure(step: MasterStep, job: JobRecord, worker: WorkerRecord, failure: 
 
 
 def on_left(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> None:
-    """Take in that a worker left its round unasked: a collective broke, because a peer died or a connection did."""
+    """Suspect a worker that left its round unasked: a collective broke, because a peer or a connection failed."""
     is_in_round = job.spec.role(worker.role).kind == "elastic" and worker.notice is None
     if job.stage is Stage.RUNNING and is_in_round:
         _suspect(step, job, worker, f"{worker.name} left round {worker.left_round} because a collective failed")
@@ -73,7 +73,7 @@ def _suspect(step: MasterStep, job: JobRecord, worker: WorkerRecord, text: str) 
 
 
 def settle(step: MasterStep, job: JobRecord, role: str) -> None:
-    """Take the suspect for the root cause, once every node of the role has spoken and no other worker has failed."""
+    """Judge the suspect as the root cause, once every node of the role has reported and no other worker has failed."""
     worker = job.workers.get(job.roles[role].suspect)
     if worker is None or job.is_ending:
         return
@@ -81,7 +81,7 @@ def settle(step: MasterStep, job: JobRecord, role: str) -> None:
         step.cluster.timers.arm(("settle", job.job_id, role), until)
         return
     _clear_suspect(step, job, role)
-    if worker.failure is None:  # it left its round; a peer that failed along has ended, and has to be replaced
+    if worker.failure is None:  # it only left its round; a peer that failed must be replaced
         worker = next((peer for peer in job.ranks(role) if peer.has_failed), worker)
     if worker.failure is not None:
         worker.failure = _with_ended_peers(job, worker, worker.failure)
@@ -91,7 +91,7 @@ def settle(step: MasterStep, job: JobRecord, role: str) -> None:
 
 
 def _with_ended_peers(job: JobRecord, worker: WorkerRecord, failure: Failure) -> Failure:
-    """Return a failure that a peer caused with the ranks whose programs had ended in an earlier collective, if any."""
+    """Return a collateral failure that names ranks whose programs had ended in an earlier collective, if any."""
     ended = [peer for peer in job.ranks(worker.role) if peer.state is WorkerState.FINISHED]
     counts = {peer.rank_in_round: _num_collectives(peer) for peer in ended}
     own = _num_collectives(worker)
@@ -110,7 +110,7 @@ def _num_collectives(worker: WorkerRecord) -> int | None:
 
 
 def judge(step: MasterStep, job: JobRecord, worker: WorkerRecord, *, is_due: bool = False) -> None:
-    """Decide about a root cause. `is_due`: the others of its role are done, so there is nothing more to wait for."""
+    """Decide about a root cause; with `is_due` without waiting, because the others of its role are done."""
     failure = worker.failure
     if failure is None or job.is_ending:
         return
@@ -129,7 +129,7 @@ def judge(step: MasterStep, job: JobRecord, worker: WorkerRecord, *, is_due: boo
 def _may_repair(
     step: MasterStep, job: JobRecord, worker: WorkerRecord, failure: Failure, *, lost: NodeRecord | None = None
 ) -> bool:
-    """Charge a failure, or a lost node; end the job if its strategies or a limit forbid to repair it."""
+    """Charge a failure, or a lost node; end the job if its strategies or a limit forbid the repair."""
     refusal = budgets.charge(step, job, worker, failure, lost=lost)
     if refusal is not None:
         jobs.fail(step, job, worker, failure, *refusal)
@@ -156,7 +156,7 @@ def judge_pending(step: MasterStep, job: JobRecord) -> None:
 
 
 def on_node_lost(step: MasterStep, job: JobRecord, node: NodeRecord, reason: str) -> None:
-    """Charge a lost node once for the workers it took along, and give them new places by the job's strategies."""
+    """Charge a lost node once for all its workers, and give them new places by the job's strategies."""
     failure = Failure(summary=f"node {node.name} was lost: {reason}", category="node")
     is_store_needed = bool(unfinished_elastic(job))
     lost = [one for one in _reap(step, job, node, failure) if one.kind == "worker" or is_store_needed]
@@ -180,7 +180,7 @@ def on_node_lost(step: MasterStep, job: JobRecord, node: NodeRecord, reason: str
         if next_round.is_newcomer(job, worker):
             next_round.retire(step, job, worker, failure.summary)
             continue
-        if worker.is_held or not _waits(step, job, role, worker, failure):  # one decided before is not put off
+        if worker.is_held or not _waits(step, job, role, worker, failure):  # a decision already made stands
             if role.name not in scopes:
                 scopes[role.name] = _scope(step, job, role)
                 names.update(_scoped(job, worker, scopes[role.name]) or ())
@@ -216,7 +216,7 @@ def _repair(
 
 
 def _round_left(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> None:
-    """Begin a round anew that a worker left although no worker of it has failed, and charge the one that left."""
+    """Break a round that a worker left although none has failed, and charge the worker that left."""
     failure = Failure(summary=f"left round {worker.left_round}: a collective failed, and no worker did")
     if not _may_repair(step, job, worker, failure):
         return
@@ -229,8 +229,8 @@ def _is_in_place(step: MasterStep, job: JobRecord, role: RoleSpec) -> bool:
 
 
 def _scope(step: MasterStep, job: JobRecord, role: RoleSpec) -> Scope:
-    """Return what restarts after a failure in a role: the worker if the role says so or is a service, or if others of
-    the role stay, else what the strategy says.
+    """Return what restarts after a failure in a role: the worker alone if the role says so, if its peers stay, or in a
+    simple service; the role in an elastic service; else what the strategy says.
     """
     is_service = job.is_service(role)
     if role.restart_alone or _is_in_place(step, job, role) or (is_service and role.kind != "elastic"):
@@ -262,14 +262,14 @@ def _waits(step: MasterStep, job: JobRecord, role: RoleSpec, worker: WorkerRecor
 
 
 def _store_failed(step: MasterStep, job: JobRecord, store: WorkerRecord, failure: Failure) -> None:
-    """Begin a new store, and a new round of the roles not done: without its store no elastic role can go on."""
+    """Begin a new store, and new rounds of unfinished roles: no elastic role can go on without the store."""
     is_repaired = unfinished_elastic(job) and _may_repair(step, job, store, failure)
     if is_repaired and not _store_waits(step, job, store, failure):
         _replace_store(step, job, store)
 
 
 def _store_waits(step: MasterStep, job: JobRecord, store: WorkerRecord, failure: Failure) -> bool:
-    """Call `_waits` for each elastic role, also behind one that waits; return True if any waits."""
+    """Call `_waits` for every elastic role, without a short circuit; return True if any waits."""
     waits = [_waits(step, job, role, store, failure) for role in job.elastic_roles()]
     return any(waits)
 
@@ -302,7 +302,7 @@ def _reap(step: MasterStep, job: JobRecord, node: NodeRecord, failure: Failure) 
         is_delivered = worker.state is WorkerState.FINISHED and worker.role in drivers
         was_living = worker.incarnation >= 0 and worker.state is not WorkerState.EXITED
         is_missed = worker.is_desired and ((was_living and not is_delivered) or _is_taken_along(worker))
-        if _is_taken_along(worker):  # and that it failed was reported when it did
+        if _is_taken_along(worker):  # its failure was reported before
             reported.append(worker)
         if is_missed:
             worker.failure = failure
@@ -322,7 +322,7 @@ def _reap(step: MasterStep, job: JobRecord, node: NodeRecord, failure: Failure) 
 
 
 def _others_work(job: JobRecord, role: RoleSpec, worker: WorkerRecord) -> bool:
-    """Return True if a peer runs, or will: one whose order waits for the failed worker itself will not."""
+    """Return True if a peer runs or will run; a peer whose order waits for the failed worker will not."""
     will_be_ordered = role.kind != "elastic" and job.stage is not Stage.INIT
     return any(
         peer is not worker and not peer.is_done and not peer.has_failed and (peer.run is not None or will_be_ordered)
@@ -337,8 +337,9 @@ def _clear_suspect(step: MasterStep, job: JobRecord, role: str) -> None:
 
 
 def _late_until(step: MasterStep, job: JobRecord, role: str) -> float | None:
-    """Return when to look again, if a node of this role has not spoken since the suspect failed: its loss may have
-    taken the suspect along. The lease ends the wait.
+    """Return when to look again, if a node of this role has not reported since the suspect failed.
+
+    The node's loss may be the root cause. Its lease ends the wait.
     """
     suspect_at = job.roles[role].suspect_at
     desired = [worker for worker in job.ranks(role) if worker.is_desired]
@@ -349,7 +350,7 @@ def _late_until(step: MasterStep, job: JobRecord, role: str) -> float | None:
             continue
         if name in departing:
             return step.now + step.cluster.intervals.settle_s
-        if node.has_reported and node.seen_at >= suspect_at:  # before its report, a new master has heard nothing of it
+        if node.has_reported and node.seen_at >= suspect_at:  # a new master sets `seen_at` without a report
             continue
         deadline = step.cluster.leases.deadline(name)
         if deadline is not None and deadline > step.now:
@@ -358,7 +359,7 @@ def _late_until(step: MasterStep, job: JobRecord, role: str) -> float | None:
 
 
 def _is_taken_along(worker: WorkerRecord) -> bool:
-    """Return True if its agent stopped the worker because the agent itself stops."""
+    """Return True if the worker's agent stopped it because the agent itself stops."""
     return worker.has_failed and worker.failure is not None and worker.failure.category == "node"
 
 

@@ -19,15 +19,15 @@ from unified_master.core.state import STORE, JobRecord, WorkerRecord
 from unified_master.core.step import MasterStep, count
 
 JOIN_S = 60.0
-"""Time that a worker which stays may take to leave one round and join the next, unless its role says another."""
+"""Time that a staying worker may take to leave one round and join the next, unless its role has a timeout."""
 
 
 def settle_store(step: MasterStep, job: JobRecord, reason: str) -> None:
-    """Give a job with elastic roles a store host: in the place that was found for it if the job says what it needs,
-    else on the node of the job's first elastic worker.
+    """Give a job with elastic roles a store host: in a place of its own if the job says what the store needs, else on
+    the node of the job's first elastic worker.
 
-    One that runs stays where it is: moving it would cost every elastic role a round. Only that of a job on one host
-    goes with its ranks, who alone can reach it.
+    A running store stays where it is: moving it would cost every elastic role a round. Only the store of a job on one
+    host moves with the ranks, because no other host can reach it.
     """
     elastic = job.elastic_roles()
     if not elastic:
@@ -61,8 +61,8 @@ def is_store_ready(job: JobRecord) -> bool:
 
 
 def give_orders(step: MasterStep, job: JobRecord) -> None:
-    """Order workers to run: a simple worker when it is READY, an elastic role when all of it and the store are, and
-    those of its workers that stayed have been notified.
+    """Order workers to run: a simple worker when it is READY, an elastic role when its store is ready and each of its
+    workers is READY or has left the last round.
     """
     for role in job.spec.roles:
         workers = job.members(role)
@@ -85,9 +85,9 @@ def _awaits_order(step: MasterStep, worker: WorkerRecord) -> bool:
 
 
 def _is_leaving_elsewhere(step: MasterStep, worker: WorkerRecord) -> bool:
-    """Return True if an earlier incarnation may still be at work on another node: no rank ever runs twice at once.
+    """Return True if an earlier incarnation may still run on another node: no rank ever runs twice at once.
 
-    On its own node an agent starts none before the last one's process is gone.
+    On the same node, the agent starts no incarnation before the process of the last one is gone.
     """
     nodes = step.cluster.nodes
     return any(
@@ -98,9 +98,9 @@ def _is_leaving_elsewhere(step: MasterStep, worker: WorkerRecord) -> bool:
 
 
 def staying(step: MasterStep, job: JobRecord, role: str, restarting: Iterable[str] = ()) -> set[str]:
-    """Return the workers of an elastic role that go on if its round breaks and those named restart.
+    """Return the workers of an elastic role that go on if its round breaks and the workers `restarting` restart.
 
-    They are those that can rejoin and, if there is one, those that have not been ordered into a round yet.
+    Workers stay if they can rejoin. If one can, or a change is planned, workers without a round stay, too.
     """
     gone = set(restarting)
     there = [
@@ -115,13 +115,13 @@ def staying(step: MasterStep, job: JobRecord, role: str, restarting: Iterable[st
 
 
 def is_planned(job: JobRecord, role: str) -> bool:
-    """Return True if workers of a role have been notified that the members of their round are to change."""
+    """Return True if workers of a role have been notified that the members of their round will change."""
     desired = [worker for worker in job.ranks(role) if worker.is_desired]
     return any(worker.notice is not None and worker.notice.kind == "planned" for worker in desired)
 
 
 def break_round(step: MasterStep, job: JobRecord, role: str, reason: str) -> None:
-    """Notify the workers of a role that stay that their round is broken; the next one is for all of them."""
+    """Notify the staying workers of a role that their round is broken; the next round is for all of them."""
     notice = RoundNotice(round=job.roles[role].round, kind="broken", reason=reason)
     for worker in job.ranks(role):
         known = worker.notice
@@ -145,14 +145,12 @@ def has_left(worker: WorkerRecord) -> bool:
 
 
 def missed(job: JobRecord, role: RoleSpec) -> list[WorkerRecord]:
-    """Return the ranks of the last round of a range of nodes that were lost, of which nothing has been decided yet."""
+    """Return the lost ranks of the last round, still undecided, of a role with a range of nodes."""
     return [worker for worker in job.absent(role) if worker.has_failed and worker.node_rank >= 0]
 
 
 def await_absent(step: MasterStep, job: JobRecord, role: RoleSpec, *, is_planned: bool) -> None:
-    """Let the next round of a role wait a while for another node, in the place of one that it just lost; not if that
-    was planned.
-    """
+    """Let the next round of a role wait a while for another node after a loss, unless the change was planned."""
     record = job.roles[role.name]
     is_fewer = any(worker.node_rank >= 0 for worker in job.absent(role))
     for worker in job.absent(role):
@@ -173,13 +171,13 @@ def _waits_for_nodes(step: MasterStep, job: JobRecord, role: RoleSpec) -> bool:
 
 
 def arm_join(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> None:
-    """Give a worker that stayed its time to join the round that it was ordered into."""
+    """Give a staying worker its time to join the round that it was ordered into."""
     within_s = job.spec.role(worker.role).communication.timeout_s or JOIN_S
     step.cluster.timers.arm(incarnations.join_timer(worker), step.now + within_s)
 
 
 def _seal(step: MasterStep, job: JobRecord, role: RoleSpec, workers: list[WorkerRecord]) -> None:
-    """Fix the members of the next round and tell each its place in it."""
+    """Fix the members of the next round, and order each of them into it."""
     store = job.workers[STORE]
     record = job.roles[role.name]
     record.round += 1
@@ -217,7 +215,7 @@ def _seal(step: MasterStep, job: JobRecord, role: RoleSpec, workers: list[Worker
 
 
 def _assign_ranks(role: RoleSpec, workers: list[WorkerRecord]) -> None:
-    """Give each group its rank in the round: the one it had, unless there are fewer groups now; then a free one."""
+    """Give each group its rank in the round: its last rank if the round still has it, else a free one."""
     groups: dict[int, list[WorkerRecord]] = {}
     for worker in workers:
         groups.setdefault(worker.rank // role.per_group, []).append(worker)

@@ -18,7 +18,7 @@ from unified_master.core.step import MasterStep
 
 
 class Cause(NamedTuple):
-    """Reason for which workers restart, and what that is charged to."""
+    """Reason for which workers restart, and what the restart is charged to."""
 
     event: str
     """Name of the decision in the event log."""
@@ -32,14 +32,13 @@ class Cause(NamedTuple):
     delay_s: float = 0.0
     """Back-off before the next incarnations begin."""
     is_role_limited: bool = False
-    """True if the role's own limit counts, and not the job's, also when the whole job restarts."""
+    """True if the role's own limit counts, and not the job's, even when the whole job restarts."""
     is_excluding: bool = False
     """True if the failed worker's node was excluded. Then a job that can never fit without the node fails."""
 
 
 def restart(step: MasterStep, job: JobRecord, names: Iterable[str] | None, cause: Cause) -> None:
-    """Restart workers and those that depend on them. This is the only way to a next incarnation of a worker that has a
-    place.
+    """Restart workers and those that depend on them: the only way to a next incarnation of a worker with a place.
 
     The restart of a whole job after a failure is charged to the job, which fails if its limit is used up. A job without
     room for the restart goes back into the queue.
@@ -73,11 +72,11 @@ def restart(step: MasterStep, job: JobRecord, names: Iterable[str] | None, cause
 def _stop(
     step: MasterStep, job: JobRecord, names: Iterable[str], reason: str
 ) -> tuple[list[WorkerRecord], PlacementPlan]:
-    """End the named workers and those that depend on them. Workers whose node is lost or excluded move. Those of their
-    roles that stay are notified.
+    """End the named workers and those that depend on them. Workers whose node is lost or excluded move. Staying workers
+    of their roles are notified.
 
     Returns:
-        The workers that ended and are to begin again, and the new places, or why there are none.
+        The workers that ended and must begin again, and the new places, or why there are none.
     """
     planned = {role.name for role in job.elastic_roles() if rendezvous.is_planned(job, role.name)}
     scope, moving = _widen(step, job, set(names))
@@ -87,7 +86,7 @@ def _stop(
     is_new_store = is_store_lost(job)
     workers = [worker for worker in job.workers.values() if worker.name in scope]
     for worker in workers:
-        worker.reason = reason  # first, because callers are told it
+        worker.reason = reason  # before `end`, which publishes it to callers
         step.touch_worker(job, worker)
         incarnations.end(step, job, worker)
     for role in job.elastic_roles():
@@ -100,7 +99,6 @@ def _stop(
 
 
 def _begin(step: MasterStep, job: JobRecord, workers: list[WorkerRecord], delay_s: float) -> None:
-    """Begin the next incarnations after `delay_s`."""
     for worker in workers:
         worker.is_held = True
         step.touch_worker(job, worker)
@@ -164,8 +162,8 @@ def begin_held(step: MasterStep, job: JobRecord) -> None:
 def _widen(step: MasterStep, job: JobRecord, names: set[str]) -> tuple[set[str], list[Unit]]:
     """Return all workers that must restart with `names`, and the units that must move.
 
-    An elastic role restarts whole, but for workers that stay; a unit moves whole; who failed in a role that restarts is
-    not left behind; without its store no elastic role can go on.
+    An elastic role restarts whole, except workers that stay. A unit moves whole. Failed workers of a role that restarts
+    do so, too. Without its store no elastic role can go on.
     """
     units = units_of(job.spec)
     kinds = {role.name: role.kind for role in job.spec.roles}
@@ -203,12 +201,12 @@ def is_store_lost(job: JobRecord) -> bool:
 
 
 def is_store_leaving(step: MasterStep, job: JobRecord) -> bool:
-    """Return True if the store host lives on a node that is out of service."""
+    """Return True if the store host is on a node that is out of service."""
     return job.store is not None and is_on_leave(step, job.store)
 
 
 def is_on_leave(step: MasterStep, worker: WorkerRecord) -> bool:
-    """Return True if the worker, or store host, lives on a node that is out of service."""
+    """Return True if the worker, or store host, is on a node that is out of service."""
     node = step.cluster.nodes.get(worker.node)
     return worker.is_desired and node is not None and not node.is_in_service
 
@@ -221,7 +219,6 @@ def leave_store(step: MasterStep, job: JobRecord) -> None:
 
 
 def _is_broken(job: JobRecord, role: RoleSpec, restarting: set[str]) -> bool:
-    """Return True if the round of a role does not go on."""
     return any(
         worker.name in restarting or (worker.notice is not None and worker.notice.kind == "broken")
         for worker in job.ranks(role.name)
@@ -252,7 +249,7 @@ def outlives_store(step: MasterStep, job: JobRecord) -> bool:
 
 
 def _moving_store(step: MasterStep, job: JobRecord) -> list[Unit]:
-    """Return the store host, if the job says what it needs and it has to go to another node."""
+    """Return the store host's unit, if the job places the store and it must go to another node."""
     unit, store = control_unit(job.spec), job.store
     if unit is None or store is None or not is_store_lost(job) or incarnations.has_good_place(step, job, store):
         return []
@@ -261,7 +258,6 @@ def _moving_store(step: MasterStep, job: JobRecord) -> list[Unit]:
 
 
 def _move(step: MasterStep, job: JobRecord, moving: list[Unit]) -> PlacementPlan:
-    """Place whole units anew."""
     if not moving:
         return PlacementPlan()
     for unit in moving:

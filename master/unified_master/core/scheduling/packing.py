@@ -21,7 +21,7 @@ Fitness = tuple[float, float, float, str]
 Shape = tuple[str, tuple[str, ...], list[tuple[int, Resources]]]
 """Properties of a unit; two units with equal properties fit and suit the same nodes."""
 MAX_LOOKED_AT = 16
-"""Nodes that are filled on trial for each node that a job may still begin to use."""
+"""Number of nodes with the least free devices, and of those with the most, that are tried for each further node."""
 
 
 class Assignment(Value, frozen=True, kw_only=True):
@@ -33,7 +33,7 @@ class Assignment(Value, frozen=True, kw_only=True):
 
 
 class PlacementPlan(Value, frozen=True, kw_only=True):
-    """Places for every worker asked for, or none and the reason."""
+    """Places for all workers of a request, or none and the reason."""
 
     assignments: tuple[Assignment, ...] = ()
     reason: str = ""
@@ -54,12 +54,12 @@ def plan(
 ) -> PlacementPlan:
     """Return places for all units, or none and a sentence that says why.
 
-    Units of an elastic role are spread over nodes as long as all of them find a place so. Other units with devices are
-    packed, those without are spread.
+    Units of an elastic role are spread over nodes if all units then find a place. Other units with devices are packed,
+    others without are spread.
 
     Args:
-        open_nodes: gives the nodes that may be used, each call anew: an attempt that fails has used them up in part.
-        max_nodes: how many of them the job's workers may be on; None: all. Those that they are on already count.
+        open_nodes: returns the nodes that may be used, new at each call: a failed attempt has used them up in part.
+        max_nodes: most nodes that the job's workers may be on, including those in use; None: all.
     """
     if not (nodes := open_nodes()):
         return PlacementPlan(reason="no node may take it" if units else "")
@@ -104,9 +104,9 @@ def _attempt(
     control_first: bool,
     says_why: bool,
 ) -> PlacementPlan:
-    """Place each unit on the node that suits it best. Nodes that the job may no more begin to use are left out.
+    """Place each unit on the node that suits it best, on at most `bound` nodes.
 
-    The reason why a unit has no place costs a look at each node, so it is found only where it is read (`says_why`).
+    The reason why a unit has no place costs a look at each node, so it is found only with `says_why`.
     """
     every = {node.name: node for node in nodes}
     num_used = sum(node.is_used for node in nodes)
@@ -123,8 +123,8 @@ def _attempt(
             assignments += _assign(every, node.name, unit)
             shape = None
             continue
-        # Units of one shape come in a row, and an assignment changes one node alone: each node is looked at once a
-        # shape and once an assignment, not once a unit.
+        # Units of one shape come in a row, and an assignment changes only one node. So all nodes are looked at once a
+        # shape, and then only the assigned node.
         if (its_shape := _shape(unit)) != shape:
             shape = its_shape
             offers = _offers((every[name] for name in left), unit, is_spread=is_spread)
@@ -151,7 +151,7 @@ def _no_place(
 
 
 def _few_nodes(units: Sequence[Unit], nodes: list[NodeCapacity], bound: int, *, control_first: bool) -> PlacementPlan:
-    """Fill each node as far as possible: first those in use, then again and again the one that takes the most."""
+    """Fill each node as far as possible: first the nodes in use, then repeatedly the node that takes the most units."""
     control = next((unit for unit in units if unit.is_control), None)
     left = _by_shape([unit for unit in _in_order(units, control_first=False) if not unit.is_control])
     assignments: list[Assignment] = []
@@ -183,7 +183,7 @@ def _may_fit(units: Sequence[Unit], nodes: list[NodeCapacity], bound: int) -> bo
 
 
 def _by_shape(units: list[Unit]) -> list[list[Unit]]:
-    """Group units that need the same; the last of each list is the next to be placed."""
+    """Group units with the same needs; the last unit of each list is placed next."""
     found: list[list[Unit]] = []
     shape = None
     for unit in units:
@@ -199,9 +199,7 @@ def _shape(unit: Unit) -> Shape:
 
 
 def _roomiest(nodes: list[NodeCapacity], left: list[list[Unit]]) -> str | None:
-    """Return the name of the node that takes most of the units, and of those that take all the one with the least to
-    spare.
-    """
+    """Return the name of the node that takes most of the units; if several take all, the one with least to spare."""
     units = [unit for alike in left for unit in alike]
     devices = sum(_whole_devices(unit) for unit in units)
     cpu = sum(unit.total("cpu") for unit in units)
@@ -220,7 +218,7 @@ def _roomiest(nodes: list[NodeCapacity], left: list[list[Unit]]) -> str | None:
 def _fill(
     nodes: dict[str, NodeCapacity], name: str, left: list[list[Unit]], assignments: list[Assignment]
 ) -> list[list[Unit]]:
-    """Assign what fits to one of the nodes; return what does not."""
+    """Assign units that fit to one of the nodes; return the others."""
     over = []
     for alike in left:
         number = len(alike)
@@ -238,7 +236,6 @@ def _used(nodes: dict[str, NodeCapacity]) -> list[str]:
 
 
 def _assign(nodes: dict[str, NodeCapacity], name: str, unit: Unit) -> list[Assignment]:
-    """Assign a unit to a node on which it fits."""
     if nodes[name].is_shared:
         nodes[name] = nodes[name].copy()
     node = nodes[name]
@@ -265,7 +262,7 @@ def _size(unit: Unit) -> tuple[float, float, float, float]:
 
 
 def _offers(nodes: Iterable[NodeCapacity], unit: Unit, *, is_spread: bool) -> list[Fitness]:
-    """Return the offers of all nodes that have one. Most nodes of a large cluster are alike: one is asked for all."""
+    """Return the offers of all nodes that have one. Nodes with equal states are looked at once."""
     found: list[Fitness] = []
     known: dict[tuple[object, ...], Fitness | None] = {}
     whole = _whole_devices(unit)
@@ -281,7 +278,7 @@ def _offers(nodes: Iterable[NodeCapacity], unit: Unit, *, is_spread: bool) -> li
 
 def _offer(node: NodeCapacity, unit: Unit, *, is_spread: bool) -> Fitness | None:
     """Return how well the unit would fit on this node; None if it does not."""
-    if _whole_devices(unit) > node.free_devices:  # most rooms of a full cluster are ruled out by this alone
+    if _whole_devices(unit) > node.free_devices:  # this alone rules out most nodes of a full cluster
         return None
     allocations = node.fit(unit)
     return None if allocations is None else _fitness(node, unit, allocations, is_spread=is_spread)
@@ -298,7 +295,7 @@ def _fitness(node: NodeCapacity, unit: Unit, allocations: dict[str, Allocation],
 
 
 def _shortage(unit: Unit, units: Sequence[Unit], nodes: list[NodeCapacity], num_placed: int) -> str:
-    """Return why this unit has no place: the first thing of which no node has enough."""
+    """Return why this unit has no place: the first resource of which no node has enough."""
     number = sum(1 for other in units if other.label == unit.label)
     needs = f"{unit.label} needs" if unit.is_control else f"{unit.label} needs {count(number, 'group')} of"
     nodes = [node for node in nodes if node.grants(unit.isolation) is not None]
@@ -320,7 +317,7 @@ def _shortage(unit: Unit, units: Sequence[Unit], nodes: list[NodeCapacity], num_
         free = {node.name: float(node.free_devices) for node in nodes}
         total = {node.name: float(len(node.devices)) for node in nodes}
         largest = max(total.values())
-        hint = "; a role that needs none says .resource(cpu=1)" if whole > largest else ""
+        hint = "; a role that needs no device says .resource(cpu=1)" if whole > largest else ""
         hint += ", and `--devices` gives nodes without GPUs virtual ones" if not largest else ""
         return f"{wanted}; {_at_most(whole, '', free, total, num_placed)}{hint}"
     for field, word in _AMOUNTS:
@@ -344,8 +341,8 @@ def _shortage(unit: Unit, units: Sequence[Unit], nodes: list[NodeCapacity], num_
         if amount > 0 and amount > has + EPSILON:
             where = f"the node with most, {richest}, has {max(0.0, has):g}" if has > 0 else "no node has any left"
             return f"{needs} {amount:g} {name}; {rooms_left}{where}"
-    one = "it" if unit.is_control else "one"
-    return f"{needs.removesuffix(' of')}; {rooms_left}no node has all that {one} needs at once"
+    whom = "it" if unit.is_control else "one group"
+    return f"{needs.removesuffix(' of')}; {rooms_left}no node has all resources of {whom} free at the same time"
 
 
 def _whole_devices(unit: Unit) -> int:
@@ -355,7 +352,7 @@ def _whole_devices(unit: Unit) -> int:
 
 
 def _at_most(need: float, word: str, free: dict[str, float], total: dict[str, float], num_placed: int) -> str:
-    """Return what there is of a resource, by node, where no node has `need` free."""
+    """Return how much nodes have of a resource of which no node has `need` free."""
     largest = _largest(total)
     if need > total[largest] + EPSILON:
         return f"no node of this cluster has {need:g}{word} (the largest, {largest}, has {total[largest]:g})"

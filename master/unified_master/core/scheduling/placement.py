@@ -1,4 +1,4 @@
-"""Placement of the workers of a job: its units, and the nodes that are there for them."""
+"""Placement of the workers of a job: its units, and the nodes that may take them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unified_master.core.scheduling.packing import PlacementPlan, plan
 from unified_master.core.state import STORE, Cluster, JobRecord, NodeRecord
 
 SPARE = "spare"
-"""Label of a node, with any value, that is kept for jobs that have lost one."""
+"""Label, with any value, of a spare node, which is kept for jobs that have lost a node."""
 
 
 def units_of(spec: JobSpec) -> list[Unit]:
@@ -48,8 +48,8 @@ def units_of(spec: JobSpec) -> list[Unit]:
 
 
 def _max_ranks(spec: JobSpec, roles: Sequence[RoleSpec]) -> int:
-    """Return how many ranks of an elastic role without a resource a node of a CPU job may have: as many as devices, as
-    if each took one; but as many as are needed to place them all on the nodes of the job."""
+    """Return the most ranks on a node for an elastic role of a CPU job without resources: as many as devices, or more
+    if `node_num` nodes could not hold all ranks otherwise. Return 0, no limit, for other roles."""
     role = roles[0]
     is_free = not (role.resources.cpu or role.resources.accelerator or role.resources.user_defined)
     if spec.accelerator_type != "CPU" or len(roles) > 1 or role.kind != "elastic" or not is_free:
@@ -58,7 +58,7 @@ def _max_ranks(spec: JobSpec, roles: Sequence[RoleSpec]) -> int:
 
 
 def control_unit(spec: JobSpec) -> Unit | None:
-    """Return the unit of the job's store host, if the job says where it goes; else it goes with the first rank."""
+    """Return the unit of the job's store host, if the job places it; else the store goes with the first rank."""
     if not has_placed_store(spec) or not any(role.kind == "elastic" and role.total > 0 for role in spec.roles):
         return None
     needs = Resources(cpu=spec.master_cpu, memory_mb=spec.master_memory_mb)
@@ -86,7 +86,7 @@ def place(
 ) -> PlacementPlan:
     """Plan on the nodes that the job may use; with `is_empty`, on the alive cluster as if nothing ran on it.
 
-    A job that has run may use spares, by default where other nodes do not do: `spare_use` has the attempts in order.
+    A job that has run may use spares, by default only if other nodes are not enough: `spare_use` lists the attempts.
     """
     used = set() if is_empty else _nodes_of(job)
     allowed: list[NodeRecord] = []
@@ -102,7 +102,7 @@ def place(
             allowed.append(node)
             if SPARE in node.info.labels and node.name not in used:
                 spares.append(node.name)
-    max_nodes = job.spec.node_num - len(used - {node.name for node in allowed})  # excluded, and still in use
+    max_nodes = job.spec.node_num - len(used - {node.name for node in allowed})  # less those in use but not allowed
     found = PlacementPlan()
     for uses_spares in spare_use if spares and _has_run(job) else (False,):
         usual = allowed if uses_spares else [node for node in allowed if node.name not in spares]
@@ -138,7 +138,7 @@ def _beside_own(node: NodeRecord, job: JobRecord) -> NodeCapacity:
 
 
 def _has_run(job: JobRecord) -> bool:
-    """Return True if the job has had its workers, and so is placed now because something failed."""
+    """Return True if workers of the job have run: it is placed again because something failed."""
     return any(worker.incarnation >= 0 for worker in job.workers.values())
 
 
@@ -151,10 +151,10 @@ def _nodes_of(job: JobRecord) -> set[str]:
 def place_within_ranges(
     cluster: Cluster, job: JobRecord, units: Sequence[Unit], *, is_empty: bool = False, is_growth: bool = False
 ) -> PlacementPlan:
-    """Plan as `place` does, but leave out units of roles with a range of nodes that find no place.
+    """Plan as `place` does, but leave out units without a place if their role has a range of nodes.
 
-    Each such role keeps its least number of groups. Groups beyond that are each on a node without another of the role;
-    they take spares unless it `is_growth`.
+    Each such role keeps its least number of groups. Further groups are on nodes without another group of the role, and
+    take spares unless `is_growth`.
     """
     required, optional = _required(job, units, is_empty=is_empty)
     if not optional:
@@ -176,7 +176,7 @@ def place_within_ranges(
 
 
 def _required(job: JobRecord, units: Sequence[Unit], *, is_empty: bool) -> tuple[list[Unit], list[Unit]]:
-    """Split units into those that must have a place and those of ranges that need not."""
+    """Split units into those that must have a place, and optional ones of roles with a range of nodes."""
     missing = {role.name: role.min_groups for role in job.spec.roles if has_range(role)}
     if not is_empty:
         for name in missing:
@@ -212,7 +212,7 @@ def _shares_node(job: JobRecord, units: Sequence[Unit], found: PlacementPlan) ->
 def _no_nodes(cluster: Cluster) -> str:
     alive = cluster.alive_nodes()
     if any(node.has_reported for node in alive):
-        return "each node that is alive still has to end what nobody wants there any more"
+        return "each node that is alive still stops workers that are no longer wanted"
     if alive:
         return "no node has come back yet since the master restarted"
     return "no node is alive; start an agent with `unified-agent --master …`"

@@ -1,6 +1,4 @@
-"""Attempts to place waiting jobs: what a job of many workers lacks is found by adding up, and a plan is made again only
-when room has become free.
-"""
+"""Attempts to place waiting jobs. Sums show what a large job lacks; a plan is made again only if room became free."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from unified_master.core.scheduling.placement import all_units, capacities, plac
 from unified_master.core.state import Cluster, JobRecord
 
 MANY_WORKERS = 256
-"""Number of workers from which on a job's needs are added up before a plan is made, which takes 10 µs a worker."""
+"""Least number of workers with which a job's needs are summed up before a plan, which takes 10 µs a worker."""
 _AMOUNTS = {"cpu": "CPU cores", "memory_mb": "MB of memory", "disk_mb": "MB of disk"}
 _WORDS = {**_AMOUNTS, "accelerator": "devices", "processes": "processes"}
 
@@ -46,9 +44,9 @@ def could_ever_fit(cluster: Cluster, job: JobRecord) -> bool:
 
 
 def _lack(cluster: Cluster, job: JobRecord, *, of_empty: bool = False) -> str:
-    """Return what a job of many workers lacks even if they could be spread at will; empty if nothing, or few workers.
+    """Return what a job of many workers lacks in the sum of all nodes; empty if nothing, or if it has few workers.
 
-    The sentence names no number that changes with each job that begins or ends beside this one.
+    The sentence has no number that changes whenever another job begins or ends.
     """
     num_workers = sum(role.min_groups * role.per_group for role in job.spec.roles)
     allowed = [node for node in cluster.alive_nodes() if node.name not in job.excluded]
@@ -56,7 +54,7 @@ def _lack(cluster: Cluster, job: JobRecord, *, of_empty: bool = False) -> str:
         return ""
     needs = _needs(job.spec)
     lack = ""
-    for is_empty in (True,) if of_empty else (False, True):  # which is asked only if too little is free
+    for is_empty in (True,) if of_empty else (False, True):  # empty nodes only if too little is free
         there = capacities([node for node in allowed if is_empty or node.is_connected], job, is_empty=is_empty)
         has = {name: _total(there, name) for name, amount in needs.items() if amount > 0}
         name = next((name for name in sorted(has) if needs[name] > has[name] + EPSILON), None)
@@ -69,7 +67,7 @@ def _lack(cluster: Cluster, job: JobRecord, *, of_empty: bool = False) -> str:
 
 
 def _needs(spec: JobSpec) -> dict[str, float]:
-    """Return what all workers of a job need together, of a range of nodes the least."""
+    """Return what all workers of a job need together; a role with a range of nodes counts with its fewest."""
     needs: dict[str, float] = {}
     for role in spec.roles:
         amounts = {name: getattr(role.resources, name) for name in (*_AMOUNTS, "accelerator")}
@@ -80,7 +78,6 @@ def _needs(spec: JobSpec) -> dict[str, float]:
 
 
 def _total(nodes: list[NodeCapacity], name: str) -> float:
-    """Return how much of a resource these nodes have together."""
     if name in _AMOUNTS:
         return float(sum(getattr(node, name) for node in nodes))
     if name == "processes":
@@ -101,7 +98,7 @@ def waiting_jobs(cluster: Cluster) -> list[JobRecord]:
 
 
 def blocker(cluster: Cluster) -> JobRecord | None:
-    """Return the waiting job that all later ones are behind."""
+    """Return the first waiting job that could fit later; all later jobs are behind it."""
     return next((job for job in waiting_jobs(cluster) if could_ever_fit(cluster, job)), None)
 
 

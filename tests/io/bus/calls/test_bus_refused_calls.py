@@ -64,5 +64,5 @@ def test_calls_of_another_job_and_repeated_calls_are_not_run(world: World, caplo
     assert b.num_rejected == 5
     rejections = [each.getMessage() for each in caplog.records if "event=mail-rejected" in each.getMessage()]
     of_another_job, repeated = rejections
-    assert "from worker x of job 'job-2', and this is 'job-1'" in of_another_job
+    assert "from worker x of job 'job-2', but this is 'job-1'" in of_another_job
     assert "call 1 of worker x came a second time" in repeated

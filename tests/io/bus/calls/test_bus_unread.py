@@ -47,7 +47,7 @@ def test_misspelt_call_whose_future_is_dropped_is_logged_once_and_counted(
     assert a.settle(PATIENCE_S, PATIENCE_S) == 400
     assert totals[-1] == 400
     (line,) = lines(log, "rpc-error-unread")
-    assert "worker=a: the call of 'trian' to worker b failed, and nobody read that" in line
+    assert "worker=a: the call of 'trian' to worker b failed, and nobody read its error" in line
     assert "RpcNotFoundError: worker b has no rpc method 'trian'. Did you mean 'train'?" in line
     (far,) = lines(log, "rpc-handler-failed")
     assert "worker=b method='trian' caller=a" in far

@@ -214,7 +214,7 @@ ANOTHER = "Only 'dlrover-run' and 'torchrun' commands are supported"
     [
         *((cmd, ANOTHER) for cmd in ("mpirun -n 2 train.py", "python train.py", "", "accelerate launch train.py")),
         ("torch-run train.py", "Did you mean 'torchrun'"),
-        ("torchrun 'train.py", "Each quote needs its partner"),
+        ("torchrun 'train.py", "Close each quote"),
     ],
 )
 def test_what_is_no_launchers_command_is_a_job_error(cmd: str, said: str) -> None:

@@ -120,7 +120,7 @@ def test_sequence_of_another_length_is_refused_before_anything_is_sent(
     bus = InstantBus()
     set_current_worker(worker_of(bus, rollout=3))
     where = "extra" if by_name else "argument 1"
-    with pytest.raises(ValueError, match=f"a batch of {size}, and {where} has {other} entries"):
+    with pytest.raises(ValueError, match=f"the batch has {size} inputs, but {where} has {other} entries"):
         RoleGroup("rollout").call_batch("m", size, *args, **kwargs)
     assert not bus.calls
 

@@ -130,8 +130,8 @@ def test_empty_group() -> None:
 @pytest.mark.parametrize(
     ("args", "kwargs", "message"),
     [
-        ((4, [1, 2, 3]), {}, "a batch of 4, and argument 0 has 3 entries"),
-        ((4, [1, 2, 3, 4]), {"extra": (1,)}, "a batch of 4, and extra has 1 entries"),
+        ((4, [1, 2, 3]), {}, "the batch has 4 inputs, but argument 0 has 3 entries"),
+        ((4, [1, 2, 3, 4]), {"extra": (1,)}, "the batch has 4 inputs, but extra has 1 entries"),
         ((4, np.zeros((3, 4))), {}, "argument 0 has 3 entries"),
         *(((size, [1]), {}, "the size of a batch") for size in (-1, 1.5, "4")),
     ],
@@ -195,7 +195,7 @@ def test_size_of_a_batch_by_its_name(bus: InstantBus) -> None:
     assert list(group.call_batch("double", [1, 2, 3], size=3)) == [2, 4, 6]  # type: ignore[call-overload]
     # an argument of the method
     assert list(group.call_batch("double", 3, [1, 2, 3], size=1)) == [3, 5, 7]  # type: ignore[call-overload]
-    with pytest.raises(UsageError, match="was given no size"):
+    with pytest.raises(UsageError, match="needs size, the number"):
         group.call_batch("double", items=[1])  # type: ignore[call-overload]
 
 
@@ -208,7 +208,7 @@ def test_proxy_of_a_role_is_of_its_rank_0_and_a_namespace_may_be_missing(bus: In
 @pytest.mark.parametrize(
     ("owner", "message"),
     [
-        ("rollout-7", r"No actor is named 'rollout-7'\. Role 'rollout' has ranks 0 to 2: rank 7\?"),
+        ("rollout-7", r"No actor is named 'rollout-7'\. Role 'rollout' has no rank 7: its ranks are 0 to 2\."),
         ("rolout", r"No actor is named 'rolout'\. Did you mean 'rollout'\? The job has the roles trainer"),
         ("other-0", r"No actor is named 'other-0'\. The job has the roles"),
         ("rollout_9-0_1-0", r"No actor is named 'rollout_9-0_1-0'"),

@@ -100,9 +100,9 @@ def test_what_is_for_somebody_else_is_refused_and_told_once(caplog: pytest.LogCa
     admission.check_new(right)
     with pytest.raises(ProtocolError, match="came a second time"):
         admission.check_new(right)
-    with pytest.raises(ProtocolError, match="of job 'job-2', and this is 'job-1'"):
+    with pytest.raises(ProtocolError, match="of job 'job-2', but this is 'job-1'"):
         admission.read(encode_envelope(Envelope(BUS_VERSION, Kind.CALL, 2, "a", "a", "me", "m", job="job-2")))
-    with pytest.raises(ProtocolError, match="not this incarnation's"):
+    with pytest.raises(ProtocolError, match="this incarnation has another inbox"):
         admission.read(encode_envelope(Envelope(BUS_VERSION, Kind.CALL, 3, "a", "a", "you", "m", job="job-1")))
     newer = encode_envelope(Envelope(BUS_VERSION + 1, Kind.CALL, 3, "a", "a", "me", "m", job="job-1"))
     for _ in range(3):

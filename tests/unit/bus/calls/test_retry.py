@@ -218,7 +218,7 @@ def test_method_that_is_known_not_to_be_idempotent(method: str | Callable[[], No
 
 @pytest.mark.parametrize("retries", [-1, 1.5, "2", True])
 def test_retries_is_a_number(retries: int) -> None:
-    with pytest.raises(UsageError, match="a number from 0 up"):
+    with pytest.raises(UsageError, match="must be a whole number, 0 or more"):
         check_retries(safe, retries)
 
 

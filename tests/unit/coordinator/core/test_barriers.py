@@ -252,7 +252,7 @@ def test_time_out_of_one_releases_all_and_names_who_is_missing(story: Story) -> 
     answer = story.told(hasty)
     assert answer is story.told(patient)
     assert (answer.released_by, answer.arrived, answer.missing) == ("timeout", ["w0", "w1", "w2"], ["w3"])
-    assert answer.reason == "barrier 'b' of 4 took too long: missing w3; w0, w1, w2 came."
+    assert answer.reason == "barrier 'b' of 4 timed out: missing w3; arrived: w0, w1, w2."
     late = story.send(wait("w3", timeout_s=5))
     assert story.release(late) is None
     story.after(5)
@@ -276,7 +276,7 @@ def test_time_out_of_nothing_only_looks(story: Story) -> None:
     ("registered", "missing", "words"),
     [
         (["w0", "w2"], ["w2"], "rank 1 (nobody registered for it), rank 3 (nobody registered for it)"),
-        (["a"], [], "missing 3 of whom nobody registered"),
+        (["a"], [], "missing 3 workers that never registered"),
     ],
 )
 def test_time_out_names_or_counts_those_who_did_not_register(
@@ -296,7 +296,7 @@ def test_time_out_in_a_world_of_any_size_goes_through_no_list_of_it() -> None:
     story.send(worker("w0", world_size=1 << 40))
     token = story.send(wait("w0", timeout_s=5, world_size=1 << 40))
     story.after(5)
-    assert f"missing {(1 << 40) - 1} of whom nobody registered" in story.told(token).reason
+    assert f"missing {(1 << 40) - 1} workers that never registered" in story.told(token).reason
 
 
 def test_time_out_of_a_shrunk_barrier_names_the_lost_too(story: Story) -> None:
@@ -304,4 +304,4 @@ def test_time_out_of_a_shrunk_barrier_names_the_lost_too(story: Story) -> None:
     token = story.send(wait("w0", timeout_s=5, on_loss="shrink"))
     story.after(5)
     assert (story.told(token).missing, story.told(token).lost) == (["w1", "w2"], ["w3"])
-    assert "missing w1, w2, w3 (gone, as it was killed by signal 9); w0 came" in story.told(token).reason
+    assert "missing w1, w2, w3 (gone, as it was killed by signal 9); arrived: w0" in story.told(token).reason

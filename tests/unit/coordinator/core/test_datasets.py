@@ -66,7 +66,7 @@ def test_registering_again_changes_nothing_and_is_not_persisted_again() -> None:
         ({"path": "/elsewhere"}, "path is '/data/d', not '/elsewhere'"),
         ({"shard_size": 20}, "shard_size is 10, not 20"),
         ({"shuffle": True, "seed": 1}, "shuffle is False, not True; seed is 0, not 1"),
-        ({"files": [FileRun(path="c", num_samples=100)]}, "its 2 files are not those 1"),
+        ({"files": [FileRun(path="c", num_samples=100)]}, "its 2 files differ from the 1 given"),
     ],
 )
 def test_another_dataset_of_the_same_name_is_refused_with_what_differs(fields: dict[str, Any], words: str) -> None:

@@ -73,7 +73,7 @@ def test_an_excluded_node_is_used_again_when_its_failures_count_no_more() -> Non
     assert (bench.worker("e").node, bench.job.excluded) == ("n2", ["n1"])
     bench.world.run(31)
     assert bench.job.excluded == []
-    assert events(bench, "node-readmitted") == ["this job may use n1 again: what excluded it is over"]
+    assert events(bench, "node-readmitted") == ["this job may use n1 again: the reason for the exclusion is over"]
     bench.restart("e", 0, CRASH)
     assert (bench.worker("e").node, bench.job.excluded) == ("n1", ["n2"])
 
@@ -261,7 +261,7 @@ def test_a_group_given_up_is_used_again_after_the_window(down_s: float | None) -
         assert (bench.job.charges, bench.job.excluded) == ([], ["n1", "n2"])
         bench.world.run(10)
     assert (bench.job.excluded, bench.job.given_up) == ([], {})
-    assert events(bench, "node-readmitted") == ["this job may use n1, n2 again: what excluded it is over"]
+    assert events(bench, "node-readmitted") == ["this job may use n1, n2 again: the reason for the exclusion is over"]
 
 
 def test_an_excluded_node_may_take_its_group_along_and_a_new_master_does_not_forget_it() -> None:
@@ -364,7 +364,7 @@ def test_one_that_ran_for_long_may_have_done_something() -> None:
     bench = Bench(simple())
     for _ in range(3):
         bench.restart("s", 0, BUG, settle_s=EARLY_S)
-    assert bench.lives() == {"s-0": 3}
+    assert bench.incarnations() == {"s-0": 3}
 
 
 def test_ranks_that_fail_alike_at_first_are_restarted_once_each() -> None:

@@ -72,7 +72,7 @@ HARMFUL_NAMES = (
         (spec("no/slash"), "not allowed"),
         (spec("x" * 300), "at most 63"),
         (JobSpec(name="j", roles=[]), "no role"),
-        (spec("j", role("a"), role("a")), "two roles of one name"),
+        (spec("j", role("a"), role("a")), "two roles with the same name"),
         (spec("j", role("../a")), "role name"),
         (spec("j", role("..")), "must not begin with a dot"),
         (spec("j", role("a", 3, per_group=2)), "cannot be cut into groups of 2"),

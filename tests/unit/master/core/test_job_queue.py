@@ -51,7 +51,8 @@ def test_a_job_that_would_use_more_nodes_is_refused_at_once_if_it_may_not_wait()
 def test_groups_that_share_a_node_for_want_of_room_say_so() -> None:
     cluster = world(n1={"devices": 2}, n2={"devices": 0})
     submit(cluster, elastic(accelerator=1), node_num=2)
-    assert placed(cluster) == ["placed on n1 (2); the 2 groups of role e share 1 node, for want of room on others"]
+    text = "placed on n1 (2); the 2 groups of role e share 1 node, because other nodes have no room"
+    assert placed(cluster) == [text]
     cluster = world(n1={"devices": 2}, n2={"devices": 2})
     submit(cluster, elastic(accelerator=1), node_num=2)
     assert placed(cluster) == ["placed on n1 (1), n2 (1)"]

@@ -184,11 +184,11 @@ def test_real_devices_are_preferred_over_virtual_ones() -> None:
         (role("a", 2, user_defined={"DB": 2.0}), [node(DB=1)],
          "role a needs 2 groups of 2 DB; the node with most, n1, has 1"),
         (role("a", 1, 2, cpu=4), [node(cpu=8), node(cpu=2, devices=2)],
-         "role a needs 1 group; no node has all that one needs at once"),
+         "role a needs 1 group; no node has all resources of one group free at the same time"),
         # a group is not cut in two
         (role("a", 4, 1, per_group=4), [node(devices=3)] * 2,
          "role a needs 1 group of 4 devices; no node of this cluster has 4 (the largest, n1, has 3); "
-         "a role that needs none says .resource(cpu=1)"),
+         "a role that needs no device says .resource(cpu=1)"),
     ],
 )  # fmt: skip
 def test_the_reason_names_what_is_short(needs: RoleSpec, nodes: list[NodeResources], reason: str) -> None:

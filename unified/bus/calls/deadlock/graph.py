@@ -1,23 +1,23 @@
 """Deadlock detection on the waits-for graph of calls, over any number of workers, and the call that breaks a cycle.
 Pure.
 
-Source: Chandy, Misra and Haas, *Distributed Deadlock Detection*, ACM TOCS 1983. Their probes chase the edges of the
-graph from process to process; a probe that comes back to its start has found a cycle. Ours differs in three ways:
+Source: Chandy, Misra and Haas, *Distributed Deadlock Detection*, ACM TOCS 1983. Their probes follow the edges of the
+graph from process to process; a probe that returns to its start has found a cycle. This module differs in three ways:
 
-- Waits are of two kinds. A queued call goes on when **any** of the calls that its limit has admitted ends (OR). A
-  handler goes on when **all** of the calls that it waits for have ended (AND; one that would go on with the first of
-  several is taken to need them all). A probe serves only one kind at a time; here the graph is reduced: calls that may
-  go on are taken out until none is left to take (`stuck`). The rest is deadlocked, and nothing else is.
-- Messages go against the edges: a worker tells the callers of its blocked calls what these wait for, and all that it
-  has heard of those. So each worker comes to know the whole of a cycle that its own calls are in.
-- One call is refused: the queued call of the cycle whose name comes first, which all workers choose alike.
+- There are two kinds of waits. A queued call goes on when **any** call that its limit has admitted ends (OR). A handler
+  goes on when **all** calls that it waits for have ended (AND; a handler that needs only the first of several is
+  treated as if it needed all). A probe serves only one kind. Here the graph is reduced: calls that may go on are
+  removed until none of these is left (`stuck`). The remaining calls, and no others, are deadlocked.
+- Messages go against the edges: a worker tells the callers of its blocked calls what these calls wait for, directly or
+  not, as far as it knows. So each worker learns every cycle that contains its own calls.
+- One call is refused: the queued call of the cycle whose name comes first, so that all workers choose the same.
 
-A generator that is as far ahead of its reader as it may be waits for that reader, and holds its limit meanwhile. Only
-the caller knows the reader; so in a cycle through one the caller ends a call: one of its own that is queued or, if none
-is, one of its own that leads there.
+A generator that may not run further ahead waits for its reader, and holds its limit meanwhile. Only the caller knows
+the reader. So in a cycle through a reader, the caller ends a call of its own: a queued one, or else one that leads
+there.
 
-Knowledge does not go stale while a cycle stands: none of its calls has ended, for each needs another of them to end
-first. Only a wait that was given up can make an edge untrue; so reports of other workers are soon forgotten.
+Reports stay true while a cycle exists: none of its calls ends, because each needs another one to end first. Only a wait
+that was given up makes an edge false, so reports of other workers are soon forgotten.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from unified.errors import ProtocolError
 from unified.protocol.framing import UNREADABLE
 
 REPEAT_S = 2.0
-"""Seconds after which a caller that was told is told again; news goes at once."""
+"""Seconds after which an unchanged report is sent again; a changed one goes at once."""
 KEEP_S = 5.0
 """Seconds for which a report of another worker counts."""
 MAX_REPORTED = 256
-"""Number of blocked calls in one message, at most."""
+"""Most blocked calls in one message."""
 
 
 class BlockedCall(msgspec.Struct, frozen=True, array_like=True):
-    """A call that does not go on, and its edges in the graph."""
+    """A blocked call, and its edges in the graph."""
 
     call: str
     """Name of the call, the same in all workers (`name_of`)."""
@@ -57,7 +57,7 @@ class Findings(NamedTuple):
     tell: dict[str, list[BlockedCall]]
     """Reports for callers."""
     refuse: dict[str, str]
-    """Calls that end the wait, queued here or made here, with the cycle in words."""
+    """Calls to end, queued here or made here, each with its cycle in words."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -70,7 +70,7 @@ def name_of(caller_inbox: str, call_id: int) -> str:
 
 
 def reader_of(stream: str) -> str:
-    """Return the name of the reader of a stream, which is blocked while the handler it belongs to is."""
+    """Return the name of a stream's reader, which is blocked while its handler is blocked."""
     return f"{stream}>"
 
 
@@ -102,8 +102,8 @@ class WaitsForGraph:
         return bool(self._heard)
 
     def hear(self, now: float, call: str, blocked: list[BlockedCall]) -> None:
-        """Take in the report of a callee: what a call made here waits for."""
-        self._heard.pop(call, None)  # the newest is to be the last
+        """Store a callee's report of what a call made here waits for."""
+        self._heard.pop(call, None)  # the newest must be last: it wins
         self._heard[call] = (now, blocked)
 
     def look(
@@ -113,13 +113,12 @@ class WaitsForGraph:
 
         Args:
             here: all calls blocked here.
-            came: those that came from elsewhere, with True if a handler made the call. Other calls are in nobody's
-                way, but for those whose caller holds a stream.
-            made_here: calls to others.
+            came: the incoming calls; True: a handler made it. Others block nobody, unless their caller holds a stream.
+            made_here: names of the calls that this worker made.
         """
         self._heard = {call: heard for call, heard in self._heard.items() if heard[0] + KEEP_S > now}
         graph = {each.call: each for _, blocked in self._heard.values() for each in blocked}
-        # Of what is blocked here nobody else knows better.
+        # This worker knows its own blocked calls best.
         graph = {call: each for call, each in graph.items() if each.inbox != self._inbox_id}
         graph |= {each.call: each for each in here}
         dead = stuck(graph)
@@ -130,7 +129,7 @@ class WaitsForGraph:
                 refuse[each.call] = in_words(each.call, dead)
         if not refuse:
             ours = [call for call in dead if call in made_here and _is_through_reader(call, dead)]
-            ours = [call for call in ours if reader_of(call) not in dead[call].waits_for]  # a stream is to be read on
+            ours = [call for call in ours if reader_of(call) not in dead[call].waits_for]  # not the stream itself
             refuse |= {call: in_words(call, dead) for call in ours if call == _first_of(ours, call, dead)}
         reported, self._reported = self._reported, {}
         tell: dict[str, list[BlockedCall]] = {}
@@ -152,7 +151,7 @@ class WaitsForGraph:
 
 
 def stuck(graph: dict[str, BlockedCall]) -> dict[str, BlockedCall]:
-    """Return the calls that can never go on, whatever the unknown calls do: the graph, reduced."""
+    """Reduce the graph: return the calls that can never go on, even if all unknown calls end."""
     dead = dict(graph)
     while free := [
         call
@@ -165,8 +164,8 @@ def stuck(graph: dict[str, BlockedCall]) -> dict[str, BlockedCall]:
 
 
 def is_to_be_refused(call: str, dead: dict[str, BlockedCall]) -> bool:
-    """Return True if this queued call is the one that breaks its cycle: of all that could, the one whose name comes
-    first, so that all workers choose the same. A cycle that waits for another one is left until that is broken."""
+    """Return True if this queued call must be refused to break its cycle: its name comes first, so that all workers
+    choose the same call. A cycle that waits for another cycle is left until the other is broken."""
     others = reach(call, dead, beyond=True)
     if call not in others:
         return False
@@ -179,7 +178,7 @@ def _is_through_reader(call: str, graph: dict[str, BlockedCall]) -> bool:
 
 
 def _first_of(made_here: Collection[str], call: str, dead: dict[str, BlockedCall]) -> str:
-    """Return the first of the calls made here that are in one cycle with this one; empty if it is in none."""
+    """Return the first of the calls made here that are in a cycle with `call`; empty: there is no cycle."""
     others = reach(call, dead, beyond=True)
     return min(other for other in others if other in made_here) if call in others else ""
 
@@ -200,7 +199,7 @@ def in_words(call: str, dead: dict[str, BlockedCall]) -> str:
 
 def reach(call: str, graph: dict[str, BlockedCall], *, beyond: bool = False) -> list[str]:
     """Return the blocked calls that a call waits for, directly or not, the nearest first. The call itself comes before
-    them or, if `beyond`, only where the way leads back to it."""
+    them; with `beyond`, it is there only if a path leads back to it."""
     queue = [other for other in dict.fromkeys(graph[call].waits_for) if other in graph] if beyond else [call]
     found = set(queue)
     for each in queue:

@@ -1,5 +1,5 @@
-"""Deadlock monitor of one endpoint: looks at queued calls, as long as there are any that handlers made, and ends calls
-that would wait for ever (`unified.bus.calls.deadlock.graph`)."""
+"""Deadlock monitor of one endpoint: looks at queued calls while handlers' calls are among them, and ends calls that
+would wait for ever (`unified.bus.calls.deadlock.graph`)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class DeadlockMonitor:
         self._worker = identity.worker
         self._known = known
         self._outside: dict[int, object] = {}
-        """Calls and streams waited for outside of handlers, by the idents of threads and minus the ids of tasks."""
+        """Calls and streams that threads and tasks outside of handlers wait for, by thread ident or negated task id."""
         self._limits = limits
         self._lock_of_limits = lock
         self._sender = sender
@@ -68,13 +68,13 @@ class DeadlockMonitor:
         self._calls = calls
         self._graph = WaitsForGraph(identity.inbox)
         self._behind: dict[str, float] = {}
-        """Times since which calls are queued behind streams of their own callers; `_TOLD`: the log says so."""
+        """Times since which calls are queued behind streams of their own callers; `_REPORTED`: the log says so."""
         self._lock = threading.Lock()
         self._is_looking = False
         self._is_closed = False
 
     def begin(self) -> None:
-        """Begin to look, if nobody does."""
+        """Schedule a look, unless one is scheduled."""
         if not self._is_looking:
             with self._lock:
                 if self._is_looking or self._is_closed:
@@ -83,15 +83,15 @@ class DeadlockMonitor:
             LATER.call_after(LOOK_S, self._look)
 
     def hear(self, call_id: int, body: Buffer) -> None:
-        """Take in the report of a callee: what a call made here waits for. ProtocolError: it cannot be read."""
+        """Store a callee's report of what a call made here waits for. ProtocolError: it cannot be read."""
         blocked = decode_blocked(body)
         with self._lock:
             self._graph.hear(time.monotonic(), name_of(self._inbox_id, call_id), blocked)
         self.begin()
 
     def begin_outside(self, awaited: object, task: int) -> int:
-        """Note that this thread, or the task of this id, is about to wait outside of handlers; give the value returned
-        to `end_outside`."""
+        """Note that this thread, or the task with this id, begins to wait outside of handlers; `end_outside` needs the
+        result."""
         strand = -task or threading.get_ident()
         self._outside[strand] = awaited
         return strand
@@ -103,7 +103,7 @@ class DeadlockMonitor:
         self._is_closed = True
 
     def _look(self) -> None:
-        self._is_looking = False  # first: a call queued from here on asks again
+        self._is_looking = False  # first: a call queued after this schedules a look
         if self._is_closed:
             return
         waiting = self._queued()
@@ -127,9 +127,9 @@ class DeadlockMonitor:
         for name, blocked in findings.tell.items():
             self._sender.reply(calls[name], Kind.WAITS, SerializedValue(encode_blocked(blocked), []), False)
         for name, cycle in findings.refuse.items():
-            words = f"none goes on: {cycle} -> the first of these."
+            words = f"none can go on: {cycle} -> the first of these."
             if name in calls:
-                self._refuse(calls[name], f"{words} Have one of them call where it is in no such group.")
+                self._refuse(calls[name], f"{words} Let one of them make its call outside such a group.")
             else:
                 advice = "Read the stream to its end before you wait for the call, or close it."
                 what = f"a call from worker {self._worker} was given up: calls wait for one another"
@@ -139,7 +139,7 @@ class DeadlockMonitor:
             self.begin()
 
     def _queued(self) -> list[tuple[InboundCall, list[InboundCall]]]:
-        """Return the queued calls that handlers made or that are behind streams, each with those that its limit
+        """Return the queued calls that handlers made or that are behind streams, each with the calls that its limit
         admitted."""
         found: list[tuple[InboundCall, list[InboundCall]]] = []
         with self._lock_of_limits:
@@ -158,8 +158,8 @@ class DeadlockMonitor:
                 since = _REPORTED
                 logger.warning(
                     "worker=%s event=in-line-behind-stream method=%r caller=%s stream=%r seconds=%.0f: the stream "
-                    "waits to be read by the same caller. Whoever reads it must not wait for the call: read it to its "
-                    "end or close it",
+                    "waits to be read by the same caller. The thread that reads the stream must not wait for the "
+                    "call: read the stream to its end or close it",
                     self._worker,
                     call.method,
                     call.worker,
@@ -185,7 +185,7 @@ class _WaitIndex:
         self._streams: dict[int | None, list[StreamFeed]] = {}
         self._watched: dict[int | None, list[tuple[int, str]]] = {}
         """Threads that wait without telling the bus, and the calls they wait for, by the handler that made them."""
-        self._kept: list[object] = []  # so that what `id` names is there
+        self._kept: list[object] = []  # keeps the objects behind `id` alive
         for each in calls:
             awaited, handler = each.awaited, each.chain[-1] if each.chain else None
             self._kept.append(awaited)
@@ -204,18 +204,17 @@ class _WaitIndex:
         return sorted({*self._known(awaited), *(name for _, name in self._watched.get(call.token, ()))})
 
     def streams_read_by(self, call: InboundCall) -> list[str]:
-        """Return the names of the streams that a handler does not read now, since all of it waits for something
-        else."""
+        """Return the names of the streams that a handler does not read now: all of it waits for something else."""
         if len(call.waits) != 1:
             return []
         streams = self._streams.get(call.token, ())
         return [self._names[id(each)] for each in streams if each is not call.waits[0]]
 
     def outside(self, waits: Mapping[int, object], worker: str) -> list[BlockedCall]:
-        """Return threads and tasks that wait outside of handlers (calls and streams waited for, by ident of a thread or
-        minus the id of a task), and the readers of streams that they were the last to read."""
+        """Return the threads and tasks that wait outside of handlers (`waits`: calls and streams by thread ident or
+        negated task id), and the readers of the streams that they read last."""
         streams = self._streams.get(None, ())
-        if not streams:  # nothing else can be waiting for them
+        if not streams:  # only a stream can wait for threads and tasks
             return []
         names = {strand: {*self._known([awaited])} for strand, awaited in list(waits.items())}
         for thread, name in self._watched.get(None, ()):
@@ -243,8 +242,8 @@ class _WaitIndex:
 
 
 class PoolMonitor:
-    """Has other threads of the handler pool stand in for those that wait for calls with `concurrent.futures.wait` or
-    `as_completed`, which know nothing of the bus. Looks only while there is work that no thread is free for."""
+    """Has other threads of the handler pool stand in for threads that wait with `concurrent.futures.wait` or
+    `as_completed`, which do not tell the bus. Looks only while there is work that no thread is free for."""
 
     def __init__(self, pool: HandlerPool, outgoing_calls: Callable[[], Iterable[OutboundCall]]) -> None:
         self._pool = pool
@@ -252,13 +251,13 @@ class PoolMonitor:
         self._is_looking = False
 
     def begin(self) -> None:
-        """Begin to look: the pool is full."""
+        """Schedule a look: the pool is full."""
         if not self._is_looking:
-            self._is_looking = True  # of two threads that both begin, both look: that does no harm
+            self._is_looking = True  # two threads may both begin, and look: that does no harm
             LATER.call_after(LOOK_S, self._look)
 
     def _look(self) -> None:
-        self._is_looking = False  # first: if the pool gets full from here on, it says so
+        self._is_looking = False  # first: if the pool gets full after this, it calls `begin`
         is_full = self._pool.is_full
         self._pool.presume({watcher for each in self._outgoing_calls() if (watcher := each.watcher)} if is_full else ())
         if is_full:

@@ -1,7 +1,7 @@
 """The assignment of an epoch's unfinished shards to workers, and of whole files to ranks.
 
-Loads are balanced by water-filling: shards go to the workers that have least, or come from those that have most. Few
-change hands when workers come and go.
+Loads are balanced by water-filling: shards go to the workers with fewest shards, or come from the workers with most.
+Few shards move when workers come and go.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from unified.coordinator.core.shards.hash_ring import spread
 
 
 def fill_lowest(loads: Mapping[str, int], num_more: int, tie_breaks: Mapping[str, bytes]) -> dict[str, int]:
-    """Return how many of `num_more` things each holder gets when they go one by one to one who has least.
+    """Return how many of `num_more` items each holder gets if each item goes to a holder with fewest items.
 
     Args:
-        loads: what each holder has; at least one holder, unless there is nothing to give out.
-        tie_breaks: hash of each holder; the lowest is first among those that have as many as each other.
+        loads: items of each holder; at least one holder, unless `num_more` is 0.
+        tie_breaks: hash of each holder; the lowest is first among holders with equal loads.
     """
     rising = sorted(loads, key=lambda name: (loads[name], tie_breaks[name]))
     level = total = 0
@@ -37,16 +37,16 @@ def fill_lowest(loads: Mapping[str, int], num_more: int, tie_breaks: Mapping[str
 
 
 def drain_highest(loads: Mapping[str, int], num_less: int, tie_breaks: Mapping[str, bytes]) -> dict[str, int]:
-    """Return how many of `num_less` things each holder gives when they are taken one by one from one who has most.
+    """Return how many of `num_less` items each holder gives if each item comes from a holder with most items.
 
-    The loads are `num_less` in all, or more. The tie-breaks are as in `fill_lowest`.
+    The loads sum to `num_less` or more. The tie-breaks are as in `fill_lowest`.
     """
     ceiling = max(loads.values(), default=0)
     return fill_lowest({name: ceiling - load for name, load in loads.items()}, num_less, tie_breaks)
 
 
 class Owners:
-    """The unfinished shards of an epoch: a list for each worker, and the shards that nobody has without workers.
+    """The unfinished shards of an epoch: a list for each worker, or orphans if there are no workers.
 
     Args:
         salt: tells this spreading over the ring from others.
@@ -63,9 +63,9 @@ class Owners:
         self.is_moved = False
         """True if workers came or went since this was new."""
         self.lists: dict[str, array[int]] = {}
-        """Shards of each worker backwards: the one to read first is at the end, where it is taken off at no cost."""
+        """Shards of each worker backwards: the shard to read first is at the end, where removal costs nothing."""
         self.orphans: array[int] = array("I")
-        """Shards without an owner; there are some only without workers."""
+        """Shards without an owner; empty if there are workers."""
 
     def begin(self, tie_breaks: Mapping[str, bytes]) -> None:
         """Spread all shards of an epoch over these workers."""
@@ -80,12 +80,12 @@ class Owners:
         return self.lists[worker][-limit:][::-1].tolist()
 
     def copy_from(self, other: Owners) -> None:
-        """Begin with the lists of another one, which orders them alike and in which nobody is reading."""
+        """Begin with the lists of `other`, which has the same order, and whose first shards nobody is reading."""
         self.lists = {name: shards[:] for name, shards in other.lists.items()}
         self.orphans = other.orphans[:]
 
     def remove(self, worker: str, shard_ids: Collection[int]) -> None:
-        """Take off shards that this worker has."""
+        """Remove shards from this worker's list."""
         shards = self.lists[worker]
         if len(shard_ids) == 1 and shards[-1] in shard_ids:
             shards.pop()
@@ -94,7 +94,7 @@ class Owners:
         self.lists[worker] = array("I", [shard for shard in shards if shard not in gone])
 
     def discard(self, shard_ids: Collection[int]) -> None:
-        """Take shards off all lists."""
+        """Remove shards from all lists."""
         for name, shards in self.lists.items():
             self.lists[name] = array("I", [shard for shard in shards if shard not in shard_ids])
         self.orphans = array("I", [shard for shard in self.orphans if shard not in shard_ids])
@@ -103,10 +103,10 @@ class Owners:
         return [shard_id for shards in [*self.lists.values(), self.orphans] for shard_id in shards]
 
     def change(self, tie_breaks: Mapping[str, bytes]) -> None:
-        """Give everything to these workers, each with a hash that decides ties.
+        """Give all shards to these workers, each with a hash that decides ties.
 
-        Shards that have lost their owner go to those that have least. A new worker is filled up to the mean, rounded
-        down, by those that have most, with the shards that they would read last.
+        Shards without an owner go to the workers with fewest shards. A new worker is filled up to the mean, rounded
+        down: the workers with most shards give it the shards that they would read last.
         """
         self.is_moved = True
         freed = self.orphans
@@ -161,14 +161,14 @@ class Owners:
 def spread_files(sizes: Sequence[int], world_size: int, order: Sequence[int]) -> list[list[int]]:
     """Return the numbers of each rank's files, in the order of reading. Files without rows are left out.
 
-    Each file goes as a whole to one rank, for readers that take lists of files and no rows of them. The largest go
-    first, each to the rank that has fewest rows (of equal ones, fewest files). So files of one size go round the ranks,
-    and no rank has more than one file more than another.
+    Each file goes as a whole to one rank, for readers that take files and not rows. The largest files go first, each to
+    the rank with fewest rows (of equal ranks, fewest files). So files of equal size go round the ranks, which then
+    differ by one file at most.
 
     Args:
         sizes: rows of each file.
-        world_size: how many ranks there are, 1 or more.
-        order: every file once, as the epoch reads them.
+        world_size: the number of ranks, 1 or more.
+        order: every file once, in the order of the epoch.
     """
     positions: list[list[int]] = [[] for _ in range(world_size)]
     loads = [(0, 0, rank) for rank in range(world_size)]

@@ -1,4 +1,4 @@
-"""Consistent hashing with bounded load: a shard goes to its place on a ring of workers, or to the next with room."""
+"""Consistent hashing with bounded load: a shard goes to the worker at its place on a ring, or to the next with room."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b, shake_128
 
 POINTS = 4
-"""Points of a worker on the ring. More would even out the shards that pass each worker; its capacity does the rest."""
+"""Points of a worker on the ring. More points would even out the loads, but the capacities do that already."""
 ROWS = 2048
-"""Rows of a large dataset, or up to twice as many: sorted in a millisecond, and enough for a spread as if by chance."""
+"""Rows of a large dataset, or up to twice as many: sorted in a millisecond, and enough for a random-like spread."""
 
 
 def spread(
     salt: str, shard_ids: Sequence[int], num_shards: int, capacities: Mapping[str, int]
 ) -> dict[str, array[int]]:
-    """Return the shards of each worker with capacity, in no particular order. All have capacity for all of them.
+    """Return the shards of each worker with capacity, in no particular order. Together the workers can take all shards.
 
     Args:
-        salt: tells one spreading from another.
+        salt: makes one spread differ from another.
         shard_ids: each once, below `num_shards`; their order does not matter.
         num_shards: places on the ring.
     """
@@ -31,8 +31,8 @@ def spread(
     in_order, positions = along_the_ring(salt, shard_ids, num_shards)
     lists = [array("I") for _ in names]
     left = [capacities[name] for name in names]
-    # Each point's worker takes, as far as its capacity goes, the shards since the point before, and those that were too
-    # many there. Once round and nearly once more, all shards are taken.
+    # Each point's worker takes, within its capacity, the shards since the previous point, and shards left over there.
+    # After at most two rounds all shards are taken.
     begin = 0
     for is_second_round in (False, True):
         for point in points:
@@ -58,7 +58,7 @@ def points_of(worker: str, num_points: int = POINTS) -> array[int]:
 
 
 def tie_break(dataset_id: str, worker: str) -> bytes:
-    """Return the hash that decides between equal workers: another for each dataset, so that none has always more."""
+    """Return the hash that decides between equal workers. It differs by dataset, so that no worker always has more."""
     return blake2b(f"{worker}/{dataset_id}".encode(), digest_size=8).digest()
 
 
@@ -71,10 +71,10 @@ def little_endian(typecode: str, content: bytes) -> array[int]:
 
 
 def along_the_ring(salt: str, shard_ids: Sequence[int], num_shards: int) -> tuple[array[int], list[int] | None]:
-    """Return shards in the order of their places on a ring of `num_shards`, and those places; None for all places.
+    """Return shards in the order of their places on a ring of `num_shards`, and these places; None for all places.
 
-    The salt draws the order. Many shards are ordered by rows, each of which is every n-th shard: rows are put
-    together a hundred times as fast as shards are sorted.
+    The salt determines the order. Many shards are ordered by rows; a row is every n-th shard. To join rows is a hundred
+    times as fast as to sort shards.
     """
     draw = shake_128(salt.encode())
     num_rows = min(ROWS + int.from_bytes(draw.digest(4), "little") % ROWS, num_shards)

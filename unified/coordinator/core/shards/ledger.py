@@ -1,6 +1,6 @@
-"""The ledger of a dataset: the shards of each worker, and those that were read; each shard of an epoch once.
+"""The ledger of a dataset: the shards of each worker, and the shards that were read; each shard of an epoch once.
 
-In its snapshots, records for a store, lists of shards are bytes, 4 to a number.
+Snapshots are records for a store. Their lists of shards are bytes, 4 for each number.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class OwnersSnapshot(Value, frozen=True, kw_only=True):
     lists: list[bytes]
     """Shards of each of the ledger's workers, in the order of the workers and of reading."""
     orphans: bytes = b""
-    """Shards without an owner, as there is no worker."""
+    """Shards without an owner, if there are no workers."""
     is_moved: bool = False
-    """Workers came or went since it was opened."""
+    """Workers came or went since the epoch was opened."""
 
 
 class LedgerSnapshot(Value, frozen=True, kw_only=True):
@@ -61,7 +61,7 @@ def restore(owners: Owners, snapshot: OwnersSnapshot, workers: Sequence[str]) ->
     owners.orphans = little_endian("I", snapshot.orphans)
     owners.is_moved = snapshot.is_moved
     if broken := owners.broken_rules():
-        raise InvariantError(f"A snapshot of a dataset's shards is none: {'; '.join(broken)}.")
+        raise InvariantError(f"A snapshot of a dataset's shards is not valid: {'; '.join(broken)}.")
 
 
 def _packed(shard_ids: array[int]) -> bytes:
@@ -69,7 +69,7 @@ def _packed(shard_ids: array[int]) -> bytes:
 
 
 NUM_IDLE = 4
-"""Most epochs that were asked for and in which nothing is done yet; of more, the first is forgotten."""
+"""Most epochs that were asked for and have no progress; beyond it, the first is forgotten."""
 
 
 class _EpochProgress:
@@ -89,21 +89,21 @@ class _EpochProgress:
 class Ledger:
     """One dataset: its workers, and the progress of its epochs.
 
-    A worker reads the list that `shards_of` gives it from its beginning, and reports each shard with `mark_done` before
-    it begins the next. The first shard of a list is the one that its worker is reading: it goes to nobody else as long
-    as that worker is there. So no shard is read by two, unless the one that read it left without having reported it.
+    A worker reads the list of `shards_of` from the beginning, and reports each shard with `mark_done` before it begins
+    the next. The worker is reading the first shard of its list: this shard goes to nobody else while the worker is
+    there. So no shard is read by two workers, unless the first one left without a report.
 
     With `shuffle` each epoch is spread over the workers anew. Without it each worker has the same shards in each epoch,
-    which it may have at hand from the one before.
+    and may still have them at hand.
     """
 
     def __init__(self, plan: ShardPlan, workers: Iterable[str] = ()) -> None:
         self.plan = plan
         self.epoch = 0
-        """The current one. Those before are past: nothing of them is handed out again. Later ones are open, too, as
-        workers do not reach the end of an epoch together."""
+        """The current epoch. Earlier epochs are past: their shards are not handed out again. Later epochs are open,
+        too, because workers do not reach the end of an epoch together."""
         self.revision = 0
-        """Number that grows when the shards of any worker may have changed other than by its own reports."""
+        """Number that grows when a worker's shards may have changed, except by its own reports."""
         self._tie_breaks: dict[str, bytes] = {}
         self._tie_breaks = self._ticketed(workers)
         self._epochs: dict[int, _EpochProgress] = {}
@@ -122,7 +122,7 @@ class Ledger:
 
     @property
     def open_epochs(self) -> Sequence[int]:
-        """Epochs in which something is done, or that were asked for lately, in order; complete ones are left out."""
+        """Epochs with progress, or asked for recently, in order; complete ones are left out."""
         return sorted(self._epochs)
 
     def is_open(self, epoch: int) -> bool:
@@ -132,9 +132,9 @@ class Ledger:
     def set_workers(self, workers: Iterable[str]) -> bool:
         """Spread the unfinished shards over these workers; return True if anything changed.
 
-        Shards of workers that left go to those that have the fewest; a worker that joined is filled up to the mean
-        by those that have the most, with the shards that they would read last. Nothing else moves. The order of the
-        workers does not matter.
+        Shards of workers that left go to the workers with fewest shards. A worker that joined is filled up to the mean:
+        the workers with most shards give it the shards that they would read last. Nothing else moves. The order of
+        `workers` does not matter.
         """
         tie_breaks = self._ticketed(workers)
         if tie_breaks == self._tie_breaks:
@@ -150,8 +150,8 @@ class Ledger:
     def shards_of(self, worker: str, epoch: int, limit: int = 0) -> list[int]:
         """Return the unfinished shards of a worker, in the order of reading.
 
-        The first `limit` take a time that does not depend on how many there are; 0: all. DatasetError: the epoch is
-        past or below 0, or the worker is none of this dataset's.
+        With `limit` return only the first ones, in a time that does not depend on their total; 0: all. DatasetError:
+        the epoch is past or below 0, or the dataset is not spread over the worker.
         """
         if worker not in self._tie_breaks:
             raise DatasetError(
@@ -169,7 +169,7 @@ class Ledger:
         return self._open(epoch).owners.shards_of(worker, limit)
 
     def mark_done(self, epoch: int, worker: str, shard_ids: Iterable[int]) -> list[int]:
-        """Count shards that a worker has read to their end; return those that count, which were its own until then.
+        """Count shards that a worker has read to the end; return the counted ones, which were its own until then.
 
         Shards reported twice, or too late (the epoch is past, the shard was given to another), are left out.
         DatasetError: there is no such shard, or the epoch is below 0.
@@ -183,7 +183,7 @@ class Ledger:
         state = self._open(epoch)
         owned = state.owners.lists[worker]
         counted = [shard_id for shard_id in wanted if not state.is_done[shard_id]]
-        if len(counted) != 1 or not owned or counted[0] != owned[-1]:  # not what a worker reports that reads in order
+        if len(counted) != 1 or not owned or counted[0] != owned[-1]:  # not the report of a worker that reads in order
             owned_ids = set(owned)
             counted = [shard_id for shard_id in counted if shard_id in owned_ids]
         if counted:
@@ -195,7 +195,7 @@ class Ledger:
     def redo(self, epoch: int, shard_ids: Iterable[int]) -> None:
         """Count shards that `mark_done` has counted since the snapshot that this ledger was restored from.
 
-        All unfinished shards are looked through: give those of an epoch together. DatasetError: there is no such shard.
+        It searches all unfinished shards: give all shards of an epoch together. DatasetError: there is no such shard.
         """
         for shard_id in (wanted := set(shard_ids)):
             self.plan.bounds(shard_id)
@@ -208,7 +208,7 @@ class Ledger:
         self._close_if_complete(epoch)
 
     def advance(self, epoch: int) -> bool:
-        """Make `epoch` the current one, and give up the unfinished shards before it. Return False if it is so, or past.
+        """Make `epoch` the current one, and give up earlier unfinished shards. Return False if it is current or past.
 
         DatasetError: the epoch is below 0.
         """
@@ -222,8 +222,8 @@ class Ledger:
         return True
 
     def rewind(self, epoch: int, done: Iterable[int]) -> None:
-        """Go to exactly this position: `epoch` is the current one, these of its shards are done and no others, and
-        nothing is known of any other epoch. DatasetError: there is no such shard, or the epoch is below 0.
+        """Go to exactly this position: `epoch` is the current one, only these of its shards are done, and all other
+        epochs are forgotten. DatasetError: there is no such shard, or the epoch is below 0.
         """
         self._check_epoch(epoch)
         for shard_id in (wanted := set(done)):
@@ -234,7 +234,7 @@ class Ledger:
         self.revision += 1
 
     def num_done(self, epoch: int) -> int:
-        """Return the number of an epoch's shards that were read to their end; 0 for a past one, as it is forgotten."""
+        """Return the number of an epoch's shards that were read to the end; 0 for a past epoch, which is forgotten."""
         if epoch in self._complete:
             return self.plan.num_shards
         return self._epochs[epoch].num_done if epoch in self._epochs else 0
@@ -271,12 +271,14 @@ class Ledger:
             state.finish(shard_id for shard_id in range(num_shards) if shard_id not in unfinished)
             ledger._epochs[each.epoch] = state
         if broken := ledger.check():
-            raise InvariantError(f"A snapshot of dataset {snapshot.plan.dataset_id!r} is none: {'; '.join(broken)}.")
+            name = snapshot.plan.dataset_id
+            raise InvariantError(f"A snapshot of dataset {name!r} is not valid: {'; '.join(broken)}.")
         return ledger
 
     def check(self) -> list[str]:
         """Return the rules of a ledger that this one breaks; none, unless there is a defect."""
-        broken = [f"epoch {each} is past, and kept" for each in {*self._epochs, *self._complete} if each < self.epoch]
+        kept = {*self._epochs, *self._complete}
+        broken = [f"epoch {each} is past but still kept" for each in kept if each < self.epoch]
         if list(self._tie_breaks) != sorted(self._tie_breaks):
             broken.append("workers are not in order")
         every = [(f"epoch {epoch}", state.owners, state.is_done) for epoch, state in self._epochs.items()]
@@ -287,7 +289,7 @@ class Ledger:
             if owners.lists.keys() != self._tie_breaks.keys():
                 broken.append(f"{what}: lists are not of the workers")
             if sorted(owners.all_shards()) != [shard_id for shard_id, done in enumerate(is_done) if not done]:
-                broken.append(f"{what}: what is unfinished is not what the lists hold")
+                broken.append(f"{what}: the lists do not match the unfinished shards")
         return broken
 
     def _check_epoch(self, epoch: int) -> None:
@@ -315,10 +317,10 @@ class Ledger:
         return Owners(salt, self.plan.num_shards, self.plan.sort_keys(epoch), is_read=True)
 
     def _forget_idle(self, asked_for: int) -> None:
-        """Forget the first of too many epochs that were only asked for, so that they do not fill the memory."""
+        """Forget the first of too many epochs without progress, so that they do not fill the memory."""
         idle = [each for each in self.open_epochs if not self._epochs[each].num_done and each != asked_for]
         for epoch in idle[: max(len(idle) - NUM_IDLE, 0)]:
-            if self._epochs.pop(epoch).owners.is_moved:  # who asks for it again may be told of other shards
+            if self._epochs.pop(epoch).owners.is_moved:  # a later request for it may get other shards
                 self.revision += 1
 
     def _close_if_complete(self, epoch: int) -> None:

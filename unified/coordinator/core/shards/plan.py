@@ -10,21 +10,21 @@ from unified.errors import DatasetError, UsageError
 from unified.values import Value
 
 MAX_SHARDS = 1_000_000
-"""Most shards of a dataset: the coordinator spreads so many in half a second, in which it does nothing else."""
+"""Most shards of a dataset: to spread them takes half a second, in which the coordinator does nothing else."""
 
 
 class ShardPlan(Value, frozen=True, kw_only=True):
     """The cut of a dataset: shard `i` is samples ``i * shard_size`` to ``(i + 1) * shard_size``, the last one shorter.
 
     Args:
-        dataset_id: its name, which takes part in its order.
+        dataset_id: the dataset's name, on which the order depends.
         total_samples: 0 or more; a dataset of 0 has no shards.
         shard_size: samples of a shard, 1 or more.
         shuffle: read the shards of each epoch in another order.
         seed: seed of that order.
 
     Raises:
-        UsageError: a number that is out of its range, or more than a million shards.
+        UsageError: a number is out of its range, or there are more than a million shards.
     """
 
     dataset_id: str
@@ -62,18 +62,18 @@ class ShardPlan(Value, frozen=True, kw_only=True):
     def order(self, epoch: int) -> Sequence[int]:
         """Return every shard once, in the order in which this epoch reads them.
 
-        Without `shuffle` this is 0, 1, 2 …; with it, the order depends on the seed, the dataset's name and the epoch
-        alone, and is the same for any version of Python and any machine.
+        Without `shuffle` this is 0, 1, 2 …; with it, the order depends only on the seed, the dataset's name and the
+        epoch, and is the same for any version of Python and any machine.
         """
         keys = self.sort_keys(epoch)
         return range(self.num_shards) if keys is None else sorted(range(self.num_shards), key=keys.__getitem__)
 
     def sort_keys(self, epoch: int) -> Sequence[int] | None:
-        """Return a sort key of each shard (equal ones go by their numbers); None: shards are read by their numbers."""
+        """Return a sort key for each shard (equal keys go by shard number); None: shards are read by number."""
         if not self.shuffle:
             return None
-        # One digest of the wanted length: a random number for each shard, at the price of a single hash. Of 30 bits,
-        # one digit of Python's integers: to sort those takes half as long.
+        # One digest of the wanted length gives a random number for each shard, at the price of a single hash. Numbers
+        # of 30 bits are one digit of Python's integers: to sort them takes half as long.
         length = 4 * self.num_shards
         digest = int.from_bytes(shake_128(f"{self.seed}/{epoch}/{self.dataset_id}".encode()).digest(length), "little")
         low = int.from_bytes(b"\xff\xff\xff\x3f" * self.num_shards, "little")

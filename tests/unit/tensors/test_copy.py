@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from unified.memory import copy as memory_copy
-from unified.memory.copy import Copy, copy_memory
+from unified.tensors import copy as memory_copy
+from unified.tensors.copy import Copy, copy_memory
 
 
 @pytest.mark.parametrize("num_threads", [0, 1, 2, 9])

@@ -1,6 +1,6 @@
 """Buffers of host memory that are used again, and copies of tensors in them.
 
-Memory that was written to before takes a copy several times as fast as fresh memory, whose pages have to be found.
+A copy into memory that was written before is several times as fast as one into fresh memory, which has no pages yet.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ import dataclasses
 import mmap
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from unified.memory.copy import Copy, copy_memory
+from unified.tensors.copy import Copy, copy_memory
+from unified.tensors.walk import identity_of, is_lazy, is_plain, tensors_in
 
 ALIGN = 64
 """Alignment of each tensor in a buffer, in bytes."""
 
 
 class BufferPool:
-    """Buffers that are kept once they were used. Safe for threads.
+    """Buffers that are kept for reuse. Safe for threads.
 
     Args:
-        one_size: all buffers are about as large as the largest: when all idle ones are too small, they are freed.
+        one_size: all buffers in use have about one size: if all idle buffers are too small, free them.
         max_idle: number of idle buffers that are kept; None: all.
     """
 
@@ -38,7 +39,7 @@ class BufferPool:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
-        """Return a buffer of at least `nbytes` bytes, the smallest idle one that will do; OSError: there is none."""
+        """Return a buffer of at least `nbytes` bytes, the smallest idle one or a new one; OSError: no memory."""
         with self._lock:
             fitting = [each for each in self._idle if each.numel() >= nbytes and each.is_pinned() >= pinned]
             if fitting:
@@ -55,19 +56,19 @@ class BufferPool:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def put_back(self, buffer: torch.Tensor) -> None:
-        """Keep a buffer for the next `take`. Safe in a finalizer, perhaps in the middle of `take`: it takes no lock."""
+        """Keep a buffer for the next `take`. It takes no lock: a finalizer may call it in the middle of `take`."""
         if self._max_idle is None or len(self._idle) < self._max_idle:
             self._idle.append(buffer)
 
     def borrow(self, nbytes: int) -> Any:
-        """Return writable memory, as `take`, that comes back by itself once nothing, such as a tensor, refers to it."""
+        """Return writable memory as `take` does. It comes back once nothing, such as a tensor, refers to it."""
         buffer = self.take(nbytes)
         window = (ctypes.c_ubyte * nbytes).from_buffer(buffer.numpy())  # type: ignore[arg-type]  # of numpy's stubs
         weakref.finalize(window, self.put_back, buffer).atexit = False
         return window
 
     def trim(self, num_kept: int = 0) -> None:
-        """Give idle buffers back to the system, but for so many, the largest."""
+        """Give idle buffers back to the system, except the `num_kept` largest."""
         with self._lock:
             self._drop(sorted(self._idle, key=torch.Tensor.numel, reverse=True)[num_kept:])
 
@@ -77,7 +78,7 @@ class BufferPool:
         self.trim()
 
     def _drop(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Called under the lock. In place, as `put_back` may append meanwhile."""
+        """Called under the lock. It works in place, because `put_back` may append meanwhile."""
         gone = set(map(id, buffers))
         for index in reversed(range(len(self._idle))):
             if id(self._idle[index]) in gone:
@@ -86,24 +87,24 @@ class BufferPool:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class HostCopy:
-    """A copy in a buffer of a pool, which nobody changes until `release`."""
+    """A copy in a buffer of a pool; it stays unchanged until `release`."""
 
     value: Any
-    """The copied tensors, in whatever they came in; None after `release`."""
+    """The copied tensors, in the same containers; None after `release`."""
     nbytes: int
     """Size of the tensors."""
     memory: torch.Tensor | None
-    """The buffer; None: there is none."""
+    """The buffer; None if the copy needs none, and after `release`."""
     _arrived: Sequence[Any]
     _pool: BufferPool
 
     def wait(self) -> None:
-        """Wait until the copies off a GPU have been made."""
+        """Wait until the copies from GPUs have been made."""
         for event in self._arrived:
             event.synchronize()
 
     def release(self) -> None:
-        """Have the buffer used again. Can be called twice."""
+        """Give the buffer back to the pool. Can be called twice."""
         memory, self.memory, self.value = self.memory, None, None
         if memory is not None:
             self._pool.put_back(memory)
@@ -112,12 +113,11 @@ class HostCopy:
 def stage(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], streams: dict[torch.device, Any] | None = None
 ) -> list[Any]:
-    """Copy tensors into host memory, and begin to copy those that are on GPUs; return events of CUDA, which happen when
-    the copies off each GPU have arrived.
+    """Copy tensors into host memory; only begin the copies from GPUs. Return for each GPU the CUDA event of their end.
 
     Args:
         targets: contiguous tensors of the shapes of `sources`; casts are made on the GPU.
-        streams: None: copies run on the stream that computes, so that what comes after waits for them. Else on streams
+        streams: None: copies run on the computing stream, so that later work waits for them. Else they run on streams
             of their own, which are kept in this dict by device.
     """
     plain: list[Copy] = []
@@ -161,13 +161,8 @@ def stage_state(state: Any, pool: BufferPool) -> HostCopy:
 
 
 def nbytes_of(state: Any) -> int:
-    """Return the bytes of the tensors in a nest of containers; those that are there twice may be counted twice."""
+    """Return the bytes of the tensors in a nest of containers; tied tensors may be counted twice."""
     return sum({id(tensor): tensor.nbytes for tensor in tensors_in(state) if tensor.layout == torch.strided}.values())
-
-
-def is_lazy(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor's memory holds other values than it has: conjugated or negated ones."""
-    return tensor.is_conj() or tensor.is_neg()
 
 
 def _copy_off(
@@ -175,56 +170,24 @@ def _copy_off(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
     streams: dict[torch.device, Any] | None,
 ) -> Any:
-    """Begin to copy off one GPU; return the event of its end."""
+    """Begin the copies from one GPU; return the event of their end."""
     stream = computing = torch.cuda.current_stream(device)
     if streams is not None:
         if device not in streams:
             streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream = streams[device]
-        stream.wait_stream(computing)  # what computes these tensors
+        stream.wait_stream(computing)  # the stream that computes these tensors
     with torch.cuda.stream(stream):
         for target, source in pairs:
             target.copy_(source.to(target.dtype).contiguous(), non_blocking=True)
-            source.record_stream(stream)  # a temporary one may be freed before the copy has begun
+            source.record_stream(stream)  # a temporary tensor may be freed before the copy has begun
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(stream)
     return event
 
 
-def tensors_in(tree: Any, *, in_modules: bool = False) -> Iterator[torch.Tensor]:
-    """Yield every tensor in containers, and the parameters of modules in them, once for each place that it is at."""
-    pending, seen = [tree], set[int]()
-    while pending:
-        node = pending.pop()
-        if isinstance(node, torch.Tensor):
-            yield node
-        elif in_modules and isinstance(node, torch.nn.Module):
-            pending.extend(node.parameters())
-        elif isinstance(node, Mapping | list | tuple) and id(node) not in seen:
-            seen.add(id(node))
-            pending.extend(node.values() if isinstance(node, Mapping) else node)
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is no more than dense numbers in memory."""
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.layout == torch.strided
-        and tensor.device.type in ("cpu", "cuda")
-        and not tensor.is_quantized
-        and not is_lazy(tensor)
-    )
-
-
-def identity_of(tensor: torch.Tensor) -> object:
-    """Return a key that is equal for tensors that are tied."""
-    if tensor.numel() == 0:
-        return id(tensor)
-    return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device, type(tensor))
-
-
 def _place(tensor: torch.Tensor, memory: torch.Tensor | None, start: int) -> torch.Tensor:
-    """Return the tensor of a buffer, still without values, into which this one is to be copied."""
+    """Return the tensor in `memory`, still without values, to which `tensor` is to be copied."""
     if tensor.numel() == 0 or memory is None:
         placed = torch.empty(tensor.shape, dtype=tensor.dtype)
     else:

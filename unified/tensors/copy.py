@@ -1,4 +1,4 @@
-"""Copies of many pieces of memory by a few threads, in the time that the memory needs and not Python; addresses."""
+"""Copies of many pieces of memory by a few threads, at the speed of the memory; addresses of buffers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 SLICE_NBYTES = 16 << 20
-"""Size of the slices of large pieces that threads share. For less, one more thread would cost more than it saves."""
+"""Size of the slices of large pieces that threads share. For fewer bytes, one more thread costs more than it saves."""
 MAX_THREADS = 4
-"""Most threads: more of them wait for the memory of one processor."""
+"""Largest number of threads: more would only wait for the memory of one processor."""
 
 
 _PyBuffer = ctypes.c_void_p * 10
-"""Py_buffer of the C API, whose first word is the address, as words: two of its eleven fields share one."""
+"""Py_buffer of the C API as ten words. The first is the address; two of its eleven fields share a word."""
 _get_buffer = ctypes.pythonapi.PyObject_GetBuffer
 _get_buffer.argtypes = (ctypes.py_object, ctypes.c_void_p, ctypes.c_int)
 _release_buffer = ctypes.pythonapi.PyBuffer_Release
@@ -24,8 +24,7 @@ _release_buffer.argtypes = (ctypes.c_void_p,)
 
 
 def address_of(buffer: bytes | bytearray | memoryview) -> int:
-    """Return the address of a contiguous buffer, read-only ones too. Good as long as the buffer is not resized.
-    BufferError: it is not contiguous."""
+    """Return the address of a buffer, also a read-only one, valid until a resize. BufferError: it is not contiguous."""
     found = _PyBuffer()
     _get_buffer(buffer, ctypes.addressof(found), 0)
     address = found[0] or 0
@@ -34,7 +33,7 @@ def address_of(buffer: bytes | bytearray | memoryview) -> int:
 
 
 class Copy(NamedTuple):
-    """A copy to make: addresses of memory that stays where it is meanwhile, and bytes."""
+    """A copy to make: addresses of memory, which must not move meanwhile, and the number of bytes."""
 
     target: int
     source: int
@@ -47,19 +46,19 @@ def num_cores() -> int:
 
 
 def copy_memory(copies: Sequence[Copy], num_threads: int) -> None:
-    """Copy all of them. Other threads of Python run meanwhile.
+    """Make all copies. Other threads of Python run meanwhile.
 
-    torch's own ``copy_`` lets its threads meet after each tensor, and they wait for each other where cores are busy.
-    For little, fewer threads than `num_threads` are used.
+    The threads of torch's own ``copy_`` synchronize after each tensor, and wait for each other if cores are busy.
+    Few bytes are copied by fewer threads than `num_threads`.
     """
     useful = sum(copy.nbytes for copy in copies) // SLICE_NBYTES
     num_others = min(num_threads, MAX_THREADS, useful) - 1
     if num_others < 1:
         _copy(iter(copies))
         return
-    queue = iter([each for copy in copies for each in _slices(copy)])  # one that all take from
+    queue = iter([each for copy in copies for each in _slices(copy)])  # shared by all threads
     started = []
-    with contextlib.suppress(RuntimeError):  # where no more threads can be had, those that there are do it
+    with contextlib.suppress(RuntimeError):  # no more threads: the started ones make the copies
         for _ in range(num_others):
             thread = threading.Thread(target=_copy, args=(queue,), name="memory-copy")
             thread.start()

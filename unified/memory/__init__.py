@@ -1,1 +1,0 @@
-"""Memory of the host: parallel copies, and buffers that are used again."""

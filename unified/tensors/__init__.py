@@ -1,0 +1,1 @@
+"""Tensors in memory: walks of a state, copies by several threads, and buffers that are used again."""
