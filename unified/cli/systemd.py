@@ -89,7 +89,7 @@ def render(
     """Return the files of a role with their paths; the last one has its settings.
 
     Args:
-        is_below_home: True if the programs are below a home folder: then the sandbox lets the daemon read homes.
+        is_below_home: True if the programs are below a home folder: then the sandbox lets the daemon read home folders.
     """
     unit, settings = f"unified-{role}.service", f"{role}.env"
     if is_user:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from unified.core.permutation import Permutation
 from unified.errors import UsageError
 
 
@@ -37,11 +38,11 @@ class ElasticSampler:
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's batches from the position on, to the end of the epoch."""
         rank, world_size = _ranks()
-        order = self._order()
+        order = Permutation(self.length, self.seed + self.epoch) if self.shuffle else range(self.length)
         share = self.batch_size * world_size
         for first in range(self.position, self.length - share + 1, share):
             begin = first + rank * self.batch_size
-            yield order[begin : begin + self.batch_size]
+            yield [order[place] for place in range(begin, begin + self.batch_size)]
 
     def __len__(self) -> int:
         return (self.length - self.position) // (self.batch_size * _ranks()[1])
@@ -59,15 +60,6 @@ class ElasticSampler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch, self.position = state["epoch"], state["position"]
-
-    def _order(self) -> list[int]:
-        import torch
-
-        if not self.shuffle:
-            return list(range(self.length))
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order: list[int] = torch.randperm(self.length, generator=generator).tolist()
-        return order
 
 
 def _ranks() -> tuple[int, int]:

@@ -181,7 +181,7 @@ class _StateUnpickler(pickle.Unpickler):
 
         local = self._content.real(number)
         self._content.fetch()
-        return DTensor.fromlocal_part(
+        return DTensor.from_local(
             local.to(mesh.device_type), mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
         )
 

@@ -13,6 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 
 import zmq
 
@@ -21,7 +22,7 @@ from unified.protocol import snapshots as protocol
 from unified.protocol.framing import UNREADABLE
 from unified.snapshot.core.inventory import OverQuotaError, SnapshotBuffer, SnapshotInventory
 from unified.snapshot.memory import make_buffer
-from unified.snapshot.server_state import JobState, SentState, WorkerConnection
+from unified.snapshot.server_state import Arriving, JobState, SentState, SnapshotKey, WorkerConnection
 from unified.snapshot.storage import name_of
 from unified.snapshot.transfers import SnapshotTransfers
 from unified.snapshot.writers import StorageWriters
@@ -192,13 +193,15 @@ class SnapshotServer:
         if copy_node is None:
             self._answer(connection, protocol.CopyNodeHeld(held=[]))
             return
+        on_end = partial(self._on_listed, connection, copy_node.node)
+        self._transfers.ask_held(copy_node, connection.series, on_end)
 
-        def end(held: list[protocol.HeldSnapshot], error: str) -> None:
-            if error:
-                log.warning("event=snapshot-copy-node-silent node=%s reason=%r", copy_node.node, error)
-            self._answer(connection, protocol.CopyNodeHeld(held=held))
-
-        self._transfers.ask_held(copy_node, connection.series, end)
+    def _on_listed(
+        self, connection: WorkerConnection, node: str, held: list[protocol.HeldSnapshot], error: str
+    ) -> None:
+        if error:
+            log.warning("event=snapshot-copy-node-silent node=%s reason=%r", node, error)
+        self._answer(connection, protocol.CopyNodeHeld(held=held))
 
     def _begin(self, connection: WorkerConnection, request: protocol.BeginSnapshot) -> None:
         sent = self._sent(connection.series)
@@ -247,59 +250,56 @@ class SnapshotServer:
             self._store(buffer)
 
     def _offer(self, target: protocol.ServerAddress, buffer: SnapshotBuffer, request: protocol.CommitSnapshot) -> None:
-        series = buffer.series
         buffer.is_offered = True
-
-        def end(error: str) -> None:
-            if error:
-                buffer.is_offered = False
-            else:
-                sent = self._sent(series)
-                sent.confirmed = max(sent.confirmed, request.stamp)
-
         message = protocol.OfferSnapshot(
             number=0,
             token=target.token,
-            series=series,
+            series=buffer.series,
             stamp=request.stamp,
             length=buffer.length,
             floor=request.floor,
-            source=self._address(series.job_id),
+            source=self._address(buffer.series.job_id),
         )
-        self._transfers.offer(target, message, self._under_way(buffer, "copied to another node", end))
+        on_end = partial(self._on_copied, buffer, self._begin_sending(buffer), request.stamp)
+        self._transfers.offer(target, message, on_end)
+
+    def _on_copied(self, buffer: SnapshotBuffer, sent: SentState, stamp: protocol.SnapshotStamp, error: str) -> None:
+        if error:
+            buffer.is_offered = False
+        else:
+            current = self._sent(buffer.series)  # a worker that came back has begun anew
+            current.confirmed = max(current.confirmed, stamp)
+        self._end_sending(buffer, sent, error and f"the snapshot was not copied to another node: {error}")
 
     def _store(self, buffer: SnapshotBuffer) -> None:
         target = self._job(buffer.series).targets.get(buffer.series)
         if target is None:
             return
-
-        def end(error: str) -> None:
-            buffer.is_stored = not error
-            self._num_written += not error
-            if error:
-                log.error("event=snapshot-not-stored step=%d reason=%r", buffer.stamp.step, error)
-            self._tell_when_persisted()
-
         buffer.is_stored = True
         name = name_of(buffer.series.job_id, buffer.stamp)
-        on_end = self._under_way(buffer, "written to storage", end)
+        on_end = partial(self._on_stored, buffer, self._begin_sending(buffer))
         self._writers.write(self._memory[buffer.number], buffer.length, target, name, on_end)
 
-    def _under_way(self, buffer: SnapshotBuffer, what: str, end: Callable[[str], None]) -> Callable[[str], None]:
-        """Count a snapshot as on its way until the returned function is called, with an error or ""."""
+    def _on_stored(self, buffer: SnapshotBuffer, sent: SentState, error: str) -> None:
+        buffer.is_stored = not error
+        self._num_written += not error
+        if error:
+            log.error("event=snapshot-not-stored step=%d reason=%r", buffer.stamp.step, error)
+        self._tell_when_persisted()
+        self._end_sending(buffer, sent, error and f"the snapshot was not written to storage: {error}")
+
+    def _begin_sending(self, buffer: SnapshotBuffer) -> SentState:
+        """Count a snapshot as on its way until `_end_sending`, which takes the returned state."""
         sent = self._sent(buffer.series)
         sent.num_under_way += 1
         buffer.num_uses += 1
+        return sent
 
-        def ended(error: str) -> None:
-            sent.num_under_way -= 1
-            buffer.num_uses -= 1
-            if error:
-                sent.complaint = f"the snapshot was not {what}: {error}"
-            end(error)
-            self._go_on(buffer.series)
-
-        return ended
+    def _end_sending(self, buffer: SnapshotBuffer, sent: SentState, complaint: str) -> None:
+        sent.num_under_way -= 1
+        buffer.num_uses -= 1
+        sent.complaint = complaint or sent.complaint
+        self._go_on(buffer.series)
 
     def _tell_when_persisted(self) -> None:
         if self._is_persisting and self._writers.is_idle:
@@ -329,15 +329,15 @@ class SnapshotServer:
         is_copy = request.series != connection.series  # one copy for all ranks here with this state
         buffer = self._writable(request.series, request.length, protocol.NO_STAMP, is_copy=is_copy)
         arriving[key] = [connection]
+        on_end = partial(self._on_arrived, buffer, arriving, key)
+        self._pull(buffer, request.source, request.series, request.stamp, request.length, on_end)
 
-        def end(error: str) -> None:
-            for each in arriving.pop(key):
-                if error:
-                    self._answer(each, protocol.SnapshotRefused(reason=error))
-                else:
-                    self._say_readable(each, buffer)
-
-        self._pull(buffer, request.source, request.series, request.stamp, request.length, end)
+    def _on_arrived(self, buffer: SnapshotBuffer, arriving: Arriving, key: SnapshotKey, error: str) -> None:
+        for each in arriving.pop(key):
+            if error:
+                self._answer(each, protocol.SnapshotRefused(reason=error))
+            else:
+                self._say_readable(each, buffer)
 
     def _say_readable(self, connection: WorkerConnection, buffer: SnapshotBuffer) -> None:
         is_own = buffer.series == connection.series and not buffer.is_copy
@@ -420,16 +420,23 @@ class SnapshotServer:
     ) -> None:
         buffer.num_uses += 1
         buffer.state = "writing"
+        ended = partial(self._on_pulled, buffer, stamp, length, on_end)
+        self._transfers.pull(source, series, stamp, length, self._memory[buffer.number], ended)
 
-        def end(error: str) -> None:
-            buffer.num_uses -= 1
-            if error:
-                buffer.state = "free"
-            else:
-                self._inventory.commit(buffer, stamp, length)
-            on_end(error)
-
-        self._transfers.pull(source, series, stamp, length, self._memory[buffer.number], end)
+    def _on_pulled(
+        self,
+        buffer: SnapshotBuffer,
+        stamp: protocol.SnapshotStamp,
+        length: int,
+        on_end: Callable[[str], None],
+        error: str,
+    ) -> None:
+        buffer.num_uses -= 1
+        if error:
+            buffer.state = "free"
+        else:
+            self._inventory.commit(buffer, stamp, length)
+        on_end(error)
 
     # Memory
 

@@ -35,6 +35,10 @@ class WorkerConnection:
         return self.attached.series
 
 
+SnapshotKey = tuple[SnapshotSeries, SnapshotStamp]
+Arriving = dict[SnapshotKey, list[WorkerConnection]]
+
+
 @dataclass(eq=False)
 class SentState:
     """State of the snapshots of one rank that are sent on, to its partner or to storage."""
@@ -54,7 +58,7 @@ class JobState:
     """Time at which all is dropped, unless a worker comes."""
     sent: dict[SnapshotSeries, SentState] = field(default_factory=dict)
     targets: dict[SnapshotSeries, StorageTarget] = field(default_factory=dict)
-    arriving: dict[tuple[SnapshotSeries, SnapshotStamp], list[WorkerConnection]] = field(default_factory=dict)
+    arriving: Arriving = field(default_factory=dict)
     """Workers that wait for a snapshot on its way here from another node, to be restored."""
 
     def come(self, series: SnapshotSeries) -> None:

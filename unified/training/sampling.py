@@ -7,12 +7,12 @@ A position counts the rows that all ranks have seen, so that the number of ranks
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch.utils.data import DistributedSampler
 
+from unified.core.permutation import Permutation
 from unified.errors import UsageError
 
 
@@ -70,33 +70,6 @@ def check_rows(step: int, before: int | None, now: int) -> None:
             f"checkpoint {step} is of a run on {before} rows, and there are {now} now: resume it with the same dataset "
             "and eval_fraction, or give the new run another run_id."
         )
-
-
-class Permutation:
-    """A pseudo-random order of the numbers below `size` that takes no memory: a Feistel network over the smallest even
-    number of bits that holds them, repeated while its value is too large (Black and Rogaway, cycle walking).
-    """
-
-    _ROUNDS = 6
-    _WORD = (1 << 64) - 1
-
-    def __init__(self, size: int, seed: int) -> None:
-        self._size = size
-        self._bits = max(1, ((size - 1).bit_length() + 1) // 2)
-        self._mask = (1 << self._bits) - 1
-        draws = random.Random(seed)
-        self._keys = [draws.getrandbits(64) for _ in range(self._ROUNDS)]
-
-    def __getitem__(self, place: int) -> int:
-        while True:
-            left, right = place >> self._bits, place & self._mask
-            for key in self._keys:
-                mixed = (right ^ key) * 0x9E3779B97F4A7C15 & self._WORD
-                mixed = (mixed ^ mixed >> 32) * 0xD6E8FEB86659FD93 & self._WORD
-                left, right = right, left ^ (mixed >> 64 - self._bits)
-            place = left << self._bits | right
-            if place < self._size:
-                return place
 
 
 class ResumableSampler(DistributedSampler[int]):

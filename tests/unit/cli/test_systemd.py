@@ -127,7 +127,7 @@ def test_programs_that_the_daemons_cannot_reach_are_refused(tmp_path: Path) -> N
     (tmp_path / "closed/bin").mkdir(parents=True)
     (tmp_path / "closed").chmod(0o700)
     tmp_path.chmod(0o755)
-    with pytest.raises(ValueError, match="the daemons run as user unified, which cannot enter .*: install"):
+    with pytest.raises(ValueError, match=r"the daemons run as user unified, which cannot enter .*: install"):
         command._check_reach([tmp_path / "closed/bin"])
 
 

@@ -1,12 +1,10 @@
 """The order of rows: each once an epoch, the same after a resume, whatever the number of ranks; and the step count."""
 
-import itertools
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified.training.sampling import Permutation, Position, ResumableSampler, TrainingPlan
+from unified.training.sampling import Position, ResumableSampler, TrainingPlan
 
 
 def rows_of_step(plan: TrainingPlan, position: Position, num_passes: int) -> list[int]:
@@ -95,19 +93,3 @@ def test_the_number_of_steps_is_that_of_walking_through_them(num_epochs: float, 
 def test_very_many_epochs_are_counted_at_once() -> None:
     plan = TrainingPlan(num_rows=100, world_size=1, batch_size=1, accumulation=1, num_epochs=1e6, max_steps=0)
     assert plan.total_steps(0, Position()) == 100_000_000
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 64, 65, 1000, 4097])
-def test_a_permutation_has_every_number_once(size: int) -> None:
-    assert sorted(Permutation(size, 7)[place] for place in range(size)) == list(range(size))
-
-
-def test_a_permutation_looks_random_and_differs_by_seed() -> None:
-    size = 20_000
-    order = [Permutation(size, 1)[place] for place in range(size)]
-    steps = [abs(a - b) / size for a, b in itertools.pairwise(order)]
-    assert 0.32 < sum(steps) / len(steps) < 0.347, "a third is the mean distance of two random numbers"
-    halves = [sum(number < size / 2 for number in order[start : start + 1000]) for start in range(0, size, 1000)]
-    assert all(400 < count < 600 for count in halves)
-    other = [Permutation(size, 2)[place] for place in range(size)]
-    assert sum(a == b for a, b in zip(order, other, strict=True)) < 20
