@@ -23,7 +23,7 @@ NOT_HERE := not gpu and not slurm and not browser and not systemd
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-failover example test test-slow test-netns test-slurm test-systemd test-training test-browser test-random test-under-load test-all pictures check lint types layers suite unit fix sim bench bench-launch bench-bus bench-coordinator bench-checkpoint bench-gateway bench-recovery bench-scale bench-page peers soak docs vendor clean
+.PHONY: help setup demo demo-failover example test test-slow test-netns test-slurm test-systemd test-training test-browser test-random test-under-load test-all pictures check lint types layers suite unit fix sim bench bench-launch bench-bus bench-link bench-coordinator bench-checkpoint bench-gateway bench-recovery bench-scale bench-page peers soak docs vendor clean
 
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -101,13 +101,16 @@ fix: setup ## format, and mend what the linter can mend
 sim: setup ## the cores in virtual time; REWRITE=1 writes the golden transcripts anew; SEED=17 plays one seed, WRITE=name keeps it
 	@$(if $(SEED),$(BIN)/python -m tests.support.sim.transcript $(SEED) $(WRITE),REWRITE=$(REWRITE) $(PYTEST) tests/sim)
 
-bench: bench-launch bench-bus bench-coordinator bench-checkpoint bench-gateway bench-recovery bench-scale ## all of them, with tables, JSON and pictures in out/bench; README=1 puts the tables into the pages
+bench: bench-launch bench-bus bench-link bench-coordinator bench-checkpoint bench-gateway bench-recovery bench-scale ## all of them, with tables, JSON and pictures in out/bench; README=1 puts the tables into the pages
 
 bench-launch: setup ## start-up and recovery against torchrun, held against our floors (about ten minutes)
 	$(BIN)/python benchmarks/launch/run.py --check $(TABLES)
 
 bench-bus: setup peers ## calls, arrays and queues against Ray, Monarch and xoscar, held against our floors (about twenty minutes)
 	$(BIN)/python benchmarks/bus/run.py --check $(TABLES)
+
+bench-link: setup $(PEERS)/ray/.installed ## large payloads between two network namespaces with a key, without, and by Ray with its TLS, held against our floors (about fifteen minutes): needs root
+	$(BIN)/python -m benchmarks.link.run --check
 
 bench-coordinator: setup ## heartbeats, look-ups, barriers and assignment, held against our floors (about two minutes)
 	$(BIN)/python benchmarks/coordinator/run.py --check $(TABLES)

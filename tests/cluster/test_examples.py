@@ -215,7 +215,12 @@ def test_nanogpt_without_restarts_names_the_limit(local_cluster: Cluster, tmp_pa
 
 
 @pytest.mark.slow
-def test_job_of_the_readme_runs(local_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "words", [["submit.py"], ["-m", "unified", "submit", "--ship", "--name", "linear", "submit.py"]]
+)
+def test_job_of_the_readme_runs(
+    words: list[str], local_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blocks = re.findall(r"^```python[^\n]*\n# (\w+\.py)\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
     assert [name for name, _ in blocks] == ["train.py", "submit.py"]
     for name, text in blocks:
@@ -223,9 +228,10 @@ def test_job_of_the_readme_runs(local_cluster: Cluster, tmp_path: Path, monkeypa
     cluster = local_cluster(nodes=2, devices=2)
     monkeypatch.setenv("UNIFIED_MASTER", cluster.address)
     done = subprocess.run(
-        [sys.executable, "submit.py"], cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        [sys.executable, *words], cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert (cluster.home / "code").exists() == ("--ship" in words)
     reported = {worker.progress.step for worker in cluster.status("linear").workers if worker.progress}
     assert reported == {200}
 

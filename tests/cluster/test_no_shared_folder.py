@@ -1,4 +1,4 @@
-"""A laptop and two hosts that share no folder: the job's code and what it requires are all that is needed."""
+"""A laptop, a master and two hosts that share a key, and no folder: a job brings its code and says what it requires."""
 
 import contextlib
 import itertools
@@ -14,6 +14,8 @@ import pytest
 from tests.cluster.conftest import lines
 from tests.cluster.test_shipped_code import wheel
 from tests.support.hosts import Hosts
+from unified.security.curve import new_key
+from unified.security.keys import KEY_VARIABLE, write_key
 from unified.testing import eventually
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(300)]
@@ -43,6 +45,8 @@ def train():
 """
 REQUIRED = "of_this_host>=10"
 LARGE = 8 << 20
+LAPTOP = 3
+"""Number of the host with no daemon, behind the master's and those of the agents."""
 
 
 class HostsWithWheels(Hosts):
@@ -58,7 +62,9 @@ class HostsWithWheels(Hosts):
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[HostsWithWheels]:
-    hosts = HostsWithWheels(tmp_path, 3)
+    key = tmp_path / "cluster.key"
+    write_key(key, new_key())
+    hosts = HostsWithWheels(tmp_path, 4, {KEY_VARIABLE: str(key)}, num_idle=1)
     for number in (1, 2):  # not on the laptop, and another version on each of the others, which says whose it was
         hosts.wheels(number).parent.mkdir()
         wheel(hosts.wheels(number), "of_this_host", f"{10**number}.0")
@@ -69,10 +75,10 @@ def hosts(tmp_path: Path) -> Iterator[HostsWithWheels]:
 def submit(hosts: Hosts, tmp_path: Path, required: str = REQUIRED) -> "subprocess.CompletedProcess[str]":
     """Submit from a folder that is a file system of this command alone."""
     script = 'mount -t tmpfs none "$0" && cp -r "$1"/. "$0" && cd "$0" && exec "$2" job.py "$3"'
-    enter = ["nsenter", f"--net=/run/netns/{hosts.namespace(0)}", "unshare", "--mount"]
+    enter = ["nsenter", f"--net=/run/netns/{hosts.namespace(LAPTOP)}", "unshare", "--mount"]
     done = subprocess.run(
         [*enter, "sh", "-c", script, tmp_path / "laptop", tmp_path / "source", sys.executable, required],
-        env=hosts._env(0) | {"UNIFIED_MASTER": hosts.master},
+        env=hosts._env(LAPTOP) | {"UNIFIED_MASTER": hosts.master},
         capture_output=True,
         text=True,
         timeout=120,
@@ -89,10 +95,13 @@ def environments(tmp_path: Path, number: int) -> dict[str, float]:
     }
 
 
-def num_sent(hosts: Hosts) -> int:
-    """Bytes that the laptop's host has sent to others, and those that its own processes have sent each other."""
+def num_sent(hosts: Hosts, number: int) -> int:
+    """Bytes that a host has sent to others, and that its own processes have sent each other."""
     table = subprocess.run(
-        ["ip", "netns", "exec", hosts.namespace(0), "cat", "/proc/net/dev"], capture_output=True, text=True, check=True
+        ["ip", "netns", "exec", hosts.namespace(number), "cat", "/proc/net/dev"],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     return sum(int(line.split()[9]) for line in table.splitlines()[2:])
 
@@ -105,18 +114,19 @@ def test_a_laptop_trains_on_hosts_that_have_none_of_its_files(hosts: HostsWithWh
     (source / "net.py").write_text(CODE)
     (source / "numbers_of_job.py").write_text("VALUE = 3")
     (source / "large.bin").write_bytes(os.urandom(LARGE))
-    made, sent = [], [num_sent(hosts)]
+    made, sent = [], [[num_sent(hosts, number) for number in (LAPTOP, 0)]]
     for value, is_shipped in ((3, True), (3, False), (4, True)):
         (source / "numbers_of_job.py").write_text(f"VALUE = {value}")
         done = submit(hosts, tmp_path)
         assert done.returncode == 0, done.stderr
         assert ("ships 4 files" in done.stderr) == is_shipped, done.stderr
-        sent.append(num_sent(hosts))
+        sent.append([num_sent(hosts, number) for number in (LAPTOP, 0)])
         made.append([environments(tmp_path, number) for number in (1, 2)])
-    first, again, changed = (late - early for early, late in itertools.pairwise(sent))
-    assert min(first, changed) > 3 * LARGE > LARGE > again, (
-        "to the master and to two nodes, but for a tree that is there"
+    by_laptop, by_master = (
+        [late[place] - early[place] for early, late in itertools.pairwise(sent)] for place in (0, 1)
     )
+    assert min(by_laptop[0], by_laptop[2]) > LARGE > by_laptop[1], "to the master, unless it has the tree"
+    assert min(by_master[0], by_master[2]) > 2 * LARGE > LARGE > by_master[1], "to two nodes, unless they have it"
     found = [line.split() for line in lines(tmp_path, "out")]
     assert [total for total, *_ in found] == ["330"] * 4 + ["440"] * 2, "of 10 and 100, the versions"
     assert len({folder for _, folder, _ in found}) == 4, "two trees on two hosts"

@@ -292,6 +292,21 @@ def test_a_script_travels_with_its_folder(folder: Path, local_cluster: Cluster, 
     assert not (unpacked / "data.txt").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ship", ["laptop", ["lib", "data.txt"]], ids=["folder", "paths"])
+def test_another_folder_or_some_paths_travel(
+    ship: str | list[str], folder: Path, local_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = local_cluster(nodes=1, devices=1)
+    monkeypatch.chdir(tmp_path if ship == "laptop" else folder)
+    builder = DLJobBuilder().node_num(1).device_per_node(1).device_type("CPU").global_env({"OUT": str(tmp_path)})
+    job = builder.workload("reader", "lib.reading.read").total(1).resource(cpu=0.1, accelerator=1).build()
+    assert job.submit("ships", master=cluster.address, ship=ship) == 0
+    (unpacked,) = (path for path in (cluster.home / "code").iterdir() if path.is_dir())
+    assert lines(tmp_path, "out") == [f"0 first data {unpacked} {unpacked / 'lib/reading.py'}"]
+    assert (unpacked / "job.py").exists() == (ship == "laptop")
+
+
 UV = """#!/bin/sh
 if [ "$*" != "export --frozen --no-emit-project --no-dev --quiet --project $LOCKED" ]; then
   echo "not these: $*" >&2

@@ -29,14 +29,23 @@ _numbers = itertools.count()
 
 
 class Hosts:
-    """Network namespaces on one bridge. The first has the master, each of the others an agent with one device.
+    """Network namespaces on one bridge. The first has the master, the next an agent with one device each.
 
     Args:
+        count: of all of them.
         env: of the daemons, and with it of workers.
         flags: of the agents.
+        num_idle: the last ones, which have no daemon.
     """
 
-    def __init__(self, folder: Path, count: int, env: Mapping[str, str] = MappingProxyType({}), *flags: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        count: int,
+        env: Mapping[str, str] = MappingProxyType({}),
+        *flags: str,
+        num_idle: int = 0,
+    ) -> None:
         self.folder = folder
         self.env = dict(env)
         self.flags = flags
@@ -45,6 +54,7 @@ class Hosts:
         self.bridge = f"{self.prefix}b"
         self.subnet = f"10.79.{os.getpid() & 255}"
         self.count = count
+        self.num_agents = count - 1 - num_idle
         self.master = f"tcp://{self.subnet}.10:7077"
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -58,7 +68,7 @@ class Hosts:
             for device in ("lo", "eth0"):
                 self.ip("-n", name, "link", "set", device, "up")
         self.start(0, "unified_master", "--bind", self.master, "--state-dir", str(self.folder / "state"))
-        for number in range(1, self.count):
+        for number in range(1, 1 + self.num_agents):
             self.start_agent(number)
 
     @contextlib.contextmanager
@@ -66,7 +76,7 @@ class Hosts:
         """Open them, and close them at the end of the block, which begins when all agents are registered."""
         try:
             self.open()
-            alive = ["ALIVE"] * (self.count - 1)
+            alive = ["ALIVE"] * self.num_agents
             eventually(lambda: list(self.nodes.values()) == alive, 100, "not all agents are there")
             yield self
         finally:

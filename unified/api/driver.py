@@ -13,6 +13,8 @@ from unified.job.config import JobConfig
 if TYPE_CHECKING:
     from unified.client.handle import JobHandle
 
+__all__ = ["main", "submit"]
+
 
 def main(args: Sequence[str] | None = None, blocking: bool = True) -> int | JobHandle:
     """Submit the job that the first argument describes: a `JobConfig` as JSON, of this project or of upstream.

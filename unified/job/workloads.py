@@ -82,7 +82,7 @@ class ResourceDesc(Description):
 
 
 class NodeGroupFailoverDesc(Description):
-    """Groups of nodes with the same label value, which are lost together when one of them stays lost."""
+    """Groups of nodes with the same label value. All nodes of a group are given up if the role does not run again."""
 
     thing: ClassVar[str] = "node group failover"
 
@@ -90,7 +90,7 @@ class NodeGroupFailoverDesc(Description):
     group_label_key: str = Field(default="", validate_default=True)
     """Label of nodes whose value names their group, such as a rack."""
     timeout: Seconds = Field(default=300, ge=60)
-    """Seconds a node may stay lost before its group is given up."""
+    """Seconds for the role to run again after a node was lost or excluded, before the group of the node is given up."""
 
     @field_validator("group_label_key")
     @classmethod
@@ -155,7 +155,7 @@ class BaseWorkloadDesc(Description):
     stopped. It restarts without the other roles. A class with `@rpc` methods and without `run()` is always a service,
     unless its role is elastic."""
     node_group_failover: NodeGroupFailoverDesc = Field(default_factory=NodeGroupFailoverDesc)
-    """Groups of nodes that are lost together; not enabled by default."""
+    """Groups of nodes that are given up together; not enabled by default."""
     hang_timeout: Seconds | None = Field(default=None, ge=0)
     """Seconds without progress after which an elastic role, or one worker of another role, is diagnosed, fails and is
     restarted; see Hangs. 0: never. None: for an elastic role the job's `hang_timeout`, for others never."""

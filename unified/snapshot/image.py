@@ -150,7 +150,7 @@ class _StatePickler(pickle.Pickler):
 
 def _sharded_id(each: Any, image: StateImage) -> tuple[int, Any]:
     layout = (tuple(each.placements), tuple(each.shape), tuple(each.stride()), tuple(each.device_mesh.shape))
-    return image.place(each.tolocal_part()), layout
+    return image.place(each.to_local()), layout
 
 
 class _StateUnpickler(pickle.Unpickler):

@@ -288,7 +288,7 @@ def _store_error(error: OSError, what: str, path: Path, action: str) -> StorageE
             return NotFoundError(f"{what}: {path} is a folder, not a file")
         case errno.ENOTDIR:
             kind = NotFoundError if action in ("read", "stat") else StorageError
-            return kind(f"{what}: a folder above {path} is a file")
+            return kind(f"{what}: a part of {path} is a file, not a folder")
         case errno.EACCES | errno.EPERM | errno.EROFS:
             return StorageDeniedError(f"{what}: {path}: {reason}; check its owner and mode, and those of its folder")
         case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:

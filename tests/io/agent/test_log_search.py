@@ -120,7 +120,7 @@ def test_a_line_that_is_printed_in_two_parts_is_found(tmp_path: Path) -> None:
 def test_a_pattern_that_takes_too_long_is_refused_and_the_agent_goes_on(search: Searcher) -> None:
     search.write(b"a" * 5000 + b"!\n")
     read = search.ask(grep="(a+)+$")
-    assert "a simpler one" in read.error
+    assert "a simpler pattern" in read.error
     assert search.lines(grep="a!$") == [b"a" * 5000 + b"!"]
 
 

@@ -46,7 +46,7 @@ def save_error(manager: CheckpointManager, step: int = 2, data: bytes = b"new") 
     """That a save ends in, whose message says which and where."""
     manager.save_bytes(data, step)
     with pytest.raises(
-        CheckpointSaveError, match=f"not saved in .*step {step} .*Those before them are as they"
+        CheckpointSaveError, match=f"not saved in .*step {step} .*Earlier checkpoints are unchanged"
     ) as caught:
         manager.close()
     assert caught.value.steps == (step,)

@@ -238,7 +238,7 @@ def test_a_request_larger_than_the_master_takes_is_refused_here_and_the_others_g
     fake_master.respond = lambda message: Done(note=str(len(message.job))) if isinstance(message, StopJob) else None
     largest = MAX_MESSAGE - 1000
     with MasterConnection(fake_master.address) as connection:
-        with pytest.raises(UsageError, match=r"^StopJob has 64\.0 MiB, and the master takes 64 at most: put what is"):
+        with pytest.raises(UsageError, match=r"^StopJob has 64\.0 MiB, and the master takes 64 at most: put large"):
             connection.request(StopJob(job="x" * MAX_MESSAGE))
         assert connection.request(StopJob(job="x" * largest)) == Done(note=str(largest))
     assert [len(request.job) for request in fake_master.requests_of(StopJob)] == [largest]

@@ -199,7 +199,7 @@ def test_a_torch_that_cannot_be_imported(host: Host) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "text"), [("FAKE_LOST", "device 1 does not answer"), ("FAKE_BROKEN", "NVML is there")]
+    ("fault", "text"), [("FAKE_LOST", "device 1 does not answer"), ("FAKE_BROKEN", "NVML is installed")]
 )
 def test_a_driver_that_does_not_answer(fake_nvml: Path, host: Host, fault: str, text: str) -> None:
     """NVML is a stand-in, for machines without NVIDIA's devices."""

@@ -152,7 +152,7 @@ def test_lists_come_in_pages_from_all_namespaces_and_leave_others_out(
         assert (await known(backend, "train-r4")).namespace == "team-a"
         assert await backend.get("train-r9") is None
         assert await backend.find_run("r9") is None
-        with pytest.raises(UsageError, match=r"'prod' is none .*default, team-a"):
+        with pytest.raises(UsageError, match=r"does not use 'prod'; it uses .*default, team-a"):
             await backend.submit(plan(namespace="prod"), follows="")
 
     cluster.run(test)

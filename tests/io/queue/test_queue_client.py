@@ -375,7 +375,7 @@ def test_options_that_cannot_be(owner: Member, options: dict[str, Any], what: st
 
 
 def test_a_get_of_no_items(owner: Member) -> None:
-    with pytest.raises(UsageError, match="from 1 up"):
+    with pytest.raises(UsageError, match="1 or more"):
         owner.queue().get(0)
 
 

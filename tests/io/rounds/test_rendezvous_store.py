@@ -81,7 +81,7 @@ def test_only_the_newest_rounds_of_a_role_stay_open(host: Host) -> None:
 
 
 def test_rank_that_waits_in_vain_is_told_for_whom(host: Host) -> None:
-    with pytest.raises(ClusterError, match=r"rank 1 waited \d.*whether rank 0 reached this point"):
+    with pytest.raises(ClusterError, match=r"rank 1 waited \d.*that rank 0 reached this point"):
         open_round(host.order("nobody-asks", rank=1), "trainer", 0.2)
 
 

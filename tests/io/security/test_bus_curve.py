@@ -122,7 +122,7 @@ def test_the_same_key_is_let_in(serve: Serve, join: Join) -> None:
     [
         (None, None, "it has no cluster key|it broke off the handshake", "wants a cluster key: set UNIFIED_KEY_FILE"),
         (OTHER, None, "it has another cluster key", "refused this side's cluster key SHA256:"),
-        (KEY, OTHER, "it knows the public half", "refused this side's cluster key SHA256:"),
+        (KEY, OTHER, "it has the public half", "refused this side's cluster key SHA256:"),
         (PUBLIC_ONLY, None, "it has another cluster key|it broke off", "refused this side's cluster key SHA256:"),
     ],
     ids=["no key", "another key", "the public half alone", "the public half, claimed without its secret"],

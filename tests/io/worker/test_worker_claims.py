@@ -55,7 +55,7 @@ def test_claims_go_to_the_agent_and_answers_come_with_the_directory(agent: Agent
     child.expect(Finished)
     birth, holds, refused, forked = child.output.read_text().splitlines()
     assert birth == "at birth None"
-    assert holds == "holds WorkerIncarnation(worker='role_1-0_1-0', incarnation=0)"
+    assert holds == "holds WorkerIncarnation(worker='role_1-0_1-0', number=0)"
     assert refused.endswith("cannot claim the name 'y' in job job-1: it is held by worker other_1-0_1-0.")
     assert "was forked from it" in forked
 

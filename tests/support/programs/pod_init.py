@@ -32,15 +32,14 @@ def bind(source: str, target: Path, *, is_writable: bool = False) -> None:
         mount("-o", "remount,bind,ro", str(target))
 
 
-def image(root: Path, folders: list[str]) -> None:
+def image(root: Path) -> None:
     for name in ("bin", "sbin", "lib", "lib64"):
         if os.path.islink(f"/{name}"):
             (root / name).symlink_to(os.readlink(f"/{name}"))
         elif os.path.isdir(f"/{name}"):
             bind(f"/{name}", root / name)
-    for folder in ["/usr", *folders]:
-        bind(folder, root / folder.lstrip("/"))
-    (root / "tmp").mkdir(exist_ok=True)  # a checkout may lie below it
+    bind("/usr", root / "usr")
+    (root / "tmp").mkdir()
     (root / "tmp").chmod(0o1777)
     etc = root / "etc"
     etc.mkdir()
@@ -78,11 +77,13 @@ def main() -> None:
     root = Path(given["root"])
     mount("--make-rprivate", "/")
     mount("-t", "tmpfs", "-o", "mode=755", "tmpfs", str(root))
-    image(root, given["image"])
+    image(root)
     bind(given["workspace"], root / "workspace")
     devices(root)
     bind(given["hosts"], root / "etc/hosts")
     volumes(root, given["volumes"])
+    for folder in given["image"]:  # last: a checkout may lie below a volume, such as /tmp
+        bind(folder, root / folder.lstrip("/"))
     if given["read_only"]:
         mount("-o", "remount,ro", str(root))
     socket.sethostname(given["hostname"])

@@ -350,7 +350,7 @@ def test_link_that_breaks_without_a_death_ends_the_call(world: World) -> None:
     link = a._connections._connections[b.inbox_id]
     assert isinstance(link, UnixConnection)
     link._socket.shutdown(2)
-    with pytest.raises(RpcError, match="was lost while 'wait' was open"):
+    with pytest.raises(RpcError, match="were lost while 'wait' was open"):
         future.result(PATIENCE_S)
     release.set()
     assert call(a, "ping") == 1  # over a new one

@@ -1,6 +1,6 @@
-"""The driver of Ray in `benchmarks/between_hosts.py`, which does what lines of stdin say.
+"""The driver of Ray in `benchmarks/link/run.py`, which does what lines of stdin say.
 
-    ray_between_hosts.py HOST:PORT MARK
+    ray_link.py HOST:PORT MARK
 
 Its actor lives on the other host, which is the one that has the resource `callee`.
 """
