@@ -189,7 +189,7 @@ $(PEERS)/monarch/.installed: | $(PEERS)/monarch/bin/python
 	    clusterscope flask py-spy xxhash pyarrow \
 	  && $(PEER_PIP) --no-deps torchmonarch==0.7.0 && touch $@; } || echo "Monarch cannot be installed: it is left out"
 
-$(VENV)/.installed-%: $(VENV)/.installed-torch pyproject.toml
+$(VENV)/.installed-%: $(VENV)/.installed-torch pyproject.toml simulator/pyproject.toml
 	@echo "installing unified-runtime[$*]"
-	@$(INSTALL) --no-build-isolation --editable '.[$*]'
+	@$(INSTALL) --no-build-isolation --editable '.[$*]' --editable simulator
 	@touch $@

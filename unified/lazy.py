@@ -21,6 +21,7 @@ EXTRA_OF = {
     "lightning": "nemo",
     "backports": "zstd",
     "xxhash": "xxhash",
+    "unified_simulator": "simulator",
     **dict.fromkeys(("tensorboard", "mlflow", "wandb", "trackio"), "trackers"),
 }
 """Extra of the distribution that installs each module."""

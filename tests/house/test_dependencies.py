@@ -15,7 +15,7 @@ PACKAGES = {
     "unified_agent": ROOT / "agent",
     "unified_gateway": ROOT / "gateway",
     "unified_master": ROOT / "master",
-    "unified_simulator": ROOT / "unified_simulator",
+    "unified_simulator": ROOT / "simulator",
 }
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FOR_DEVELOPERS = {"test", "examples", "training", "browser"}
@@ -61,7 +61,7 @@ def declared(*extras: str) -> set[str]:
     """Names of the distributions that the core, or these extras, need."""
     lists = [PROJECT["optional-dependencies"][extra] for extra in extras] or [PROJECT["dependencies"]]
     names = {re.split(r"[^A-Za-z0-9._-]", text, maxsplit=1)[0] for each in lists for text in each}
-    return {normal(name) for name in names} - {PROJECT["name"]}
+    return {normal(name) for name in names} - {PROJECT["name"], "unified-simulator"}
 
 
 def normal(name: str) -> str:

@@ -16,7 +16,7 @@ PACKAGES = {
     "unified_agent": ROOT / "agent",
     "unified_gateway": ROOT / "gateway",
     "unified_master": ROOT / "master",
-    "unified_simulator": ROOT,
+    "unified_simulator": ROOT / "simulator",
 }
 MODULES = {
     ".".join(file.relative_to(base).with_suffix("").parts).removesuffix(".__init__"): file
@@ -90,7 +90,7 @@ def test_daemons_load_no_framework(daemon: str) -> None:
     assert not loaded_by(f"{daemon}.cli", f"{daemon}.daemon") & {"numpy", "omegaconf", "pydantic", "torch"}
 
 
-@pytest.mark.parametrize("folder", ["agent", "gateway", "master"])
+@pytest.mark.parametrize("folder", ["agent", "gateway", "master", "simulator"])
 def test_folders_that_hold_a_package_are_no_packages(folder: str) -> None:
     """With an `__init__.py` our folder would shadow a user's own agent.py or master/."""
     assert not (ROOT / folder / "__init__.py").exists()

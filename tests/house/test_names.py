@@ -10,7 +10,7 @@ PACKAGES = [
     ROOT / "agent/unified_agent",
     ROOT / "gateway/unified_gateway",
     ROOT / "master/unified_master",
-    ROOT / "unified_simulator",
+    ROOT / "simulator",
 ]
 SAY_NOTHING = {"api", "base", "common", "helper", "helpers", "impl", "manager", "misc", "types", "util", "utils"}
 TECHNICAL_KINDS = {"classes", "enums", "interfaces", "models"}

@@ -12,7 +12,7 @@ SLACK = 0.03
 """Part of a ceiling that may be free: below it, the number in the file goes down in the same commit."""
 LINES = 500
 """Lines of a file above which it has to say what its one subject is."""
-TREES = ["unified", "agent", "master", "gateway", "unified_simulator", "tests", "examples", "benchmarks", "docs"]
+TREES = ["unified", "agent", "master", "gateway", "simulator", "tests", "examples", "benchmarks", "docs"]
 LONG_FILES = {
     "agent/unified_agent/core/agent.py": "one `match` over all events of the agent, with what each does",
     "agent/unified_agent/processes.py": "one owner of child processes: starts, words, signals and ends meet in a table",
@@ -56,7 +56,7 @@ LONG_CONSTRUCTORS = {
 def product() -> list[Path]:
     return [
         file
-        for tree in ("unified", "agent", "master", "gateway", "unified_simulator")
+        for tree in ("unified", "agent", "master", "gateway", "simulator")
         for file in sorted((ROOT / tree).rglob("*.py"))
     ]
 

@@ -55,7 +55,7 @@ def test_every_module_of_the_wheel_can_be_imported(installed: Path, tmp_path: Pa
         for file in installed.rglob("*.py")
         if file.stem != "__main__"
     )
-    assert {"unified", "unified_agent", "unified_gateway", "unified_master", "unified_simulator"} <= set(modules)
+    assert {"unified", "unified_agent", "unified_gateway", "unified_master"} <= set(modules)
     code = f"""
 import importlib
 from unified.lazy import EXTRA_OF
@@ -85,9 +85,7 @@ def test_commands_of_the_wheel_exist(installed: Path, tmp_path: Path) -> None:
 def test_wheel_holds_our_packages_and_no_tool_settings(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
-    assert tops == {
-        "unified", "unified_agent", "unified_gateway", "unified_master", "unified_simulator", "unified_compat.pth",
-    }  # fmt: skip
+    assert tops == {"unified", "unified_agent", "unified_gateway", "unified_master", "unified_compat.pth"}
     assert not [name for name in names if name.endswith(("ruff.toml", ".pyc"))]
     assert "unified/py.typed" in names
     page = ROOT / "gateway/unified_gateway/static"

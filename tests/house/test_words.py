@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PRODUCT = [ROOT / "unified", ROOT / "agent", ROOT / "gateway", ROOT / "master", ROOT / "unified_simulator"]
+PRODUCT = [ROOT / "unified", ROOT / "agent", ROOT / "gateway", ROOT / "master", ROOT / "simulator"]
 NO_SUBJECT = frozenset(
     """
     As By How If It Its Nor Of So That Their There They This Those To Under What When Where Whether Which Who Whoever

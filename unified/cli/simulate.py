@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 from argparse import ArgumentParser
+from importlib import import_module
 from typing import Any
 
 import msgspec
 
 from unified.cli.options import add_json, at_least
 from unified.config.settings import python
+from unified.errors import UsageError
+from unified.lazy import needed_by
 
 
 def simulate_arguments(parser: ArgumentParser) -> None:
@@ -55,5 +58,10 @@ def simulate(json: bool, transcript: str | None, **options: Any) -> int:
     Shows what a cluster of that size, with faults at these rates, spends on useful work, and what its master needs. The
     invariants of the runtime are checked all the while; one that breaks ends the run with exit code 1.
     """
+    try:
+        with needed_by("unified simulate"):
+            import_module("unified_simulator")
+    except ModuleNotFoundError as error:
+        raise UsageError(str(error)) from None
     words = [python(), "-m", "unified_simulator", msgspec.json.encode(options).decode(), transcript or ""]
     return subprocess.call([*words, "--json"] if json else words)

@@ -44,6 +44,11 @@ for use in (
         print(error)
 manager.close()
 """
+SIMULATE = """
+from unified.cli.main import main
+sys.stderr = sys.stdout
+assert main(["simulate"]) == 2
+"""
 PACKAGES = [
     *("unified", "unified.api.builder", "unified.api.runtime", "unified.job", "unified.checkpoint", "unified.storage"),
     *("unified.data", "unified.api.runtime.worker", "unified.api.runtime.queue", "unified.api.runtime.rpc_helper"),
@@ -90,3 +95,9 @@ def test_uses_that_need_torch_say_so(tmp_path: Path) -> None:
         )
     ]
     assert "pip install 'unified-runtime[torch]'" in told[5]
+
+
+def test_a_simulation_says_which_extra_it_needs() -> None:
+    (told,) = run(SIMULATE, {"unified_simulator"})
+    advice = "pip install 'unified-runtime[simulator]'"
+    assert told == f"unified simulate needs unified_simulator, which is not installed: {advice}."
