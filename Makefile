@@ -12,8 +12,8 @@ RUNS ?= 20
 PEERS := out/peers
 PEER_PIP = $(@D)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
 PYTEST ?= $(BIN)/python -m pytest --quiet
-# Most tests wait for other processes, so two a core; each takes some 400 MiB.
-PROCESSES ?= $(shell n=$$(($$(nproc) * 2)); echo $$((n < 8 ? n : 8)))
+# Many tests wait, so five for two cores; each takes some 400 MiB.
+PROCESSES ?= $(shell n=$$(($$(nproc) * 5 / 2)); echo $$((n < 8 ? n : 8)))
 # What failed runs once more; reports go to the folder OUT.
 SUITE = $(BIN)/python scripts/run_suite.py --out $(or $(OUT),out/$@) --processes
 TABLES := $(if $(README),--readme)
@@ -23,7 +23,7 @@ NOT_HERE := not gpu and not slurm and not browser and not systemd
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-failover example test test-slow test-netns test-slurm test-systemd test-training test-browser test-random test-under-load test-all pictures check lint types layers suite unit fix sim bench bench-launch bench-bus bench-link bench-coordinator bench-checkpoint bench-gateway bench-recovery bench-scale bench-page peers soak docs vendor clean
+.PHONY: help setup demo demo-failover example test test-slow test-netns test-slurm test-systemd test-training test-browser test-random test-processes test-under-load test-all pictures check lint types layers suite unit fix sim bench bench-launch bench-bus bench-link bench-coordinator bench-checkpoint bench-gateway bench-recovery bench-scale bench-page peers soak docs vendor clean
 
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,12 +39,15 @@ demo-failover: $(VENV)/.installed-examples ## train on 4 ranks, kill ranks and a
 example: $(VENV)/.installed-examples ## run another example: make example N=actors
 	@$(BIN)/python examples/$(N)/submit.py
 
-test: setup lint ## what decides, the same each time: linters, types, layers, and all tests that are neither slow nor need a special machine
+test: setup lint ## what decides, the same each time, in three minutes: linters, types, layers, and the tests that start no daemons, with one for each kind that does
 	@$(MAKE) --no-print-directory --jobs=3 types layers suite
 
 suite: setup
 	@test -d tests/__pycache__ || $(PYTEST) --collect-only > /dev/null || true # or each process rewrites all assertions
-	PYTHONHASHSEED=0 $(SUITE) $(PROCESSES) --ignore=tests/training -m "$(NOT_HERE) and not slow and not netns" $(ARGS) # sets of texts, too, are in the same order
+	PYTHONHASHSEED=0 $(SUITE) $(PROCESSES) --ignore=tests/training -m "$(NOT_HERE) and not slow and not netns and (not processes or smoke)" $(ARGS) # sets of texts, too, are in the same order
+
+test-processes: setup ## what decides as well: the tests that start daemons, workers and other programs of ours (five minutes)
+	PYTHONHASHSEED=0 $(SUITE) $(PROCESSES) --ignore=tests/training -m "$(NOT_HERE) and not slow and not netns and processes and not smoke" $(ARGS)
 
 test-under-load: setup ## the random suite RUNS=20 times with each core kept busy, and a table of what failed
 	$(BIN)/python scripts/suite_under_load.py --runs $(RUNS) $(ARGS)
@@ -64,7 +67,7 @@ test-systemd: setup ## the units of deploy/systemd under a real systemd, in a ro
 test-training: $(VENV)/.installed-training ## training with transformers and Lightning, and the HTTP service under random requests: installs 1 GB more
 	$(SUITE) 2 --dist=worksteal --limit=600 tests/training $(ARGS)
 
-test-random: setup ## the suite of `make test` in a random order and with random examples: SEED=17 does it again
+test-random: setup ## the suites of `make test` and `make test-processes` in a random order and with random examples: SEED=17 does it again
 	$(SUITE) $(PROCESSES) --dist=worksteal --limit=600 --ignore=tests/training -m "$(NOT_HERE) and not slow and not netns" \
 	  -o addopts="--import-mode=importlib --strict-markers --strict-config -ra" \
 	  --hypothesis-profile=explore $(if $(SEED),--randomly-seed=$(SEED) --hypothesis-seed=$(SEED)) $(ARGS)

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Runs the suite of `make test` twice and compares: the same tests, in the same order in each file, the same examples.
+"""Runs the suites of `make test` and `make test-processes` twice and compares.
 
-    .venv/bin/python scripts/compare_runs.py                # what `make test` runs
+The same tests, in the same order in each file, and the same examples have to come.
+
+    .venv/bin/python scripts/compare_runs.py                # what both run
     .venv/bin/python scripts/compare_runs.py tests/unit     # a part of it
 
 Files are handed to the processes of pytest in the order of their names; only the process that takes a file differs.

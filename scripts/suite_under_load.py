@@ -4,8 +4,8 @@
     make test-under-load RUNS=20
     .venv/bin/python scripts/suite_under_load.py --runs 20 tests/io/bus -k relay
 
-What follows the options goes to pytest; without it the whole suite of `make test` runs. Each run has a random order of
-its own. Reports, outputs and the summary (`summary.json`) are in out/under-load.
+What follows the options goes to pytest; without it the suites of `make test` and `make test-processes` run. Each run
+has a random order of its own. Reports, outputs and the summary (`summary.json`) are in out/under-load.
 """
 
 import argparse

@@ -49,6 +49,17 @@ def pytest_configure(config: pytest.Config) -> None:
         providers._get_local_constants = lambda: providers._local_constants
 
 
+STARTS_PROGRAMS = {"s3_server", "start_gateway", "start_master"}
+"""Fixtures that start programs: a test that uses one is of the `processes`."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if STARTS_PROGRAMS & {*getattr(item, "fixturenames", ())}:
+            item.add_marker("processes")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Modules and thousands of tests are all kept; looking for garbage among them would take a sixth of the time."""

@@ -31,7 +31,7 @@ from unified.protocol.client_master import GetDirectory, GetJob, ListJobs, ReadL
 from unified.protocol.framing import PROTOCOL_VERSION
 from unified.testing import Belongings, LocalCluster, eventually, left_behind
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.processes
 
 HOSTILE = "x\x1b]0;owned\x07\x1b[2J\u202egpj.exe\r\n2026-01-01 00:00:00,000 master INFO event=forged\x9b1m"
 WORKERS = f"""

@@ -24,7 +24,7 @@ from unified.client.handle import JobHandle
 from unified.protocol.client_master import Explain, Story
 from unified.testing import LocalCluster, eventually
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("without_torch")]
 
 PROGRAM = """
 import os, threading, time

@@ -5,7 +5,7 @@ import pytest
 from tests.cluster.conftest import Cluster, Project
 from unified.api.builder import DLJobBuilder
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("without_torch")]
 
 SERVICE = """
 import sys

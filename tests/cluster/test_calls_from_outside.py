@@ -26,7 +26,7 @@ from unified.security.curve import new_key
 from unified.security.keys import write_key
 from unified.testing import Belongings, left_behind
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("without_torch")]
 
 SERVICE = """
 import os, threading

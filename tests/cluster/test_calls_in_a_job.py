@@ -6,7 +6,7 @@ from tests.cluster.conftest import Cluster, Project
 from tests.support.deadlines import missed
 from unified.api.builder import DLJob, DLJobBuilder
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("without_torch")]
 
 
 SERVICE = '''

@@ -11,7 +11,7 @@ from unified.coordinator.client import RemoteCoordinator
 from unified.protocol.client_master import Explain, Story
 from unified.protocol.coordinator import GetLatestCheckpoint, RecoveryInfo
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("without_torch")]
 
 SAVER = """
 from pathlib import Path

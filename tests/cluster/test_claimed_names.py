@@ -15,7 +15,7 @@ from unified.protocol.client_master import Explain, Story
 from unified.protocol.records import Stage
 from unified.testing import eventually
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("without_torch")]
 
 CODE = '''
 import sys

@@ -18,7 +18,7 @@ from tests.cluster.conftest import Cluster
 from tests.support.s3 import S3Server
 from unified.checkpoint import CheckpointManager
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 # Document 5, "Full Training Example".
 EXAMPLE = """

@@ -12,7 +12,7 @@ from tests.cluster.conftest import Cluster, Project, lines
 from unified.api.builder import DLJobBuilder
 from unified.testing import eventually
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.processes
 
 WAIT_S = 100
 

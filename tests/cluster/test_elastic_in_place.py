@@ -17,7 +17,7 @@ from unified.client.handle import JobHandle
 from unified.protocol.client_master import Explain, Story
 from unified.testing import LocalCluster, eventually
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.processes
 STEPS = 120
 
 TRAIN = """

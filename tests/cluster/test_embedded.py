@@ -16,7 +16,7 @@ from unified.client.daemons import marked_processes
 from unified.client.embedded import CLUSTER_VARIABLE
 from unified.testing import Belongings, eventually, left_behind
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.processes
 
 JOB = """
 import os
@@ -110,6 +110,7 @@ def cluster_processes(tmp_path: Path) -> list[str]:
     return [str(process) for home in homes for process in marked_processes(f"{CLUSTER_VARIABLE}={home.name}")]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("what", ["good", pytest.param("leaving", marks=pytest.mark.slow)])
 def test_a_job_file_runs_to_its_end_and_nothing_is_left(
     tmp_path: Path, run_dir: Path, driver_env: dict[str, str], what: str

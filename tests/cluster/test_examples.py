@@ -20,7 +20,7 @@ from unified.errors import RefusedError
 from unified.protocol.client_master import Explain, Story
 from unified.testing import LocalCluster, eventually
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.processes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 README = EXAMPLES.parent / "README.md"

@@ -15,7 +15,7 @@ from tests.cluster.conftest import Cluster
 EXAMPLE = Path(__file__).parents[2] / "examples" / "dtruntime"
 
 
-@pytest.mark.cluster
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_killed_worker_resumes_and_every_sample_counts_once(local_cluster: Cluster, tmp_path: Path) -> None:
     cluster = local_cluster(nodes=2, devices=2)

@@ -12,7 +12,7 @@ from unified.client.handle import JobHandle
 from unified.protocol.client_master import Explain, Story
 from unified.testing import LocalCluster, eventually
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.processes
 
 RANKS = """
 import atexit, os, time

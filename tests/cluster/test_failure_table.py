@@ -25,7 +25,7 @@ from unified.protocol.client_master import Explain, JobStatus, Story
 from unified.protocol.records import NodeState, Stage, WorkerState
 from unified.testing import FAST, Belongings, LocalCluster, eventually, left_behind
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
 WITHIN_S = 100.0
@@ -491,6 +491,7 @@ def check(row: str, test: Check, bench: Bench) -> None:
     assert charged == documented()[row], f"{row}: {found.budgets}"
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("row", SHARED)
 def test_a_failure_of_a_job(row: str, shared: LocalCluster, programs: None, tmp_path: Path) -> None:
     check(row, SHARED[row], Bench(tmp_path, shared))

@@ -24,7 +24,7 @@ from unified.protocol.client_master import JobStatus, WorkerStatus
 from unified.protocol.records import NodeState, WorkerState
 from unified.testing import LocalCluster, eventually
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.processes
 
 
 def on_two_of_three(bench: Bench) -> tuple[JobHandle, int]:

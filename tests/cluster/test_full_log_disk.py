@@ -11,7 +11,7 @@ from unified.client.report import state_lines
 from unified.protocol.client_master import Explain, Story
 from unified.testing import eventually
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.usefixtures("without_torch")]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.usefixtures("without_torch")]
 
 PRINTS = """
 import os, time

@@ -9,7 +9,7 @@ from unified.api.builder import DLJobBuilder
 from unified.client.handle import JobHandle
 from unified.protocol.client_master import Explain, Story
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.processes
 
 RANKS = """
 import time

@@ -10,7 +10,7 @@ from tests.cluster.conftest import Cluster, Project
 from unified.api.builder import DLJobBuilder
 from unified.testing import eventually
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("without_torch")]
 
 
 CODE = """

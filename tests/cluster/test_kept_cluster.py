@@ -24,7 +24,7 @@ from unified.protocol.client_master import JobList, ListJobs
 from unified.protocol.records import Stage
 from unified.testing import eventually
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.processes
 
 SCRIPT = """
 import os, time

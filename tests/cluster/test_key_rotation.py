@@ -16,7 +16,7 @@ from unified.security.curve import new_key
 from unified.security.keys import KEY_VARIABLE, load_key, time_text, write_key
 from unified.testing import LocalCluster, eventually
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("without_torch")]
 CALLS = """
 import os, pathlib, time
 import unified

@@ -19,7 +19,7 @@ from unified.security.curve import new_key, secure_client
 from unified.security.keys import load_key, write_key
 from unified.testing import eventually
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("without_torch")]
 HERE = Path(__file__).parents[1] / "support/programs"
 ADDRESS = "10.99.7.1"
 MASTER = f"tcp://{ADDRESS}:7077"

@@ -19,7 +19,7 @@ from unified.api.builder import DLJobBuilder
 from unified.client.embedded import EmbeddedCluster
 from unified.testing import FAST, Belongings, eventually, left_behind
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 Target = Literal["trainer", "scorer", "zygote", "store", "agent", "master"]
 STEPS = 40

@@ -7,7 +7,7 @@ import pytest
 from tests.cluster.conftest import Cluster, Project
 from unified.api.builder import DLJob, DLJobBuilder
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.processes
 
 
 def job_of(entry: str, *, trainers: int = 1, loaders: int = 2) -> DLJob:

@@ -15,7 +15,7 @@ from unified.job.spec import EntryPoint, JobSpec, Resources, RoleSpec
 from unified.protocol.records import Stage, WorkerState
 from unified.testing import LocalCluster, eventually
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("without_torch")]
 
 ENTRY = '''
 import os, signal, subprocess, sys, time
@@ -78,6 +78,7 @@ def running(cluster: LocalCluster, handle: JobHandle, count: int) -> dict[str, i
     return cluster.workers(handle)
 
 
+@pytest.mark.smoke
 def test_a_job_runs_and_its_output_can_be_read(local_cluster: Cluster, make: Callable[..., JobSpec]) -> None:
     cluster = local_cluster(nodes=2, devices=1)
     assert [node.node for node in cluster.nodes] == ["node-1", "node-2"]

@@ -18,7 +18,7 @@ from unified.cli.main import main
 from unified.client.handle import JobHandle
 from unified.testing import LocalCluster, eventually
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("without_torch")]
 
 Show = Callable[..., tuple[int, str, str]]
 

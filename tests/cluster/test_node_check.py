@@ -11,7 +11,7 @@ from unified.cli.main import main
 from unified.client.handle import JobHandle
 from unified.protocol.client_master import Explain, Story
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.processes
 
 RANKS = """
 import os, time

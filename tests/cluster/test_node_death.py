@@ -19,7 +19,7 @@ from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.records import WorkerState
 from unified.testing import LocalCluster, eventually
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("without_torch")]
 
 TICKING = '''
 import os, sys, time

@@ -15,7 +15,7 @@ from unified.api.builder import DLJobBuilder
 from unified.protocol.client_master import JobStatus
 from unified.testing import LocalCluster, eventually
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.processes
 
 WITHIN_S = 100.0
 QUICK = {

@@ -19,7 +19,7 @@ from unified.client.embedded import CLUSTER_VARIABLE  # noqa: E402
 from unified.config import settings  # noqa: E402
 from unified.testing import SHARED_MEMORY, Belongings, eventually  # noqa: E402
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.processes
 WITHIN_S = 100.0
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.hosts import Hosts
 
-pytestmark = [pytest.mark.cluster, pytest.mark.netns]
+pytestmark = [pytest.mark.processes, pytest.mark.netns]
 
 SCRIPT = """
 import os, sys

@@ -8,7 +8,7 @@ from benchmarks.launch import short_jobs
 from tests.cluster.conftest import Cluster, Project
 from unified.api.builder import DLJobBuilder
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.processes
 
 
 ACTOR = """

@@ -18,7 +18,7 @@ from unified.client.handle import JobHandle
 from unified.testing import LocalCluster, eventually
 from unified_agent.measure.profiles import find_program
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 needs_py_spy = pytest.mark.skipif(find_program("py-spy") is None, reason="needs py-spy, of the extra debug")
 needs_memray = pytest.mark.skipif(
     find_program("memray") is None or shutil.which("gdb") is None, reason="needs memray, of the extra debug, and gdb"

@@ -14,7 +14,7 @@ from unified.api.builder import DLJobBuilder
 from unified.client.handle import JobHandle
 from unified.testing import LocalCluster, eventually
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("without_torch")]
 
 WAITS = """#!/bin/sh
 trap 'echo "term $RANK" >> signals; exit 0' TERM

@@ -14,7 +14,7 @@ from tests.cluster.test_failure_table import documented
 from unified.api.builder import DLJob, DLJobBuilder
 from unified.testing import LocalCluster, eventually
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("without_torch")]
 
 WAIT_S = 100
 

@@ -16,7 +16,7 @@ from tests.support.ports import unused_port
 from unified.errors import UnifiedError
 from unified.testing import LocalCluster, eventually
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.processes
 
 TRAIN = """
 import json, os, sys, time

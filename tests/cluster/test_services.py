@@ -16,7 +16,7 @@ from unified.errors import WorkerDiedError
 from unified.protocol.records import Stage, WorkerState
 from unified.testing import LocalCluster, eventually
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("without_torch")]
 
 CODE = """
 import os, threading, time
@@ -112,6 +112,7 @@ def test_a_service_alone_runs_until_it_is_stopped(cluster: LocalCluster, is_driv
         assert handle.wait(100) == 130
 
 
+@pytest.mark.smoke
 def test_calls_wait_until_a_service_is_ready_also_after_a_restart(cluster: LocalCluster, tmp_path: Path) -> None:
     loaded = tmp_path / "loaded"
     job = builder().global_env({"LOADED": str(loaded)}).workload("model", "served.Loads").resource(cpu=0.1)

@@ -29,7 +29,7 @@ from unified.job import requirements
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec, ShippedCode
 from unified.testing import LocalCluster, eventually
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("without_torch")]
 
 JOB = """
 from unified.api.builder import DLJobBuilder

@@ -10,7 +10,7 @@ from unified.api.builder import DLJob, DLJobBuilder
 from unified.client.handle import JobHandle
 from unified.testing import LocalCluster, eventually
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.processes
 
 TRAINING = """
 import os

@@ -23,7 +23,7 @@ from unified.api.builder import DLJobBuilder
 from unified.job import JobConfig
 from unified.testing import LocalCluster
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 

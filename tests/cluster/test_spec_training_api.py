@@ -28,7 +28,7 @@ from unified.client.daemons import marked_processes
 from unified.storage import open_storage
 from unified.testing import eventually
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).parents[2]
 

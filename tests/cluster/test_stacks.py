@@ -11,7 +11,7 @@ from unified.api.builder import DLJobBuilder
 from unified.cli.main import main
 from unified.testing import LocalCluster, eventually
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.processes
 
 RANKS = """
 import os, time

@@ -19,7 +19,7 @@ from unified.client.handle import JobHandle
 from unified.protocol.records import Stage
 from unified.testing import LocalCluster, eventually
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("without_torch")]
 
 CODE = """
 import os, time

@@ -14,7 +14,7 @@ from unified.api.builder import DLJobBuilder
 from unified.client.reports import read_spans
 from unified.protocol.records import Phase
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 TRAINING = """
 import os, signal, time

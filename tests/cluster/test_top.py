@@ -12,7 +12,7 @@ import pytest
 from tests.support.deadlines import met
 from unified.testing import LocalCluster, eventually
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.processes
 
 
 def test_top_on_a_terminal_takes_keys_and_gives_the_terminal_back(local_cluster: Callable[..., LocalCluster]) -> None:

@@ -25,7 +25,7 @@ from tests.support.training_api import LARGE, Service, answered, document, paylo
 from unified.client.daemons import marked_processes
 from unified.testing import eventually
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 META = {**document(ROOT), "framework": "meta"}

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 TOKEN = "trainer-demo-token"
 MODEL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from tests.cluster.conftest import Cluster, Project
 from unified.api.builder import DLJobBuilder
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.processes
 
 TRAINING = """
 import os

@@ -18,7 +18,7 @@ from unified.protocol.records import Progress
 from unified.storage import open_storage
 from unified.testing import LocalCluster, eventually
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.processes
 STEPS, SAVED = 160, 40
 Start = Callable[..., JobHandle]
 

@@ -6,7 +6,7 @@ from tests.cluster.conftest import Cluster, Project
 from unified.api.builder import DLJobBuilder
 from unified.client.report import end_lines
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("without_torch")]
 
 PROGRAM = """
 from unified import RoleGroup, rpc

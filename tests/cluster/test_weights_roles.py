@@ -13,7 +13,7 @@ from unified.client.handle import JobHandle
 from unified.protocol.records import Stage
 from unified.testing import LocalCluster, eventually
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 MODULE = """
 import pathlib, threading

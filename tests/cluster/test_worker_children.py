@@ -15,7 +15,7 @@ from unified.client.handle import JobHandle
 from unified.protocol.records import NodeState
 from unified.testing import LocalCluster, eventually
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("without_torch")]
 
 CODE = """
 import os, subprocess, sys, time

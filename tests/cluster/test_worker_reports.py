@@ -17,7 +17,7 @@ from unified.protocol.records import WorkerReport
 from unified.testing import eventually
 from unified_gateway.master_backend import MasterBackend
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("without_torch")]
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("without_torch")]
 
 CODE = """
 import os, time

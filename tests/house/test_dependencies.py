@@ -35,7 +35,12 @@ STANDARD = sys.stdlib_module_names | {"annotationlib", "compression"}
 """Of the newest Python, whichever runs this."""
 
 
-def imported() -> Iterator[tuple[str, str]]:
+@cache
+def imported() -> Sequence[tuple[str, str]]:
+    return [*_imported()]
+
+
+def _imported() -> Iterator[tuple[str, str]]:
     """Each file, and a module outside the standard library that it imports, anywhere in it."""
     for package, folder in PACKAGES.items():
         for file in sorted((folder / package if folder.name != package else folder).rglob("*.py")):

@@ -56,6 +56,7 @@ def test_python_block_compiles(snippet: Snippet) -> None:
     assert ast.parse(snippet.code, snippet.where).body
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("snippet", [s for s in SNIPPETS if s.is_run], ids=lambda snippet: snippet.where)
 def test_python_block_marked_run_does_run(snippet: Snippet, tmp_path: Path) -> None:
     (tmp_path / "snippet.py").write_text(snippet.code)
@@ -137,6 +138,7 @@ def test_no_page_says_that_a_save_keeps_training() -> None:
     assert not found, "a save stops training for so long"
 
 
+@pytest.mark.processes
 def test_generated_pages_are_current() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "docs/generate.py"), "--check"], capture_output=True, text=True, cwd=ROOT

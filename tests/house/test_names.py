@@ -2,6 +2,7 @@
 
 import ast
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +24,7 @@ def sources() -> list[Path]:
     return [file for package in PACKAGES for file in sorted(package.rglob("*.py"))]
 
 
+@cache
 def classes(file: Path) -> list[str]:
     return [node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ClassDef)]
 

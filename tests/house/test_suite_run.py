@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 PASSES = "def test_passes() -> None:\n    pass\n"
 FAILS = "def test_fails() -> None:\n    assert 1 == 2\n"

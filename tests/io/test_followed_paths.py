@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,7 @@ def module(file: str) -> str:
     return file.removeprefix("agent/").removeprefix("master/").removesuffix(".py").replace("/", ".")
 
 
+@cache
 def imported(file: str) -> set[str]:
     """Modules that a file imports, at the top, in a function or for types, or names as ``"module:function"``."""
     text = (ROOT / file).read_text()

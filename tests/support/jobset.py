@@ -10,8 +10,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
-
 Object = dict[str, Any]
 VERSION = "jobset.x-k8s.io/v1alpha2"
 RESTART_STRATEGIES = {"Recreate", "BlockingRecreate", "InPlaceRestart"}
@@ -53,6 +51,9 @@ def driver_job_of(jobset: Object) -> str:
 
 def model_faults(jobset: Object) -> Iterator[str]:
     """Yield what the models refuse: a wrong type, a field that is missing, and one that they do not know."""
+    # Here, as its hundreds of models take half a second, in each process that collects this test.
+    from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+
     if jobset.get("apiVersion") != VERSION:
         yield f"JobSet: {jobset.get('apiVersion')} is not {VERSION}"
     try:

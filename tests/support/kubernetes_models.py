@@ -7,9 +7,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import kubeflow.training.models
-import kubernetes.client
-
 PLAIN: dict[str, type | tuple[type, ...]] = {
     "str": str,
     "int": int,
@@ -44,6 +41,10 @@ def faults_of(value: Any, model: str, path: str = "") -> Iterator[str]:
 
 
 def _faults_of_object(value: dict[str, Any], model: str, path: str) -> Iterator[str]:
+    # Here, as their hundreds of models take half a second, in each process that collects this test.
+    import kubeflow.training.models
+    import kubernetes.client
+
     module = kubeflow.training.models if hasattr(kubeflow.training.models, model) else kubernetes.client
     kind = getattr(module, model)
     names = {alias: name for name, alias in kind.attribute_map.items()}

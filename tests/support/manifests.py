@@ -35,8 +35,12 @@ PARSERS = {
 }
 
 
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""By libyaml where it is there, ten times as quick."""
+
+
 def read(text: str) -> list[Object]:
-    return list(yaml.safe_load_all(text))
+    return list(yaml.load_all(text, Loader=LOADER))
 
 
 def schema_faults(objects: list[Object]) -> Iterator[str]:

@@ -164,7 +164,7 @@ def environment_of(
     }
 
 
-@pytest.mark.cluster
+@pytest.mark.processes
 def test_ranks_of_a_job_train_in_the_group_that_is_there(
     framework: str, runs: TrainingRuns, local_cluster: Any, tmp_path: Path
 ) -> None:
@@ -182,7 +182,7 @@ def test_ranks_of_a_job_train_in_the_group_that_is_there(
     assert (mark.world_size, runs.checkpoints().latest()) == (2, 60)
 
 
-@pytest.mark.cluster
+@pytest.mark.processes
 @pytest.mark.parametrize("framework", ["meta", *NEEDS], indirect=True)
 def test_each_step_is_a_point_with_its_own_loss_and_rate(
     framework: str, runs: TrainingRuns, local_cluster: Any, tmp_path: Path

@@ -8,7 +8,7 @@ import pytest
 from tests.support import training_scenarios
 from tests.support.training_api import Service, document, payload_of
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]  # each rank imports transformers or Lightning: seconds
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]  # each rank imports transformers or Lightning: seconds
 
 DOCUMENT = document(Path(__file__).parents[2])
 

@@ -37,6 +37,8 @@ from unified.protocol.client_master import Refused
 from unified.protocol.framing import PROTOCOL_VERSION
 from unified.protocol.records import DirectoryEntry, Reachability, WorkerState
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def master() -> Iterator[PlayedMaster]:
@@ -87,6 +89,7 @@ def test_it_registers_with_what_the_node_has(start: Start, master: PlayedMaster)
     master.hear(AgentHeartbeat)
 
 
+@pytest.mark.smoke
 def test_a_worker_lives_from_start_to_stop(begin: Begin, master: PlayedMaster) -> None:
     job = a_job("finish")
     agent = begin(job, a_worker(is_told_to_run=False), STORE)
@@ -256,6 +259,7 @@ def test_much_output_is_rotated_and_read_by_absolute_offset(begin: Begin, master
     assert "is no worker" in read_log(master, "out", worker="../w-0").error
 
 
+@pytest.mark.smoke
 def test_a_killed_agent_leaves_nothing(begin: Begin, start: Start, master: PlayedMaster) -> None:
     agent = begin(a_job("children"), a_worker(0), a_worker(1))
     master.observe(both_are(WorkerState.FINISHED))

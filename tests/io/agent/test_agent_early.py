@@ -14,6 +14,8 @@ from tests.support.agents import ROOT, PlayedMaster, a_job, a_worker, eventually
 from unified import process
 from unified.protocol.records import WorkerState
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def early(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:

@@ -19,6 +19,8 @@ from unified.protocol.records import WorkerState
 from unified.security.curve import new_key
 from unified.security.keys import ClusterKey, write_key
 
+pytestmark = pytest.mark.processes
+
 KEY, OTHER = new_key(), new_key()
 Start = Callable[..., AgentProcess]
 Play = Callable[[ClusterKey | None], PlayedMaster]
@@ -50,6 +52,7 @@ def start(tmp_path: Path, agents: list[AgentProcess], monkeypatch: pytest.Monkey
     return run
 
 
+@pytest.mark.smoke
 def test_a_worker_gets_the_key_in_its_first_message_and_nowhere_else(start: Start, play: Play, tmp_path: Path) -> None:
     master = play(KEY)
     agent = start(master, KEY)

@@ -15,6 +15,8 @@ from unified.protocol.records import JobWorkerIncarnation
 from unified_agent.logs.logfile import LogSlice
 from unified_agent.logs.output import OutputReader, SliceRead
 
+pytestmark = pytest.mark.processes
+
 JOB = "job-1"
 MB = 1 << 20
 

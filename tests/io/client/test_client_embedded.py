@@ -26,6 +26,8 @@ from unified.job.spec import JobSpec
 from unified.protocol.client_master import ListNodes, NodeList
 from unified.testing import Belongings, eventually, left_behind
 
+pytestmark = pytest.mark.processes
+
 MASTER = """
 import os, pathlib, signal, sys, zmq
 from unified.process import die_with_parent

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 BUILDER = "dlrover.python.unified.api.builder"
 PRINTS_ITSELF = """
 import sys, pickle, pathlib

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 TRAIN = """
 import asyncio, logging
 from unified.data import TrainingOrchestrator

@@ -12,6 +12,8 @@ from unified.coordinator.client import RemoteCoordinator
 from unified.protocol.coordinator import Datasets, GetDatasets, RegisterWorker, WorkerRegistration
 from unified.testing import eventually
 
+pytestmark = pytest.mark.processes
+
 Start = Callable[..., tuple[str, str]]
 
 

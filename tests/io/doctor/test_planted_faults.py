@@ -25,6 +25,8 @@ from unified.doctor.host import Check, run
 from unified.doctor.judgement import Finding, fine
 from unified.testing import eventually
 
+pytestmark = pytest.mark.processes
+
 OF_THE_MACHINE = {"memory", "RemoveIPC", "NVIDIA driver"}
 """Checks of what a test cannot set, and that a machine on which it runs may fail."""
 TORCH = "__version__ = '2.9.0'\nclass version:\n    cuda = hip = None\nclass cuda:\n    is_available = bool\n"

@@ -30,6 +30,8 @@ from unified_gateway import coordinator_calls
 from unified_gateway.coordinator_grpc import MAX_DETAILS, MAX_REQUEST, serve
 from unified_gateway.tokens import Tokens
 
+pytestmark = pytest.mark.processes
+
 PAGE = Path(__file__).parents[3] / "docs/coordinator-grpc.md"
 ROWS = 40
 DEAD_AFTER_S = 3.0

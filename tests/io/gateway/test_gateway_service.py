@@ -26,6 +26,8 @@ from unified.process import every_process, is_alive
 from unified.protocol.client_master import JobList, ListJobs
 from unified.testing import eventually
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def gateway(start_master: StartMaster, start_gateway: StartGateway) -> GatewayUnderTest:
@@ -99,6 +101,7 @@ def test_without_a_token_a_browser_that_was_led_here_is_turned_away(
     assert httpx.get(f"{url}/train", headers={"host": "evil.example"}).status_code == 403
 
 
+@pytest.mark.smoke
 def test_a_run_is_submitted_listed_shown_stopped_and_resumed(gateway: GatewayUnderTest) -> None:
     made = post(gateway, labels={"team": "fraud"})
     assert (made.status_code, made.headers["location"]) == (201, "/train/train-tiny")

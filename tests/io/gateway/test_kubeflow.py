@@ -29,6 +29,8 @@ from unified_gateway.kubernetes.manifest import KubeflowOptions, environment_of
 from unified_gateway.plan import plan_run
 from unified_gateway.schemas import TrainingRequest
 
+pytestmark = pytest.mark.processes
+
 PATIENCE_S = met(100.0)
 OPTIONS = KubeflowOptions(image="registry/trainer:1", service_account="trainer", secret="store")
 

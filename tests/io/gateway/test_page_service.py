@@ -33,6 +33,8 @@ from unified.security.keys import write_key
 from unified.testing import eventually
 from unified_gateway.page.guard import CSP
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def tokens(tmp_path: Path) -> Path:
@@ -78,6 +80,7 @@ def test_what_is_asked_is_done_and_written_down(gateway: GatewayUnderTest, maste
         assert alice.post(f"/page/jobs/{job}/stop", json={"force": "yes"}).status_code == 400
 
 
+@pytest.mark.smoke
 def test_a_token_for_reading_changes_nothing(gateway: GatewayUnderTest, master: MasterConnection) -> None:
     job = submit(master)
     with browser(gateway.url, "token-of-bob") as bob:

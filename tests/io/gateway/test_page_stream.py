@@ -19,6 +19,8 @@ from unified.security.curve import new_key
 from unified.security.keys import write_key
 from unified.testing import eventually
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def cluster(fake_master: FakeMaster) -> WatchedCluster:

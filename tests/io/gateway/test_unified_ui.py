@@ -19,6 +19,8 @@ from unified.process import every_process, has_environment
 from unified.protocol.client_master import JobList, ListJobs, WatchCluster
 from unified.testing import eventually
 
+pytestmark = pytest.mark.processes
+
 Start = Callable[..., "Ui"]
 
 

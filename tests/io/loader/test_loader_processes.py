@@ -25,9 +25,12 @@ from unified.loader.iterator import DataLoaderIter, RayDataLoaderIter, patch_dat
 from unified.loader.local_workers import _Process
 from unified.testing import Belongings, eventually
 
-pytestmark = pytest.mark.filterwarnings(  # what torch's own loader is told as well, and that 2 cores are few
-    "ignore:.*fork:DeprecationWarning", "ignore:This DataLoader will create:UserWarning"
-)
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.filterwarnings(  # what torch's own loader is told as well, and that 2 cores are few
+        "ignore:.*fork:DeprecationWarning", "ignore:This DataLoader will create:UserWarning"
+    ),
+]
 
 
 @pytest.fixture(autouse=True)

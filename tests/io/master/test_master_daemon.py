@@ -50,6 +50,8 @@ from unified_master.core.master import MasterCore
 from unified_master.daemon import MAX_DEFECTS, MasterDaemon, MasterOptions
 from unified_master.store import Store
 
+pytestmark = pytest.mark.processes
+
 A = TypeVar("A")
 
 
@@ -135,6 +137,7 @@ def expect(answer: MasterToClient, kind: type[A]) -> A:
     return answer
 
 
+@pytest.mark.smoke
 def test_a_job_runs_and_survives_a_killed_master(start_master: StartMaster, connect: Connect) -> None:
     master = start_master()
     agent = FakeAgent(connect(master.address))

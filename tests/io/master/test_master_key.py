@@ -30,6 +30,8 @@ from unified.protocol.framing import PROTOCOL_VERSION
 from unified.security.curve import new_key, secure_client
 from unified.security.keys import ClusterKey, write_key
 
+pytestmark = pytest.mark.processes
+
 KEY, OTHER = new_key(), new_key()
 PUBLIC_ONLY = ClusterKey(public=KEY.public, secret=OTHER.secret)
 SPEC = JobSpec(

@@ -11,6 +11,8 @@ from tests.support.queue_owner import Own, OwnerProcess
 from unified.errors import QueueNotFoundError
 from unified.queue import owner_lookup
 
+pytestmark = pytest.mark.processes
+
 SHORT_S = missed(0.1)
 
 

@@ -29,6 +29,8 @@ from unified.protocol.snapshots import (
 from unified.security.curve import new_key
 from unified.testing import eventually
 
+pytestmark = pytest.mark.processes
+
 
 def weights(state: object) -> float:
     assert isinstance(state, dict)
@@ -138,6 +140,7 @@ def test_what_exceeds_the_quota_is_refused_and_what_is_held_stays(snapshot_node:
     rank.client.close()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("has_key", [False, True], ids=["open", "keyed"])
 def test_a_copy_goes_to_the_partner_and_outlives_the_node(snapshot_node: Nodes, has_key: bool) -> None:
     key = new_key() if has_key else None

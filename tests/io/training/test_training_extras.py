@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 PROGRAM = """
 import sys
 sys.modules[sys.argv.pop(1)] = None  # as if it were not installed

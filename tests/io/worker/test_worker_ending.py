@@ -10,6 +10,8 @@ from tests.support.workers import PATIENCE_S, Agent, Child, Forker, Talk, attrib
 from unified.job.spec import EntryPoint
 from unified.protocol.worker_agent import Failed, Finished, Running, Stop
 
+pytestmark = pytest.mark.processes
+
 ENDING = """
     import atexit, os, sys, threading, time
     from concurrent.futures import ThreadPoolExecutor

@@ -8,6 +8,8 @@ from tests.support.workers import Agent
 from unified.job.spec import EntryPoint
 from unified.protocol.worker_agent import Finished, Hello, Reported
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.parametrize(
     ("code", "name", "summary"),
@@ -56,6 +58,7 @@ def test_two_rpc_methods_of_one_name_are_a_setup_failure(agent: Agent) -> None:
     assert "RPC method 'same' already registered." in failure.summary
 
 
+@pytest.mark.smoke
 def test_exception_becomes_a_failure_with_the_users_frames_only(agent: Agent) -> None:
     child = agent.run(
         """

@@ -20,7 +20,10 @@ from unified.protocol.agent_master import RunOrder
 from unified.protocol.records import DirectoryEntry, Progress, Reachability, WorkerReport
 from unified.protocol.worker_agent import DirectoryNews, Finished, Hello, Reported, Run, Running
 
+pytestmark = pytest.mark.processes
 
+
+@pytest.mark.smoke
 def test_function_lives_from_hello_to_exit(agent: Agent) -> None:
     child = agent.load(
         """

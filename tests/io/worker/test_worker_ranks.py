@@ -16,6 +16,8 @@ from unified.job.spec import Communication, EntryPoint
 from unified.protocol.agent_master import RunOrder
 from unified.protocol.worker_agent import Finished, Hello
 
+pytestmark = pytest.mark.processes
+
 ELASTIC = """
     import os, sys
     import torch

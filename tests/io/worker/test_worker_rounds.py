@@ -12,6 +12,8 @@ from unified.protocol.agent_master import RoundNotice, RunOrder
 from unified.protocol.worker_agent import Failed, Finished, Hello, Notice, Rejoins, Run, Running, Stop
 from unified.worker.stop import EXIT_TERMINATED
 
+pytestmark = pytest.mark.processes
+
 REJOINING = """
     import os, socket, sys
     import torch
@@ -91,6 +93,7 @@ def is_left(child: Talk, round_: int) -> bool:
     return False
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["dead", "silent"]
 )

@@ -10,6 +10,8 @@ from tests.support.deadlines import missed
 from tests.support.workers import Agent, Child
 from unified.protocol.worker_agent import Finished, Hello, Saving, Stop
 
+pytestmark = pytest.mark.processes
+
 SLEEPER = """
     import signal, sys, time
     from unified.api.runtime.worker import current_worker

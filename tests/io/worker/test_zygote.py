@@ -18,6 +18,8 @@ from unified.protocol.framing import PROTOCOL_VERSION, StreamBuffer, encode_stre
 from unified.testing import eventually
 from unified.worker.zygote import QUIET_S, SPARE_S
 
+pytestmark = pytest.mark.processes
+
 PATIENCE_S = met(100.0)
 ENTRY = """
 import os, signal, subprocess, sys, time
@@ -242,6 +244,7 @@ def test_a_child_is_a_new_interpreter(start: Start, why: str) -> None:
     assert child.pid != zygote.process.pid
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("how", ["end of file", "SIGKILL"])
 @pytest.mark.parametrize("fresh", [False, True])
 def test_no_worker_outlives_its_zygote(zygote: ZygoteProcess, how: str, fresh: bool) -> None:

@@ -16,6 +16,8 @@ from unified.bus.shm.reader import SharedSegment
 from unified.bus.shm.segment import Segment
 from unified.errors import ProtocolError
 
+pytestmark = pytest.mark.processes
+
 NBYTES = 300_000
 LATER_S = 5.0
 
