@@ -27,6 +27,7 @@ from tests.support.training_api import TINY, Service, answered, keys_of, payload
 from unified.client.daemons import marked_processes
 from unified.storage import open_storage
 from unified.testing import eventually
+from unified.training.layout import RunLayout
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -101,9 +102,10 @@ def test_the_payload_is_taken_as_it_stands(service: Service) -> None:
     """Dry, as this cluster has no eight GPUs; `scripts/sample-unified-request.json` is the same."""
     payload = json.loads(PAYLOAD)
     assert json.loads((ROOT / "scripts/sample-unified-request.json").read_text()) == payload
-    said = json.dumps(answered(service.api.post("/train", params={"dry_run": "true"}, json=payload)))
-    for told in ("s3://deepfinery-training/runs/aml_ruleset_v4/framework=hf", "unified.training"):
-        assert told in said
+    job = answered(service.api.post("/train", params={"dry_run": "true"}, json=payload))["job"]
+    assert job["command"] == "python -m unified.training"
+    layout = RunLayout(**job["config"]["training_run"]["layout"])
+    assert layout.prefix == "s3://deepfinery-training/runs/aml_ruleset_v4/framework=hf"
     assert "aml" not in json.dumps(answered(service.api.get("/train"))), "nothing was submitted"
 
 

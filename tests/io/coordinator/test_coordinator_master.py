@@ -80,7 +80,7 @@ async def test_a_barriers_time_goes_on_while_the_master_is_away(
         master.kill()
         await asyncio.to_thread(eventually, lambda: time.monotonic() - begun_at > 1.5)
         start_master(bind=address)
-        with pytest.raises(BarrierTimeoutError, match=r"missing worker-1; worker-0 came") as caught:
+        with pytest.raises(BarrierTimeoutError, match=r"missing worker-1; arrived: worker-0") as caught:
             await waiting
         assert (caught.value.missing, caught.value.arrived) == (["worker-1"], ["worker-0"])
         for each in workers:
