@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.agent_core import FACTS
 from unified.config.settings import Intervals
-from unified.job.spec import EntryPoint, JobSpec, RoleSpec
+from unified.job.spec import EntryPoint, JobSpec, RoleSpec, WorkerPlace
 from unified.protocol.agent_master import (
     AgentRegistered,
     DesiredJob,
@@ -80,7 +80,7 @@ class World:
         how = self.random.random()
         if how < 0.6:
             self.generation += 1
-            before = {worker.rank for worker in self.desired}
+            before = {worker.place.rank for worker in self.desired}
             ranks = [rank for rank in range(3) if self.random.random() < 0.8]
             for rank in ranks:  # what was left out once comes back as another incarnation
                 self.incarnations[rank] += rank not in before or self.random.random() < 0.3
@@ -100,7 +100,7 @@ class World:
             "name": f"w-{rank}",
             "worker_incarnation": self.incarnations[rank],
         }
-        return DesiredWorker(**incarnation, kind="worker", role="w", rank=rank, run=run)
+        return DesiredWorker(**incarnation, kind="worker", role="w", place=WorkerPlace(rank=rank), run=run)
 
     def live(self) -> None:
         """Some process does something."""

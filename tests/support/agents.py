@@ -16,7 +16,7 @@ import zmq
 
 from tests.support.deadlines import met
 from unified import process, testing
-from unified.job.spec import EntryPoint, JobSpec, RoleSpec
+from unified.job.spec import EntryPoint, JobSpec, RoleSpec, WorkerPlace
 from unified.protocol.agent_master import (
     AgentDied,
     AgentHeartbeat,
@@ -202,8 +202,7 @@ def a_worker(rank: int = 0, incarnation: int = 0, *, is_told_to_run: bool = True
         worker_incarnation=incarnation,
         kind="worker",
         role="w",
-        rank=rank,
-        world_size=4,
+        place=WorkerPlace(rank=rank, world_size=4),
         run=RunOrder(round=1, rank=rank, world_size=4) if is_told_to_run else None,
     )
 

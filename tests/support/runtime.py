@@ -121,9 +121,8 @@ def in_worker(**roles: int) -> Iterator[InstantBus]:
 def launch_of(spec: JobSpec, rank: int = 0, **fields: Any) -> Launch:
     """Return the launch of a worker of the first role, with values for what `fields` leaves open."""
     role = spec.roles[0]
-    ranks = {"rank": rank, "world_size": role.total, "local_rank": rank % role.per_group}
-    ranks |= {"local_world_size": role.per_group, "node_rank": rank // role.per_group}
-    names = {"job_id": "job-1", "kind": "worker", "name": role.worker(rank), "role": role.name, "incarnation": 0}
+    who = {"name": role.worker(rank), "role": role.name, "place": role.place(rank)}
+    names = {"job_id": "job-1", "kind": "worker", "incarnation": 0, **who}
     host = {"node": "n1", "host_id": "h", "address": "127.0.0.1", "master": "tcp://127.0.0.1:7077", "relay": ""}
     paths = {"run_dir": "/run", "log_file": ""}
-    return Launch(**{"spec": spec, **ranks, **names, **host, **paths, **fields})
+    return Launch(**{"spec": spec, **names, **host, **paths, **fields})

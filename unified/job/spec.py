@@ -117,6 +117,21 @@ def stream_bits(stream: Literal["out", "err"]) -> int:
     return 1 if stream == "out" else 2
 
 
+class WorkerPlace(Value, frozen=True, kw_only=True):
+    """Ranks of a worker in its role and in its group."""
+
+    rank: int = 0
+    """In the role, from 0."""
+    world_size: int = 1
+    """Number of workers of the role."""
+    local_rank: int = 0
+    """In the group, from 0."""
+    local_world_size: int = 1
+    """Number of workers of the group."""
+    node_rank: int = 0
+    """Rank of the group in the role."""
+
+
 class RoleSpec(Value, frozen=True, kw_only=True):
     """A role: equal workers with one entry point."""
 
@@ -174,6 +189,17 @@ class RoleSpec(Value, frozen=True, kw_only=True):
     def worker(self, rank: int) -> str:
         """Return a worker's name, ``{role}_{total}-{rank}_{per_group}-{local_rank}``, as in ``trainer_4-2_2-0``."""
         return f"{self.name}_{self.total}-{rank}_{self.per_group}-{rank % self.per_group}"
+
+    def place(self, rank: int) -> WorkerPlace:
+        """Return the ranks of a worker in the whole role."""
+        node_rank, local_rank = divmod(rank, self.per_group)
+        return WorkerPlace(
+            rank=rank,
+            world_size=self.total,
+            local_rank=local_rank,
+            local_world_size=self.per_group,
+            node_rank=node_rank,
+        )
 
     @property
     def workers(self) -> list[str]:

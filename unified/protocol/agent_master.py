@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from unified.job.spec import JobSpec
+from unified.job.spec import JobSpec, WorkerPlace
 from unified.protocol.framing import Codec
 from unified.protocol.records import (
     DirectoryEntry,
@@ -235,11 +235,7 @@ class DesiredWorker(Value, frozen=True, kw_only=True):
     worker_incarnation: int
     kind: Literal["worker", "store"]
     role: str = ""
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    node_rank: int = 0
+    place: WorkerPlace = WorkerPlace()
     devices: list[int] = []
     """Indices among the node's devices."""
     group_devices: list[int] = []

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec.msgpack import Decoder
 
-from unified.job.spec import JobSpec
+from unified.job.spec import JobSpec, WorkerPlace
 from unified.protocol import records
 from unified.protocol.agent_master import RoundNotice, RunOrder
 from unified.protocol.stacks import StackReport
@@ -32,11 +32,7 @@ class Launch(AgentOrder, tag="launch", frozen=True, kw_only=True):
     name: str
     incarnation: int
     role: str
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    node_rank: int
+    place: WorkerPlace
     node: str
     host_id: str
     address: str

@@ -267,7 +267,7 @@ class Snapshots:
         attached = self._attach(place)
         number = 0 if last is None else last.number + 1
         agreement = RoundAgreement(place, number)
-        is_first = self._launch.local_rank == 0 or place.connect is None
+        is_first = self._launch.place.local_rank == 0 or place.connect is None
         stored: list[protocol.StoredSnapshot] = []
         if self._options.storage:
             with self._storage(place) as storage:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import asdict
+
 from unified.errors import NotInWorkerError
 from unified.job.job_info import JobInfo
 from unified.job.spec import ENDS_AT, JobSpec, RoleSpec, has_range
@@ -116,7 +118,7 @@ class Worker:
             accelerator_type=launch.spec.accelerator_type,
             user_config=launch.spec.user_config,
         )
-        self.actor_info = self._actor(launch.spec.role(launch.role), launch.rank)
+        self.actor_info = self._actor(launch.spec.role(launch.role), launch.place.rank)
 
     @property
     def roles(self) -> list[str]:
@@ -286,31 +288,19 @@ class Worker:
     def _begin_round(self, order: RunOrder) -> None:
         self.round = order.round
         spec = self.actor_info.role_spec
-        self.actor_info = self._actor(
-            spec, self._launch.rank, rank=order.rank, world_size=order.world_size, node_rank=order.node_rank
-        )
+        ranks = {"rank": order.rank, "world_size": order.world_size, "node_rank": order.node_rank}
+        self.actor_info = self._actor(spec, self._launch.place.rank, **ranks)
 
     def _is_there(self, name: str) -> bool:
         return name == self._launch.name or self.bus.directory.reachable(name) is not None
 
-    def _actor(
-        self,
-        spec: RoleSpec,
-        index: int,
-        *,
-        rank: int | None = None,
-        world_size: int | None = None,
-        node_rank: int | None = None,
-    ) -> ActorInfo:
+    def _actor(self, spec: RoleSpec, index: int, **of_round: int) -> ActorInfo:
+        """Describe a worker by its rank in the role. `of_round` are the ranks that its round has changed."""
         name = spec.worker(index)
         return ActorInfo(
             name=name,
             role=spec.name,
-            rank=index if rank is None else rank,
-            world_size=spec.total if world_size is None else world_size,
-            local_rank=index % spec.per_group,
-            local_world_size=spec.per_group,
-            node_rank=index // spec.per_group if node_rank is None else node_rank,
+            **{**asdict(spec.place(index)), **of_round},
             node=self._launch.node if name == self._launch.name else self.bus.directory.node(name),
             sub_master="elastic" if spec.kind == "elastic" else None,
             role_spec=spec,

@@ -25,7 +25,7 @@ class DebugTerminal:
 
     def __init__(self, launch: Launch, stop: StopState, wait_for: Callable[[str], None]) -> None:
         self.who = f"job={launch.job_id} worker={launch.name}"
-        self.command = f"unified attach {launch.job_id} {launch.role}-{launch.rank}"
+        self.command = f"unified attach {launch.job_id} {launch.role}-{launch.place.rank}"
         self.wait_for = wait_for
         self.turn = threading.RLock()  # one thread at a time is at the prompt; threads at no breakpoint answer calls
         self.state = "running"

@@ -18,7 +18,7 @@ from msgspec import structs
 from unified import error_file
 from unified.errors import EntryPointError
 from unified.job.driver import WORKING_DIR, user
-from unified.job.spec import RoleSpec
+from unified.job.spec import RoleSpec, WorkerPlace
 from unified.protocol.agent_master import RunOrder
 from unified.protocol.worker_agent import Launch
 
@@ -69,7 +69,7 @@ def identity(launch: Launch) -> dict[str, str]:
         "JOB": launch.spec.name,
         "NAME": launch.name,
         "ROLE": launch.role,
-        **_ranks(launch, launch.rank, launch.world_size),
+        **_ranks(launch.place),
         "UNIFIED_JOB_ID": launch.job_id,
         "UNIFIED_NODE": launch.node,
         "UNIFIED_INCARNATION": str(launch.incarnation),
@@ -80,13 +80,13 @@ def identity(launch: Launch) -> dict[str, str]:
 def elastic(launch: Launch, role: RoleSpec, order: RunOrder, store_port: int) -> dict[str, str]:
     """Return the variables of a rank in a round, under torchrun's names."""
     return {
-        **_ranks(launch, order.rank, order.world_size),
+        **_ranks(structs.replace(launch.place, rank=order.rank, world_size=order.world_size)),
         "ROLE_RANK": str(order.rank),
         "ROLE_WORLD_SIZE": str(order.world_size),
         "ROLE_NAME": role.name,
         "GROUP_RANK": str(order.node_rank),
         "NODE_RANK": str(order.node_rank),
-        "GROUP_WORLD_SIZE": str(max(1, order.world_size // launch.local_world_size)),
+        "GROUP_WORLD_SIZE": str(max(1, order.world_size // launch.place.local_world_size)),
         "MASTER_ADDR": order.store_host,
         "MASTER_PORT": str(store_port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank is a client: the store is not in rank 0
@@ -97,14 +97,8 @@ def elastic(launch: Launch, role: RoleSpec, order: RunOrder, store_port: int) ->
     }
 
 
-def _ranks(launch: Launch, rank: int, world_size: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(launch.local_rank),
-        "LOCAL_WORLD_SIZE": str(launch.local_world_size),
-        "NODE_RANK": str(launch.node_rank),
-    }
+def _ranks(place: WorkerPlace) -> dict[str, str]:
+    return {field.upper(): str(value) for field, value in structs.asdict(place).items()}
 
 
 def device(environ: Mapping[str, str]) -> str:

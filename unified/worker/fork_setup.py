@@ -237,7 +237,7 @@ def take_stdin(launch: Launch) -> None:
     refuses it for sockets and for other users' processes: the worker then reads nothing either.
     """
     given = launch.spec.stdin
-    is_first = launch.kind == "worker" and launch.rank == 0 and launch.role == launch.spec.roles[0].name
+    is_first = launch.kind == "worker" and launch.place.rank == 0 and launch.role == launch.spec.roles[0].name
     if given is None or not is_first or given.pid_space != settings.pid_space():
         return
     try:

@@ -399,7 +399,7 @@ def _present(launch: worker_agent.Launch) -> None:
     if launch.kind == "store":
         process.set_title("unified-store")
     else:
-        process.set_title(launch.role, f"-{launch.rank}")
+        process.set_title(launch.role, f"-{launch.place.rank}")
         os.nice(settings.worker_nice())
     process.set_command_line(f"unified worker: {launch.name} incarnation {launch.incarnation} of {launch.job_id}")
 

@@ -43,7 +43,7 @@ class StackDumper:
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
-        self._rank = launch.rank
+        self._rank = launch.place.rank
         self._round_began_ns = 0
         self._has_ended = False
         self._file = -1

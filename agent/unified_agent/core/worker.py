@@ -44,7 +44,7 @@ class LocalWorker:
         self.job_id = incarnation.job_id
         self.name = incarnation.worker
         self.kind: Literal["worker", "store"] = desired.kind
-        self.rank = desired.rank
+        self.rank = desired.place.rank
         self.role = desired.role
         self.devices = desired.devices
         self.grace_s = spec.stop_grace_s

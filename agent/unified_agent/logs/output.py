@@ -121,8 +121,8 @@ def _destination(launch: Launch, stream: Literal["out", "err"]) -> Destination:
     if files is None:
         return Destination(is_followed=launch.spec.is_output_followed, folder=folder)
     return Destination(
-        launch.spec.is_output_followed and files.is_shown(stream, launch.local_rank),
-        files.file(stream, rank=launch.rank, local_rank=launch.local_rank, attempt=launch.incarnation),
+        launch.spec.is_output_followed and files.is_shown(stream, launch.place.local_rank),
+        files.file(stream, rank=launch.place.rank, local_rank=launch.place.local_rank, attempt=launch.incarnation),
         folder,
     )
 

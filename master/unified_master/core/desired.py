@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import zip_longest
 
+from msgspec.structs import replace
+
 from unified.job.spec import RoleSpec, has_range
 from unified.protocol.agent_master import DesiredJob, DesiredWorker, DesiredWorkers
 from unified_master.core import copy_nodes, directory
@@ -75,7 +77,8 @@ def _worker(job: JobRecord, worker: WorkerRecord, groups: dict[tuple[str, str, i
         return DesiredWorker(job_id=job.job_id, name=worker.name, worker_incarnation=worker.incarnation, kind="store")
     role: RoleSpec = job.spec.role(worker.role)
     total = len(job.members(role)) if has_range(role) else role.total
-    group = (job.job_id, role.name, worker.rank // role.per_group)
+    place = role.place(worker.rank)
+    group = (job.job_id, role.name, place.node_rank)
     if group not in groups:
         groups[group] = _group_devices(job, role, group[-1])
     return DesiredWorker(
@@ -84,11 +87,7 @@ def _worker(job: JobRecord, worker: WorkerRecord, groups: dict[tuple[str, str, i
         worker_incarnation=worker.incarnation,
         kind="worker",
         role=worker.role,
-        rank=worker.rank,
-        world_size=total,
-        local_rank=worker.rank % role.per_group,
-        local_world_size=role.per_group,
-        node_rank=group[-1],
+        place=replace(place, world_size=total),
         devices=worker.devices,
         group_devices=groups[group],
         run=worker.run,

@@ -187,7 +187,7 @@ class SimAgent:
                 stacks = WorkerStacks(
                     worker=name,
                     incarnation=number,
-                    rank=sim.wanted.rank,
+                    rank=sim.wanted.place.rank,
                     source=source,
                     note=note,
                     groups=groups,

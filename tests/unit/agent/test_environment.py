@@ -21,11 +21,7 @@ WORKER = DesiredWorker(
     worker_incarnation=2,
     kind="worker",
     role="trainer",
-    rank=3,
-    world_size=4,
-    local_rank=1,
-    local_world_size=2,
-    node_rank=1,
+    place=ROLE.place(3),
     devices=[1],
 )
 

@@ -113,15 +113,15 @@ def story(
 
 def worker_status(cluster: Cluster, job: JobRecord, worker: WorkerRecord) -> WorkerStatus:
     """Return the status of a worker's newest incarnation."""
-    role = job.spec.role(worker.role)
+    place = job.spec.role(worker.role).place(worker.rank)
     node = cluster.nodes.get(worker.node)
     is_coming = worker.is_held or job.is_waiting or worker.incarnation < 0 or job.is_absent(worker)
     return WorkerStatus(
         name=worker.name,
         role=worker.role,
-        rank=worker.rank,
-        local_rank=worker.rank % role.per_group,
-        node_rank=worker.rank // role.per_group,
+        rank=place.rank,
+        local_rank=place.local_rank,
+        node_rank=place.node_rank,
         incarnation=max(0, worker.incarnation),
         state=WorkerState.PENDING if is_coming else worker.state,
         node=worker.node,

@@ -16,7 +16,7 @@ def desired(bench: Bench, role: str) -> dict[tuple[int, int], DesiredWorker]:
     """The workers of a role that agents keep, by rank and incarnation."""
     agents = [agent for agent in bench.world.agents.values() if isinstance(agent, SimAgent)]
     kept = [incarnation.wanted for agent in agents for incarnation in agent.incarnations.values()]
-    return {(one.rank, one.worker_incarnation): one for one in kept if one.role == role}
+    return {(one.place.rank, one.worker_incarnation): one for one in kept if one.role == role}
 
 
 def test_an_elastic_worker_is_told_the_devices_of_its_group_in_the_order_of_local_ranks() -> None:
@@ -24,7 +24,7 @@ def test_an_elastic_worker_is_told_the_devices_of_its_group_in_the_order_of_loca
     for rank in range(4):
         first, second = told[rank - rank % 2, 0].devices, told[rank - rank % 2 + 1, 0].devices
         assert told[rank, 0].group_devices == [first[0], second[0], first[1], second[1]]
-        assert told[rank, 0].group_devices[told[rank, 0].local_rank] == told[rank, 0].devices[0]
+        assert told[rank, 0].group_devices[told[rank, 0].place.local_rank] == told[rank, 0].devices[0]
 
 
 def test_a_device_that_ranks_share_is_named_once() -> None:
