@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.deadlines import missed
+from tests.support.deadlines import met, missed
 from tests.support.workers import Agent, Child, ForkedChild, Forker, attribute
 from unified.job.spec import Communication, EntryPoint
 from unified.protocol.agent_master import RunOrder
@@ -18,8 +18,11 @@ from unified.protocol.worker_agent import Finished, Hello
 
 pytestmark = pytest.mark.processes
 
-ELASTIC = """
-    import os, sys
+GLOO_S = met(100.0)
+"""Time-out of a collective. Gloo rarely loses an operation when a peer closes its connection: see docs/elastic.md."""
+ELASTIC = f"""
+    import os
+    from datetime import timedelta
     import torch
     import torch.distributed as dist
     from unified.api.runtime.worker import current_worker
@@ -38,7 +41,7 @@ ELASTIC = """
         check()
 
     if __name__ == "__main__":
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timedelta(seconds={GLOO_S}))
         check()
         dist.destroy_process_group()
 """
@@ -58,7 +61,7 @@ def test_rank_that_dies_is_replaced_in_a_new_round(
 ) -> None:
     agent.write("wp_code.py", ELASTIC)
     store = forker.launch_store()
-    communication = Communication(auto_setup=auto_setup)
+    communication = Communication(auto_setup=auto_setup, timeout_s=GLOO_S)
     role: dict[str, Any] = {"kind": "elastic", "total": 2, "per_group": 2, "communication": communication}
 
     port = store.expect(Hello).store_port or 0
