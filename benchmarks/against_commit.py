@@ -18,7 +18,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import report_table  # noqa: E402 - the checkout is no package
+from benchmarks import program, report_table  # noqa: E402 - the checkout is no package
 from benchmarks.bus.checks import times_better  # noqa: E402
 from benchmarks.bus.work import ROWS, Row  # noqa: E402
 from benchmarks.launch.run import machine  # noqa: E402
@@ -45,10 +45,10 @@ BENCHMARKS = [
     Benchmark((*_BUS, f"--rows={','.join(CALLS)}"), "bus.json", "direct", CALLS, 2),
     Benchmark((*_BUS, f"--rows={','.join(ARRAYS)}"), "bus.json", "direct", ARRAYS),
     Benchmark(
-        ("recovery/run.py", "--rounds=3", "--contenders=in_place", "--ranks=4"),
+        ("recovery/run.py", "--rounds=3", "--contenders=in_place", "--ranks=4", "--rows=seconds_4"),
         "recovery.json",
         "in_place",
-        ("seconds_4", "node_told"),
+        ("seconds_4",),
     ),
     Benchmark(("recovery/snapshots.py", "--rounds=2"), "snapshots.json", "", ("snapshot", "restore")),
     Benchmark(("checkpoint/run.py", "--rounds=1", "--rows=stall"), "checkpoint.json", "unified", ("stall",)),
@@ -56,39 +56,38 @@ BENCHMARKS = [
 NAMES = [row for benchmark in BENCHMARKS for row in benchmark.rows]
 TITLES = {row.name: f"{row.title}, {row.unit}" for row in ROWS} | {
     "seconds_4": "kill -9 of a rank of 4 to all past a step, s",
-    "node_told": "kill -9 of a node's agent to all past a step, s",
     "snapshot": "stall of a snapshot of 1 GiB, s",
     "restore": "restore of 1 GiB from memory, s",
     "stall": "stall of `save` of 1 GiB, ms",
 }
 KNOWN = [*ROWS, *(Row(name, "", "", False) for name in NAMES if name not in {row.name for row in ROWS})]
-Figures = dict[str, dict[str, list[float]]]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("commit", type=Path, help="a checkout of the commit (`git worktree add`), after `make setup`")
     parser.add_argument("--rounds", type=int, default=5, help="how often each side is measured (default: 5)")
+    parser.add_argument("--rows", type=program.names_of(NAMES), default=NAMES, help="comma-separated; default: all")
     parser.add_argument("--out", type=Path, default=ROOT / "out/bench", help="where against_commit.json goes")
     parser.add_argument("--check", action="store_true", help=f"end with 1 if a median is {SLOWER} times as slow")
     args = parser.parse_args()
     began_on = machine()
-    figures: Figures = {side: {name: [] for name in NAMES} for side in SIDES}
+    figures: program.Figures = {side: {name: [] for name in args.rows} for side in SIDES}
     checkouts = {"commit": args.commit.resolve(), "here": ROOT}
     for number in range(args.rounds):
         for side in SIDES if number % 2 == 0 else SIDES[::-1]:
-            for benchmark in BENCHMARKS:
+            for benchmark in (each for each in BENCHMARKS if not set(args.rows).isdisjoint(each.rows)):
                 for _ in range(benchmark.runs):
                     measure(benchmark, checkouts[side], figures[side])
             print(f"round {number + 1}/{args.rounds} {side}", flush=True)
-    slower = {name: 1 / better(name, figures) for name in NAMES}
+    slower = {name: 1 / better(name, figures) for name in args.rows}
     hashes = {side: _hash(checkout) for side, checkout in checkouts.items()}
     result = {"machine": began_on, "commits": hashes, "rounds": args.rounds, "figures": figures, "times_slower": slower}
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "against_commit.json").write_text(json.dumps(result, indent=1))
     lines = [
         (TITLES[name], *(f"{statistics.median(figures[side][name]):.4g}" for side in SIDES), f"{slower[name]:.3f}")
-        for name in NAMES
+        for name in args.rows
     ]
     note = f"Medians of {args.rounds} rounds in turn, on {began_on['cores']} cores, {began_on['date']}."
     report_table.show(["", hashes["commit"], hashes["here"], "times as slow"], lines, [], note, 120)
@@ -106,11 +105,11 @@ def measure(benchmark: Benchmark, checkout: Path, figures: dict[str, list[float]
         if not file.exists():
             raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
         found = json.loads(file.read_text())["figures"]
-    for row in benchmark.rows:
+    for row in figures.keys() & benchmark.rows:
         figures[row] += (found[benchmark.contender] if benchmark.contender else found)[row]
 
 
-def better(name: str, figures: Figures) -> float:
+def better(name: str, figures: program.Figures) -> float:
     """Return how many times better than the commit's the median here is."""
     here, there = (statistics.median(figures[side][name]) for side in SIDES[::-1])
     return times_better(name, here, there, KNOWN)

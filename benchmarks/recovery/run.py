@@ -67,8 +67,9 @@ def main() -> int:
                 for num_ranks in args.ranks:
                     for contender in contenders:
                         measure_rank(contender, num_ranks, attempt, figures, problems)
+        with_nodes = report.WITH_NODES if not args.rows or {report.TOLD, report.SILENT} & set(args.rows) else ()
         for attempt in range(args.rounds):
-            for name in (name for name in report.WITH_NODES if name in args.contenders):
+            for name in (name for name in with_nodes if name in args.contenders):
                 measure_nodes(name, attempt, figures, problems)
         figures[report.ALLOWED] = {report.SILENT: [report.LEASE_S + 1.0]}
         return figures, problems
