@@ -112,7 +112,7 @@ bench-launch: setup ## start-up and recovery against torchrun, held against our 
 bench-bus: setup peers ## calls, arrays and queues against Ray, Monarch and xoscar, held against our floors (about twenty minutes)
 	$(BIN)/python benchmarks/bus/run.py --check $(TABLES)
 
-bench-link: setup $(PEERS)/ray/.installed ## large payloads between two network namespaces with a key, without, and by Ray with its TLS, held against our floors (about fifteen minutes): needs root
+bench-link: setup $(PEERS)/ray/.installed ## large payloads between two network namespaces with a key, without, and by Ray with its TLS, held against our floors (about half an hour): needs root
 	$(BIN)/python -m benchmarks.link.run --check
 
 bench-coordinator: setup ## heartbeats, look-ups, barriers and assignment, held against our floors (about two minutes)

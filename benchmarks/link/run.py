@@ -5,7 +5,7 @@ contenders take turns call by call: without a key; with one; with one, all by CU
 where a connection of their own cannot be had; Ray, without its TLS and with it, where `make peers` has installed it;
 and iperf3 where it is installed. The second table has the processor time of the busier side, in which other programs do
 not count; of Ray it is that of all processes of a node. Before the rounds a listener on the cable counts the frames
-that have the payload in the clear. Needs root, iproute2, and openssl for Ray. All at 1 GiB take some 25 GiB of memory.
+that have the payload in the clear. Needs root, iproute2, and openssl for Ray. All at 1 GiB take some 16 GiB of memory.
 
 `--check` ends with 1 if a floor is missed: with a key 0.75 of the rate without one, and faster than Ray with TLS, in
 each row. A ratio is the median of the rounds' own.

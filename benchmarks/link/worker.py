@@ -66,6 +66,11 @@ def work(address: str, mode: str, key_file: str) -> None:
         if order["what"] == "cpu":
             say(time.process_time())
             continue
+        if order["what"] == "drop":
+            argument = None
+            results.clear()
+            say(None)
+            continue
         argument = give(order["nbytes"]) if order["what"] == "take" else order["nbytes"]
         began = time.perf_counter()
         bus.call(peer, order["what"], [argument], {}).result(CALL_S)

@@ -33,6 +33,9 @@ class Callee:
             self.array = payload(nbytes, self.mark)
         return self.array
 
+    def drop(self) -> None:
+        self.array = payload(0, self.mark)
+
 
 def payload(nbytes: int, mark: str) -> Any:
     return np.frombuffer((os.urandom(4096 - len(mark)) + mark.encode()) * (nbytes >> 12), np.uint8)
@@ -51,6 +54,11 @@ def main(address: str, mark: str) -> None:
     say(None)
     for line in sys.stdin:
         order = json.loads(line)
+        if order["what"] == "drop":
+            array = payload(0, mark)
+            ray.get(callee.drop.remote(), timeout=DEADLINE_S)
+            say(None)
+            continue
         if order["what"] == "take" and len(array) != order["nbytes"]:
             array = payload(order["nbytes"], mark)
         began = time.perf_counter()

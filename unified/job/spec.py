@@ -322,7 +322,7 @@ LOOPBACK = "127.0.0.1"
 FEW_ROLES = 16
 """Up to this many roles a linear search is as fast as an index."""
 _indexes: dict[int, tuple[list[RoleSpec], dict[str, RoleSpec]]] = {}
-"""Roles by name, of recent jobs with many roles, by the id of the list of roles, which nobody changes."""
+"""Roles by name, for recent jobs that have many roles. The key is the id of the list of roles, which stays as it is."""
 _MAX_INDEXES = 64
 
 

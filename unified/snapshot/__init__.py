@@ -1,1 +1,1 @@
-"""Snapshots of training states in memory that outlives the worker, and by copies on other nodes its node."""
+"""Snapshots of training states, in memory that outlives the worker. Copies on other nodes outlive the node."""

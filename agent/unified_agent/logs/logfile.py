@@ -149,7 +149,7 @@ class LogFile:
             view = view[count:]
 
     def close(self) -> None:
-        """Close the file; held output is written if the disk has space by now."""
+        """Close the file. Write held output first, if the disk has space again."""
         if self._hole is not None:
             self._hole.try_at = 0.0
             self._is_mended(self._hole)

@@ -49,7 +49,7 @@ class Owners:
     """The unfinished shards of an epoch: a list for each worker, or orphans if there are no workers.
 
     Args:
-        salt: tells this spreading over the ring from others.
+        salt: makes this spreading over the ring different from others.
         num_shards: shards of the whole dataset.
         sort_keys: key of each shard; a list is read by key, then by number. None: by number.
         is_read: True if somebody may be reading the first shard of each list, which then stays there.
