@@ -24,6 +24,7 @@ _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?")
 _FACTORS = {"": 1, **{unit: 1024**power for power, unit in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi"), 1)}}
 _FACTORS |= {unit: 1000**power for power, unit in enumerate(("k", "M", "G", "T", "P"), 1)}
 _LEAST_BYTES = 256 * 1024**2
+_LARGEST_UID = 2**31 - 1
 _SET_HERE = re.compile(r"HOME|USER|POD_IP|NODE_ID|JOB_INDEX|UNIFIED_(MASTER|HOME|RUN_DIR|KEY_FILE)")
 _MOUNTED_HERE = re.compile(r"/tmp|/dev/shm|/etc/unified(/.*)?|/var/lib/unified(/.*)?")
 
@@ -79,6 +80,8 @@ class PodOptions(Value, frozen=True):
         for flag, number, least in self._numbers():
             if number < least:
                 yield f"{flag} {number} is below {least}."
+        if self.uid > _LARGEST_UID:
+            yield f"--uid {self.uid} is above {_LARGEST_UID}, the largest of Kubernetes."
         if self.gpus and not self.num_agents:
             yield f"--gpus {self.gpus} belong to agents, and --agents is 0: give --agents as well."
         if not _CPUS.fullmatch(self.cpus):
@@ -90,9 +93,13 @@ class PodOptions(Value, frozen=True):
         for key, value in self.node_selector.items():
             if not _KEY.fullmatch(key) or not _VALUE.fullmatch(value):
                 yield f"--node-selector {key}={value} is no label of a node."
-        for key, number in {self.gpu_resource: 1, **self.resource}.items():
-            if "/" not in key or not _KEY.fullmatch(key) or number < 1:
-                yield f"{key}={number} is no resource of a device plugin: write DOMAIN/NAME=NUMBER."
+        if not _is_resource(self.gpu_resource):
+            yield f"--gpu-resource {self.gpu_resource!r} is no resource of a device plugin: write DOMAIN/NAME."
+        for key, number in self.resource.items():
+            if not _is_resource(key) or number < 1:
+                yield f"--resource {key}={number} is no resource of a device plugin: write DOMAIN/NAME=NUMBER."
+        if self.gpus and self.gpu_resource in self.resource:
+            yield f"--gpus and --resource both say how many {self.gpu_resource} a pod has: leave one out."
         for key in self.env:
             if not _VARIABLE.fullmatch(key):
                 yield f"--env {key!r} is no name of a variable."
@@ -102,8 +109,10 @@ class PodOptions(Value, frozen=True):
         for claim, path in self.claim.items():
             if not _OBJECT.fullmatch(claim):
                 yield f"--claim {claim!r} is no name of an object: {letters}."
-            if not re.fullmatch(r"(/[^/:]+)+", path) or _MOUNTED_HERE.fullmatch(path) or paths.count(path) > 1:
+            if not re.fullmatch(r"(/[^/:]+)+", path) or _MOUNTED_HERE.fullmatch(path):
                 yield f"--claim {claim}={path} cannot be mounted there: write CLAIM=/FOLDER, with a folder of its own."
+            if paths.count(path) > 1:
+                yield f"two claims have the folder {path}: give each --claim a folder of its own."
 
     def _references(self) -> dict[str, str]:
         """Return the names of objects that must exist already, by flag."""
@@ -176,6 +185,10 @@ class RunOptions(PodOptions, frozen=True):
 
     def _numbers(self) -> list[tuple[str, int, int]]:
         return [*super()._numbers(), ("--retries", self.retries, 0)]
+
+
+def _is_resource(name: str) -> bool:
+    return "/" in name and _KEY.fullmatch(name) is not None
 
 
 def amount(flag: str, text: str) -> int:

@@ -387,7 +387,8 @@ def _check_private(path: Path, found: os.stat_result) -> None:
             f"`chown {os.geteuid()} {path}`, or make a copy of your own."
         )
     if found.st_mode & (0o037 if is_mounted else 0o077):
+        mend = "give its Secret `defaultMode: 0440`" if is_mounted else f"`chmod 600 {path}`"
         raise KeyFileError(
-            f"the cluster key {path} is open to others (mode {stat.S_IMODE(found.st_mode):04o}): `chmod 600 {path}`. "
+            f"the cluster key {path} is open to others (mode {stat.S_IMODE(found.st_mode):04o}): {mend}. "
             "If anybody may have read it, make a new one."
         )
