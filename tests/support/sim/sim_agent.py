@@ -84,8 +84,9 @@ class SimAgent:
         self.collectives: dict[str, list[GroupCollectives] | None] = {}
         """Process groups of workers, for those who ask for stacks; None: that one does not answer."""
         self.is_mute = False
+        """Nobody is told any stacks or lines of a log."""
         self.log_error = ""
-        """Nobody is told any stacks."""
+        """Error with which a read of the log is answered; empty: none."""
         self.is_hung = False
         """Its elastic loops do not get out of a collective."""
         self._timers: TimerTable[tuple[str, Incarnation | None]] = TimerTable()
