@@ -71,7 +71,7 @@ def test_lines_are_found_by_pattern_and_by_time(local_cluster: Cluster, project:
     lines = show("printing", *master, "--since", "1d")[1].splitlines()
     assert len(lines) == 2 * 5002
     at = time.time()
-    assert show("printing", *master, "--since", "0s")[1] in ("", "\n".join(late) + "\n")
+    assert set(show("printing", *master, "--since", "0s")[1].splitlines()) <= set(late)  # those of this very second
     time.sleep(1.1)
     assert show("printing", *master, "--since", "0s") == (0, "", "")
     assert len(show("printing", *master, "--until", f"{time.strftime('%FT%T', time.localtime(at))}")[1]) > 100_000
