@@ -138,7 +138,7 @@ class SnapshotProcess:
             self._server = server = HelperProcess(
                 spawn(
                     sys.executable,
-                    "unified.snapshot",
+                    "unified.snapshot.server",
                     [*map(str, descriptors)],
                     log=self._run_dir / "snapshots.log",
                     env=self._env,

@@ -30,8 +30,8 @@ from unified.protocol.snapshots import (
 )
 from unified.security.curve import new_key
 from unified.security.keys import ClusterKey
-from unified.snapshot.client import SnapshotClient
-from unified.snapshot.image import StateImage, read_state
+from unified.snapshot.worker.client import SnapshotClient
+from unified.snapshot.worker.image import StateImage, read_state
 
 SECRET = b"s" * 32
 
@@ -54,7 +54,7 @@ class SnapshotNode:
         self.host = SnapshotHost(url, SECRET + node.encode(), "" if pair is None else pair.public)
         self.control, theirs = socket.socketpair()
         ends = (theirs, listener, peers)
-        command = [sys.executable, "-m", "unified.snapshot", str(theirs.fileno()), str(listener.fileno())]
+        command = [sys.executable, "-m", "unified.snapshot.server", str(theirs.fileno()), str(listener.fileno())]
         command += [str(peers.fileno()), "--parent", str(os.getpid())]
         self.process = subprocess.Popen(command, pass_fds=[end.fileno() for end in ends])
         for end in ends:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from unified.bus.endpoint import BusEndpoint
     from unified.job.workloads import WorkloadDesc
     from unified.rounds.snapshot_agreement import RoundPlace
-    from unified.snapshot.snapshots import Restored, Snapshots
+    from unified.snapshot.worker.snapshots import Restored, Snapshots
     from unified.worker.rounds import Rounds
 
 
@@ -236,7 +236,7 @@ class Worker:
     @cached_property
     def snapshots(self) -> Snapshots:
         """Snapshots of this worker, and their options."""
-        from unified.snapshot.snapshots import Snapshots
+        from unified.snapshot.worker.snapshots import Snapshots
 
         made = Snapshots(self._launch, self._round_place)
         self.on_finish(made.close)

@@ -14,7 +14,7 @@ from tests.support.agent_core import FACTS
 from tests.support.deadlines import missed
 from unified.errors import SnapshotError
 from unified.protocol.snapshots import AttachSeries, SnapshotSeries
-from unified.snapshot.client import SnapshotClient
+from unified.snapshot.worker.client import SnapshotClient
 from unified_agent.poll_loop import PollLoop
 from unified_agent.processes import Processes
 from unified_agent.snapshots import SnapshotProcess

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from unified.errors import SnapshotError, UsageError
-from unified.snapshot.image import StateImage, read_state
+from unified.snapshot.worker.image import StateImage, read_state
 
 
 class Image:

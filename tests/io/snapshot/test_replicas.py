@@ -23,7 +23,7 @@ from unified.protocol.snapshots import (
     snapshot_answer,
 )
 from unified.rounds.snapshot_agreement import RoundPlace
-from unified.snapshot.snapshots import Snapshots
+from unified.snapshot.worker.snapshots import Snapshots
 from unified.testing import eventually
 
 SAVED = SnapshotStamp(1, 7)

@@ -223,7 +223,7 @@ def test_a_slow_partner_is_waited_for_as_long_as_the_server_waits(
     partner.take(a_state(7.0), 7)
     length = partner.held[0].length
     SnapshotRank(first).client.close()  # the server has started
-    monkeypatch.setattr("unified.snapshot.client.ANSWER_WITHIN_S", 2.0)
+    monkeypatch.setattr("unified.snapshot.worker.client.ANSWER_WITHIN_S", 2.0)
     rank = SnapshotRank(first)
     second.process.send_signal(signal.SIGSTOP)
     goes_on = threading.Timer(4.0, second.process.send_signal, [signal.SIGCONT])
@@ -245,7 +245,7 @@ def test_a_server_that_is_stopped_is_not_waited_for_for_ever(
 ) -> None:
     node, other = snapshot_node("a"), snapshot_node("b")
     rank, reader, partner = SnapshotRank(node, 0), SnapshotRank(node, 1), SnapshotRank(other, 1)
-    monkeypatch.setattr("unified.snapshot.client.write_within_s", lambda length: length / 16000)
+    monkeypatch.setattr("unified.snapshot.worker.client.write_within_s", lambda length: length / 16000)
     node.process.send_signal(signal.SIGSTOP)
     with pytest.raises(SnapshotError, match="has not answered for 1 s"):
         rank.client.begin(1000, is_sent=True)

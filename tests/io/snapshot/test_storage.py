@@ -14,10 +14,10 @@ from tests.io.snapshot.conftest import Nodes
 from tests.support.snapshots import SnapshotRank, a_state
 from unified.errors import SnapshotError
 from unified.protocol.snapshots import SnapshotSeries, SnapshotStamp, StorageTarget, StoredSnapshot
-from unified.snapshot.image import StateImage, read_state
 from unified.snapshot.memory import make_buffer
+from unified.snapshot.server.writers import StorageWriters
 from unified.snapshot.storage import SnapshotStorage, name_of, target_of
-from unified.snapshot.writers import StorageWriters
+from unified.snapshot.worker.image import StateImage, read_state
 from unified.testing import Belongings, eventually, left_behind
 
 SERIES = SnapshotSeries("job-1", "trainer", 2, 0)

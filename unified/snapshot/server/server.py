@@ -22,10 +22,10 @@ from unified.protocol import snapshots as protocol
 from unified.protocol.framing import UNREADABLE
 from unified.snapshot.core.inventory import OverQuotaError, SnapshotBuffer, SnapshotInventory
 from unified.snapshot.memory import make_buffer
-from unified.snapshot.server_state import Arriving, JobState, SentState, SnapshotKey, WorkerConnection
+from unified.snapshot.server.state import Arriving, JobState, SentState, SnapshotKey, WorkerConnection
+from unified.snapshot.server.transfers import SnapshotTransfers
+from unified.snapshot.server.writers import StorageWriters
 from unified.snapshot.storage import name_of
-from unified.snapshot.transfers import SnapshotTransfers
-from unified.snapshot.writers import StorageWriters
 
 log = logging.getLogger("unified.snapshot")
 

@@ -1,4 +1,4 @@
-"""The process of a snapshot server: ``python -m unified.snapshot CONTROL_FD LISTENER_FD [PEERS_FD] --parent PID``."""
+"""The process of a node: ``python -m unified.snapshot.server CONTROL_FD LISTENER_FD [PEERS_FD] --parent PID``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from unified.protocol.snapshots import (
     agent_to_snapshots,
 )
 from unified.security.keys import learn
-from unified.snapshot.server import SnapshotServer
+from unified.snapshot.server.server import SnapshotServer
 
 
 class AgentConnection:
@@ -57,7 +57,7 @@ class AgentConnection:
 
 def main() -> int:
     """Serve until the agent is gone."""
-    parser = argparse.ArgumentParser(prog="python -m unified.snapshot", description="Keeps workers' snapshots.")
+    parser = argparse.ArgumentParser(prog="python -m unified.snapshot.server", description="Keeps workers' snapshots.")
     parser.add_argument("control", type=int, metavar="CONTROL_FD", help="socket to the agent")
     parser.add_argument("listener", type=int, metavar="LISTENER_FD", help="socket that workers connect to")
     parser.add_argument("peers", type=int, nargs="?", metavar="PEERS_FD", help="socket that other nodes connect to")

@@ -16,13 +16,13 @@ from unified.errors import SnapshotError, SnapshotQuotaError, UsageError
 from unified.protocol import snapshots as protocol
 from unified.protocol.worker_agent import Launch
 from unified.rounds.snapshot_agreement import RoundAgreement, RoundPlace
-from unified.snapshot.client import SnapshotClient
 from unified.snapshot.core.agreement import agree, describe_source, partner_of
 from unified.snapshot.storage import SnapshotStorage, target_of
+from unified.snapshot.worker.client import SnapshotClient
 from unified.threads import start_thread
 
 if TYPE_CHECKING:
-    from unified.snapshot.image import StateImage
+    from unified.snapshot.worker.image import StateImage
 
 logger = logging.getLogger(__name__)
 LATE_S = 0.5
@@ -130,7 +130,7 @@ class Snapshots:
         self._check_process()
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise UsageError(f"The step of a snapshot is a whole number from 0 up, not {step!r}.")
-        from unified.snapshot.image import StateImage
+        from unified.snapshot.worker.image import StateImage
 
         with self._using:
             here = self._here()
@@ -237,7 +237,7 @@ class Snapshots:
     def _load(
         self, here: _RoundState, state: Any, found: protocol.StoredSnapshot, source: protocol.SnapshotSource
     ) -> Restored:
-        from unified.snapshot.image import read_state
+        from unified.snapshot.worker.image import read_state
 
         if source.server is None:
             with self._storage(here.place) as storage:
