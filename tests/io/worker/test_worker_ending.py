@@ -9,11 +9,12 @@ from tests.support.deadlines import missed
 from tests.support.workers import PATIENCE_S, Agent, Child, Forker, Talk, attribute
 from unified.job.spec import EntryPoint
 from unified.protocol.worker_agent import Failed, Finished, Running, Stop
+from unified.testing import eventually
 
 pytestmark = pytest.mark.processes
 
 ENDING = """
-    import atexit, os, sys, threading, time
+    import atexit, concurrent.futures.thread, os, sys, threading, time
     from concurrent.futures import ThreadPoolExecutor
 
     def until(name):
@@ -33,8 +34,14 @@ ENDING = """
         def __del__(self):
             print("deleted", os.path.basename(self.name))
 
+    def mark_end():
+        while not concurrent.futures.thread._shutdown:  # until Python begins to end the program
+            time.sleep(0.01)
+        open("ending", "w").close()
+
     def begin():
         atexit.register(print, "exit function")
+        threading.Thread(target=mark_end, daemon=True).start()
         threading.Thread(target=work, args=("thread",), name="uploader").start()
         pool = ThreadPoolExecutor(1)
         pool.submit(work, "executor")
@@ -117,9 +124,14 @@ def test_a_failed_program_loses_nothing_that_it_wrote(agent: Agent) -> None:
     assert (agent.folder / "mine").read_text() == "not flushed"
 
 
+def until_ending(agent: Agent) -> None:
+    """Until the program itself is over: a stop that comes with its last line would still end it."""
+    eventually((agent.folder / "ending").exists, timeout=100)
+
+
 def test_a_stop_gives_the_end_its_time(agent: Agent) -> None:
     child = agent.run(write(agent, "script"))
-    child.until_printed("last line")
+    until_ending(agent)
     child.stop()
     assert child.expect(Running).is_ending
     agent.write("go", "")
@@ -133,8 +145,8 @@ def test_an_end_that_a_stop_cuts_short_is_a_failure(agent: Agent, when: str) -> 
     more = "" if when == "while it ends" else "from unified import rpc\n@rpc\ndef ask():\n    begin()"
     child = agent.launch(write(agent, "script", more))
     hello = child.run()
-    child.until_printed("last line")
     if when == "while it ends":
+        until_ending(agent)
         child.stop(grace_s=missed(0.5))
         assert child.expect(Running).is_ending
     else:
