@@ -198,11 +198,11 @@ def kill_until_none(find: Callable[[], Iterable[int]]) -> None:
     # `find` may miss the children of a parent that dies meanwhile, so call it once more after every end.
     while not (named := set(find())) <= ended:
         alive = {pid for pid in named if is_alive(pid)}
-        if time.monotonic() > deadline:
-            return
         for pid in alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # PermissionError: it became another user
                 os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            return
         ended = named - alive
         time.sleep(_KILL_PAUSE_S if alive else 0)
 

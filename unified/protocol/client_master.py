@@ -118,8 +118,7 @@ class StopJob(ClientRequest, tag="stop-job", frozen=True, kw_only=True):
 
 
 class SignalWorkers(ClientRequest, tag="signal-workers", frozen=True, kw_only=True):
-    """Send a signal to a job's workers that handle it. The signal may come twice, because the client sends a request
-    again if the master does not answer in time."""
+    """Send a signal to a job's workers that handle it. If the master is slow to answer, the signal may come twice."""
 
     job: str
     signal: int
