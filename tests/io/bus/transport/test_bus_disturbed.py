@@ -68,6 +68,7 @@ def test_interrupted_wait_loses_nothing(world: World) -> None:
     assert eventually(lambda: not b._server._known)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python drops one in a weakref callback
 def test_interrupts_at_any_moment_end_every_call(world: World) -> None:
     """Each call ends: with its value, or with an error that says that it was interrupted or that its link broke."""
     a, _ = world.pair({"echo": lambda x: x})
