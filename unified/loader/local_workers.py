@@ -92,7 +92,7 @@ class _Process:
     def __init__(self, context: Any, parts: Any, name: str) -> None:
         self._executor = ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(parts, name))
         self._pid = self._executor.submit(os.getpid)
-        self._asked: set[Future[Any]] = {self._pid}
+        self._asked: set[Future[Any]] = set()
 
     def submit(self, work: Any) -> Future[Any]:
         future: Future[Any]
@@ -116,7 +116,7 @@ class _Process:
         asked = list(self._asked)
         for future in [] if is_lost else asked:
             future.cancel()
-        late = wait(asked, END_WITHIN_S).not_done
+        late = wait([self._pid, *asked], END_WITHIN_S).not_done  # the pid is not cancelled: it says whom to kill
         pid = self._pid.result() if self._pid.done() and self._pid.exception() is None else None
         if late and pid is not None:
             with contextlib.suppress(ProcessLookupError):

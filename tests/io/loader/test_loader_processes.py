@@ -8,9 +8,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import wait
+from concurrent.futures.process import BrokenProcessPool, _ExecutorManagerThread
 from functools import partial
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 import unified.loader.dataset
-from tests.support.deadlines import missed
+from tests.support.deadlines import met, missed
 from unified.errors import LoaderError, LoaderTimeoutError, UsageError
 from unified.loader.iterator import DataLoaderIter, RayDataLoaderIter, patch_dataloader_ray
 from unified.loader.local_workers import _Process
@@ -359,3 +361,26 @@ def test_a_lost_helper_leaves_nothing_while_what_it_was_asked_still_fails() -> N
         assert all(isinstance(future.exception(), BrokenProcessPool) for future in asked)
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_a_helper_that_is_closed_before_it_begins_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its executor has passed on no request yet; then all of them can be cancelled."""
+    cancelled = threading.Event()
+    pass_on = _ExecutorManagerThread.add_call_item_to_queue
+
+    def pass_on_late(self: Any) -> None:
+        assert cancelled.wait(met(100))
+        pass_on(self)
+
+    def wait_and_tell(*args: Any) -> Any:
+        cancelled.set()
+        return wait(*args)
+
+    monkeypatch.setattr(_ExecutorManagerThread, "add_call_item_to_queue", pass_on_late)
+    monkeypatch.setattr("unified.loader.local_workers.wait", wait_and_tell)
+    helper = _Process(multiprocessing.get_context("fork"), None, "helper")
+    asked = helper.submit(partial(time.sleep, 600))
+    pid = helper.close()
+    assert asked.cancelled()
+    assert pid is not None
+    assert not Path(f"/proc/{pid}").exists()
