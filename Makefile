@@ -40,7 +40,7 @@ example: $(VENV)/.installed-examples ## run another example: make example N=acto
 	@$(BIN)/python examples/$(N)/submit.py
 
 test: setup lint ## what decides, the same each time, in three minutes: linters, types, layers, and the tests that start no daemons, with one for each kind that does
-	@$(MAKE) --no-print-directory --jobs=3 types layers suite
+	@$(MAKE) --no-print-directory --jobs=2 types suite
 
 suite: setup
 	@test -d tests/__pycache__ || $(PYTEST) --collect-only > /dev/null || true # or each process rewrites all assertions

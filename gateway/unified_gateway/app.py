@@ -26,11 +26,11 @@ from unified.errors import (
 from unified_gateway.backend import TrainingBackend
 from unified_gateway.http.admission import OPEN_PATHS, HttpAdmission
 from unified_gateway.http.limits import RateLimits
-from unified_gateway.http.routes import open_routes, routes
 from unified_gateway.options import GatewayOptions, release
 from unified_gateway.page.app import PageDispatcher
 from unified_gateway.page.guard import PageOptions
 from unified_gateway.page.routes import router
+from unified_gateway.routes import open_routes, routes
 from unified_gateway.runs import RunConflictError
 from unified_gateway.schemas import ResumeRequest, TrainingRequest
 from unified_gateway.service import Gateway, status_of

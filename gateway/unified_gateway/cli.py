@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             tokens.check_listening("unified-gateway", arguments.host)
         if arguments.tls_key is not None and arguments.tls_cert is None:
             raise UsageError("--tls-key needs --tls-cert.")
-        from unified_gateway.http.server import Listening, run_server
+        from unified_gateway.server import Listening, run_server
 
         listening = Listening(
             arguments.host,

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CORES = ["unified.core", "unified.coordinator.core", "unified.queue.core", "unified_agent.core", "unified_master.core"]
+CORES = [
+    *("unified.core", "unified.coordinator.core", "unified.elastic.core", "unified.queue.core", "unified.rounds.core"),
+    *("unified.snapshot.core", "unified_agent.core", "unified_master.core"),
+]
 PACKAGES = {
     "unified": ROOT,
     "unified_agent": ROOT / "agent",

@@ -1,1 +1,1 @@
-"""Parts of the gateway that speak HTTP: admission, routes, streams, the server itself."""
+"""HTTP of the API and of the page: admission and limits of requests, their counts, and streams of answers."""
