@@ -49,7 +49,7 @@ class World:
         self.core = AgentCore(FACTS, Intervals())
         self.now = 0.0
         self.alive: dict[JobWorkerIncarnation, WorkerState] = {}
-        self.born: set[JobWorkerIncarnation] = set()
+        self.started: set[JobWorkerIncarnation] = set()
         self.incarnations = [0, 0, 0]
         self.generation = 0
         self.desired: list[DesiredWorker] = []
@@ -59,17 +59,17 @@ class World:
         for action in self.core.step(self.now, event):
             match action:
                 case StartWorker(incarnation=incarnation):
-                    assert incarnation not in self.born, f"{incarnation} was started twice"
+                    assert incarnation not in self.started, f"{incarnation} was started twice"
                     assert not [other for other in self.alive if other[:2] == incarnation[:2]], (
                         f"{incarnation} beside its last incarnation"
                     )
-                    self.born.add(incarnation)
+                    self.started.add(incarnation)
                     self.alive[incarnation] = WorkerState.STARTING
                 case SignalWorker(incarnation=incarnation, how="kill"):
                     if incarnation in self.alive:
                         self.alive[incarnation] = WorkerState.EXITED
                 case TellWorker(incarnation=incarnation):
-                    assert incarnation in self.born
+                    assert incarnation in self.started
                 case Exit():
                     self.is_over = True
         broken = check_agent(self.core)

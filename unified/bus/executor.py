@@ -104,22 +104,22 @@ class HandlerPool:
         if self.is_full:
             self.on_full()
 
-    def withdraw(self, is_wanted: Callable[[Callable[[], object]], bool]) -> list[Callable[[], object]]:
+    def take_back(self, is_wanted: Callable[[Callable[[], object]], bool]) -> list[Callable[[], object]]:
         """Take back the work that has not begun, and for which `is_wanted` is True."""
-        withdrawn: list[Callable[[], object]] = []
+        taken: list[Callable[[], object]] = []
         with self._lock:
             kept: list[Callable[[], object] | None] = []
             with contextlib.suppress(Empty):
                 while True:
                     work = self._work.get_nowait()
                     if work is not None and is_wanted(work):
-                        withdrawn.append(work)
+                        taken.append(work)
                     else:
                         kept.append(work)
             for each in kept:
                 self._work.put(each)
-            self._num_busy -= len(withdrawn)
-        return withdrawn
+            self._num_busy -= len(taken)
+        return taken
 
     def waits(self) -> bool:
         """Note that this thread is about to wait for another call. If this returns True, call `waited` afterwards."""

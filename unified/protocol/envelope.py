@@ -1,7 +1,7 @@
 """Envelope of a bus message: its first frame, and all that a relay reads.
 
 A message is ``[envelope][body][buffer…]``. `unified.bus.codec.codec` handles body and buffers, except for WAITS, BULK
-and the bodies of this file: HELLO (an `Inbox`), UNDELIVERABLE (an `Undelivered`) and PIECE (a `PiecePlace`).
+and the bodies of this file: HELLO (an `Inbox`), UNDELIVERABLE (an `Undelivered`) and PIECE (a `PieceRange`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Kind(IntEnum):
     WAITS = 10
     """Notice from the callee that a call is blocked, and what it waits for (`unified.bus.calls.deadlock.graph`)."""
     PIECE = 11
-    """Piece of a large buffer of a message that follows. Body: a `PiecePlace`; its one buffer has the bytes."""
+    """Piece of a large buffer of a message that follows. Body: a `PieceRange`; its one buffer has the bytes."""
     BULK = 12
     """Notice of a connection for large buffers that the sender makes. Body: its id and key."""
 
@@ -101,8 +101,8 @@ class Undelivered(Value, frozen=True, kw_only=True):
     code: Literal["unknown-target", "overloaded"]
 
 
-class PiecePlace(Value, frozen=True, kw_only=True):
-    """Place of a piece. The pieces of a series come in order, and each has bytes of one buffer."""
+class PieceRange(Value, frozen=True, kw_only=True):
+    """Buffer and offset of a piece. The pieces of a series come in order, and each has bytes of one buffer."""
 
     index: int
     """Number of the buffer in its message."""
@@ -117,7 +117,7 @@ _envelope = msgspec.msgpack.Decoder(Envelope)
 _any = msgspec.msgpack.Decoder(list)
 _inbox = msgspec.msgpack.Decoder(Inbox)
 _undelivered = msgspec.msgpack.Decoder(Undelivered)
-_piece = msgspec.msgpack.Decoder(PiecePlace)
+_piece = msgspec.msgpack.Decoder(PieceRange)
 
 
 def encode_envelope(envelope: Envelope) -> bytes:
@@ -139,7 +139,7 @@ def decode_envelope(frame: Bytes) -> Envelope:
     return envelope
 
 
-def encode_record(record: Inbox | Undelivered | PiecePlace) -> bytes:
+def encode_record(record: Inbox | Undelivered | PieceRange) -> bytes:
     """Return the body of a HELLO, of an UNDELIVERABLE or of a PIECE."""
     return _encoder.encode(record)
 
@@ -160,7 +160,7 @@ def decode_undelivered(body: Bytes) -> Undelivered:
         raise ProtocolError(f"not the body of an UNDELIVERABLE: {error}") from None
 
 
-def decode_piece(body: Bytes) -> PiecePlace:
+def decode_piece(body: Bytes) -> PieceRange:
     """Read the body of a PIECE; ProtocolError if it is none."""
     try:
         return _piece.decode(body)

@@ -94,7 +94,7 @@ class ClaimTable:
             self._journals[name] = path
             self._number += 1
 
-    def withdraw(self, name: str, why: str = "") -> bool:
+    def drop(self, name: str, why: str = "") -> bool:
         """Drop the name; return True if it was claimed or held. Threads that wait for it get the refusal `why`."""
         claim = self._claims.pop(name, None)
         if claim is None:
@@ -108,7 +108,7 @@ class ClaimTable:
     def answer(self, entry: DirectoryEntry) -> None:
         """Take in what the directory says of this worker.
 
-        A claim that was refused or ended is withdrawn here, so that the name can be claimed anew.
+        A claim that was refused or ended is dropped here, so that the name can be claimed anew.
         """
         if entry.incarnation < self._incarnation:
             return
@@ -125,7 +125,7 @@ class ClaimTable:
             elif refusal is not None and refusal.number == claim.number:
                 claim.refusal = f"it is held by worker {refusal.holder}"
             if claim.refusal:
-                self.withdraw(name)
+                self.drop(name)
 
 
 class Names:
@@ -170,7 +170,7 @@ class Names:
         Raises:
             UsageError: another worker holds the name; or it cannot be a name; or an `on_change` callback or a forked
                 process calls this.
-            RpcTimeoutError: no answer came in time; the claim is withdrawn.
+            RpcTimeoutError: no answer came in time; the claim is dropped.
         """
         self._check_may_wait("claim a name")
         with self._news:
@@ -221,7 +221,7 @@ class Names:
         """
         self._check_process()
         with self._news:
-            if self._table.withdraw(name, "it was released while its claim waited for an answer"):
+            if self._table.drop(name, "it was released while its claim waited for an answer"):
                 self._tell_agent()
                 self._news.notify_all()
 
@@ -309,7 +309,7 @@ class Names:
         finally:
             claim.num_waiting -= 1
             if not claim.is_answered and not claim.num_waiting:
-                self._table.withdraw(name)
+                self._table.drop(name)
             self._tell_agent()
 
     def _check_may_wait(self, what: str) -> None:

@@ -113,18 +113,18 @@ class StackDumper:
         return record.groups, record.is_cut, ""
 
     def _watch(self, module: ModuleType, name: str) -> None:
-        """Wrap a function that installs handlers: it first withdraws ours if the signal is the same."""
+        """Wrap a function that installs handlers: it first removes ours if the signal is the same."""
         real: Callable[..., Any] = getattr(module, name)
 
         @functools.wraps(real)
         def install(signalnum: int, *args: Any, **options: Any) -> Any:
             if signalnum == SIGNAL:
-                self._withdraw()
+                self._remove()
             return real(signalnum, *args, **options)
 
         setattr(module, name, install)
 
-    def _withdraw(self) -> None:
+    def _remove(self) -> None:
         file, self._file = self._file, -1
         if file >= 0:
             faulthandler.unregister(SIGNAL)

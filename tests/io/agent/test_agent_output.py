@@ -39,8 +39,8 @@ def run(command: list[str], within_s: float, passed: list[int]) -> tuple[bytes, 
     return done.stdout, done.stderr
 
 
-class Desk:
-    """An `OutputReader` with a test at it."""
+class Output:
+    """An `OutputReader`, and the results that it gave."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.reader = OutputReader(folder, max_bytes=1000, max_files=3, run=run, clock=clock)
@@ -100,53 +100,53 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
-    one = Desk(tmp_path)
+def bench(tmp_path: Path) -> Iterator[Output]:
+    one = Output(tmp_path)
     yield one
     one.reader.close()
 
 
-def test_what_is_printed_can_be_read_while_the_worker_lives(desk: Desk, tmp_path: Path) -> None:
-    out, err = desk.reader.open(INCARNATION)
+def test_what_is_printed_can_be_read_while_the_worker_lives(bench: Output, tmp_path: Path) -> None:
+    out, err = bench.reader.open(INCARNATION)
     os.write(out, b"one\n")
     os.write(err, b"oh\n")
-    found = desk.read_until(b"one\n")
+    found = bench.read_until(b"one\n")
     assert (found.offset, found.size, found.path) == (0, 4, str(tmp_path / "job-1/w-0/2.out"))
-    desk.read_until(b"oh\n", "err")
+    bench.read_until(b"oh\n", "err")
     os.write(out, b"two\n")
-    desk.read_until(b"one\ntwo\n")
-    assert desk.read(4).data == b"two\n"
-    assert desk.read(-4).data == b"two\n"
-    assert desk.read(2, max_bytes=3).data == b"e\nt"
-    assert desk.read(99) == LogSlice(offset=8, size=8, path=found.path)
+    bench.read_until(b"one\ntwo\n")
+    assert bench.read(4).data == b"two\n"
+    assert bench.read(-4).data == b"two\n"
+    assert bench.read(2, max_bytes=3).data == b"e\nt"
+    assert bench.read(99) == LogSlice(offset=8, size=8, path=found.path)
     os.close(out)
     os.close(err)
 
 
-def test_the_end_of_an_incarnation_brings_its_last_lines(desk: Desk) -> None:
-    out, err = desk.reader.open(INCARNATION)
+def test_the_end_of_an_incarnation_brings_its_last_lines(bench: Output) -> None:
+    out, err = bench.reader.open(INCARNATION)
     os.write(err, b"".join(b"line %d\n" % number for number in range(50)))
-    desk.reader.finish(INCARNATION, -9)
-    closed = desk.next()
+    bench.reader.finish(INCARNATION, -9)
+    closed = bench.next()
     assert closed == OutputClosed(INCARNATION, -9, "\n".join(f"line {number}" for number in range(10, 50)))
     os.close(out)  # a stray that still holds the pipe holds nothing up
     os.close(err)
 
 
-def test_an_incarnation_that_was_never_born_can_be_finished(desk: Desk) -> None:
-    desk.reader.finish(INCARNATION, 0)
-    assert desk.next() == OutputClosed(INCARNATION, 0, "")
+def test_an_incarnation_that_never_began_can_be_finished(bench: Output) -> None:
+    bench.reader.finish(INCARNATION, 0)
+    assert bench.next() == OutputClosed(INCARNATION, 0, "")
 
 
-def test_many_incarnations_at_once_do_not_mix(desk: Desk, tmp_path: Path) -> None:
+def test_many_incarnations_at_once_do_not_mix(bench: Output, tmp_path: Path) -> None:
     incarnations = [JobWorkerIncarnation("job-1", f"w-{rank}", 0) for rank in range(8)]
-    pipes = {incarnation: desk.reader.open(incarnation) for incarnation in incarnations}
+    pipes = {incarnation: bench.reader.open(incarnation) for incarnation in incarnations}
     for _ in range(20):
         for incarnation, (out, _) in pipes.items():
             os.write(out, f"{incarnation.worker}\n".encode())
     for incarnation in incarnations:
-        desk.reader.finish(incarnation, 0)
-    assert {desk.next() for _ in incarnations} == {OutputClosed(incarnation, 0, "") for incarnation in incarnations}
+        bench.reader.finish(incarnation, 0)
+    assert {bench.next() for _ in incarnations} == {OutputClosed(incarnation, 0, "") for incarnation in incarnations}
     for incarnation in incarnations:
         assert (tmp_path / f"job-1/{incarnation.worker}/0.out").read_text() == f"{incarnation.worker}\n" * 20
         for descriptor in pipes[incarnation]:
@@ -154,14 +154,14 @@ def test_many_incarnations_at_once_do_not_mix(desk: Desk, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["../w-0", "..", "", "a/b", "a\0b"])
-def test_only_workers_output_can_be_read(desk: Desk, name: str) -> None:
-    assert "is no worker of this node" in desk.read(incarnation=JobWorkerIncarnation("job-1", name, 0)).error
-    assert "is no worker of this node" in desk.read(incarnation=JobWorkerIncarnation(name, "w-0", 0)).error
+def test_only_workers_output_can_be_read(bench: Output, name: str) -> None:
+    assert "is no worker of this node" in bench.read(incarnation=JobWorkerIncarnation("job-1", name, 0)).error
+    assert "is no worker of this node" in bench.read(incarnation=JobWorkerIncarnation(name, "w-0", 0)).error
 
 
-def test_unknown_output_and_both_streams_at_once_are_errors(desk: Desk) -> None:
-    assert desk.read().error.endswith("2.out cannot be read: No such file or directory")
-    assert "two files" in desk.read(stream="both").error
+def test_unknown_output_and_both_streams_at_once_are_errors(bench: Output) -> None:
+    assert bench.read().error.endswith("2.out cannot be read: No such file or directory")
+    assert "two files" in bench.read(stream="both").error
 
 
 def test_rotation_bounds_the_disk_and_keeps_absolute_offsets(tmp_path: Path) -> None:
@@ -215,32 +215,32 @@ def report(
     )
 
 
-def test_reports_are_lines_beside_the_log_until_the_end_of_an_incarnation(desk: Desk, tmp_path: Path) -> None:
+def test_reports_are_lines_beside_the_log_until_the_end_of_an_incarnation(bench: Output, tmp_path: Path) -> None:
     stale = tmp_path / "job-1/w-0/2.metrics.jsonl"
     stale.parent.mkdir(parents=True)
     stale.write_text("of an earlier cluster\n")
-    streams = desk.reader.open(INCARNATION)
-    assert desk.read(stream="metrics") == LogSlice()
+    streams = bench.reader.open(INCARNATION)
+    assert bench.read(stream="metrics") == LogSlice()
     kept = report(3, total=9, metrics={"loss": 0.5, "phase": "fit\n"})
-    desk.reader.keep_reports(INCARNATION, [kept])
-    desk.reader.keep_reports(INCARNATION, [report(4, metrics={"loss": math.nan})])
-    found = desk.read(stream="metrics")
+    bench.reader.keep_reports(INCARNATION, [kept])
+    bench.reader.keep_reports(INCARNATION, [report(4, metrics={"loss": math.nan})])
+    found = bench.read(stream="metrics")
     lines = [json.decode(line, type=WorkerReport) for line in found.data.splitlines()]
     assert lines == [kept, report(4, metrics={"loss": None})]
-    assert desk.read(found.size - 2, stream="metrics", keep=True).data == b"}\n"
-    desk.reader.finish(INCARNATION, 0)
-    desk.next()
-    desk.reader.keep_reports(INCARNATION, [report(5)])
-    assert desk.read(stream="metrics").size == found.size
+    assert bench.read(found.size - 2, stream="metrics", keep=True).data == b"}\n"
+    bench.reader.finish(INCARNATION, 0)
+    bench.next()
+    bench.reader.keep_reports(INCARNATION, [report(5)])
+    assert bench.read(stream="metrics").size == found.size
     for descriptor in streams:
         os.close(descriptor)
 
 
-def test_of_old_reports_evenly_spaced_ones_are_kept(desk: Desk, tmp_path: Path) -> None:
-    streams = desk.reader.open(INCARNATION)
+def test_of_old_reports_evenly_spaced_ones_are_kept(bench: Output, tmp_path: Path) -> None:
+    streams = bench.reader.open(INCARNATION)
     for step in range(1000):
-        desk.reader.keep_reports(INCARNATION, [report(step)])
-    end = desk.read(-80, stream="metrics")
+        bench.reader.keep_reports(INCARNATION, [report(step)])
+    end = bench.read(-80, stream="metrics")
     assert b'"number":999' in end.data
     files = sorted(tmp_path.rglob("2.metrics.jsonl*"))
     assert [file.name.removeprefix("2.metrics.jsonl") for file in files] == ["", ".1", ".2", ".base"]
@@ -256,27 +256,27 @@ def test_of_old_reports_evenly_spaced_ones_are_kept(desk: Desk, tmp_path: Path) 
         os.close(descriptor)
 
 
-def test_what_the_disk_does_not_take_is_not_kept_in_memory(desk: Desk) -> None:
+def test_what_the_disk_does_not_take_is_not_kept_in_memory(bench: Output) -> None:
     """The thread that writes is busy, as if the disk did not answer."""
-    streams = desk.reader.open(INCARNATION)
+    streams = bench.reader.open(INCARNATION)
     goes_on = threading.Event()
 
     def block() -> None:
         goes_on.wait(100)
 
-    desk.reader._order(block)
+    bench.reader._order(block)
     text = "x" * 200
     many = [report(0, metrics={str(name): text for name in range(100)})] * 300
     for _ in range(30):
-        desk.reader.keep_reports(INCARNATION, many)
-    assert desk.reader._num_given < 9 * MAX_SERIES_BYTES
-    desk.reader.keep_reports(INCARNATION, many * 2)
+        bench.reader.keep_reports(INCARNATION, many)
+    assert bench.reader._num_given < 9 * MAX_SERIES_BYTES
+    bench.reader.keep_reports(INCARNATION, many * 2)
     goes_on.set()
-    desk.read(stream="metrics")
-    before = desk.reader._num_given
-    assert desk.reader._num_written == before
-    desk.reader.keep_reports(INCARNATION, [report(7)])
-    assert desk.read(-12, stream="metrics").data == b'"number":7}\n'
+    bench.read(stream="metrics")
+    before = bench.reader._num_given
+    assert bench.reader._num_written == before
+    bench.reader.keep_reports(INCARNATION, [report(7)])
+    assert bench.read(-12, stream="metrics").data == b'"number":7}\n'
     for descriptor in streams:
         os.close(descriptor)
 
@@ -294,13 +294,13 @@ def fill(descriptor: int, size: int) -> None:
     threading.Thread(target=write, daemon=True).start()
 
 
-def test_a_reader_that_wants_everything_gets_it_however_fast_the_worker_prints(desk: Desk, tmp_path: Path) -> None:
-    out, err = desk.reader.open(INCARNATION, FOLLOWED)
+def test_a_reader_that_wants_everything_gets_it_however_fast_the_worker_prints(bench: Output, tmp_path: Path) -> None:
+    out, err = bench.reader.open(INCARNATION, FOLLOWED)
     size = 500_000
     fill(out, size)
     seen = b""
     while len(seen) < size:
-        found = desk.read(len(seen), keep=True, max_bytes=700)
+        found = bench.read(len(seen), keep=True, max_bytes=700)
         assert found.offset == len(seen)
         seen += found.data
     assert seen == b"".join(b"%09d\n" % number for number in range(size // 10))
@@ -310,30 +310,30 @@ def test_a_reader_that_wants_everything_gets_it_however_fast_the_worker_prints(d
     os.close(err)
 
 
-def test_what_is_in_the_pipe_at_the_end_is_kept_for_that_reader_too(desk: Desk) -> None:
-    out, err = desk.reader.open(INCARNATION, FOLLOWED)
+def test_what_is_in_the_pipe_at_the_end_is_kept_for_that_reader_too(bench: Output) -> None:
+    out, err = bench.reader.open(INCARNATION, FOLLOWED)
     everything = b"".join(b"%09d\n" % number for number in range(10_000))
     os.write(out, everything)
-    desk.reader.finish(INCARNATION, -9)
-    desk.next()
-    assert desk.everything(keep=True) == everything
+    bench.reader.finish(INCARNATION, -9)
+    bench.next()
+    assert bench.everything(keep=True) == everything
     os.close(out)
     os.close(err)
 
 
 def test_a_reader_that_asks_no_more_is_not_waited_for(tmp_path: Path) -> None:
     now = [100.0]
-    desk = Desk(tmp_path, clock=lambda: now[0])
-    out, err = desk.reader.open(INCARNATION, FOLLOWED)
+    bench = Output(tmp_path, clock=lambda: now[0])
+    out, err = bench.reader.open(INCARNATION, FOLLOWED)
     fill(out, 1_000_000)
-    while len(desk.everything()) < 3000:  # three files are full, and the worker waits
+    while len(bench.everything()) < 3000:  # three files are full, and the worker waits
         pass
-    assert desk.read(0, keep=True).size == 3000
+    assert bench.read(0, keep=True).size == 3000
     now[0] += KEEP_S + 1
-    while (found := desk.read(-1)).size < 1_000_000:  # whatever it is asked, it looks at the clock
+    while (found := bench.read(-1)).size < 1_000_000:  # whatever it is asked, it looks at the clock
         pass
     assert found.data == b"\n"
-    desk.reader.close()
+    bench.reader.close()
     os.close(err)
 
 
@@ -355,20 +355,20 @@ def test_output_is_for_its_user_alone_and_a_copy_for_whom_the_umask_says(tmp_pat
 
 
 def test_what_was_printed_since_a_time_is_read_from_the_beginning_of_its_line(tmp_path: Path) -> None:
-    desk = Desk(tmp_path)
-    out, err = desk.reader.open(INCARNATION)
+    bench = Output(tmp_path)
+    out, err = bench.reader.open(INCARNATION)
     os.write(out, b"early\nhalf a ")
-    desk.read_until(b"early\nhalf a ")
+    bench.read_until(b"early\nhalf a ")
     time.sleep(1.5)  # one record of time a second
     between = time.time()
     os.write(out, b"line\nlate\n")
-    desk.read_until(b"early\nhalf a line\nlate\n")
-    found = desk.read(since=between)
+    bench.read_until(b"early\nhalf a line\nlate\n")
+    found = bench.read(since=between)
     assert (found.data, found.offset) == (b"half a line\nlate\n", 6)
-    assert desk.read(until=between).data == b"early\nhalf a "
-    assert desk.read(since=between + 100).data == b""
-    assert desk.read(since=between, grep="l").data == b"half a line\nlate\n"
-    assert desk.read(until=between, grep="a").data == b"early\nhalf a \n"
+    assert bench.read(until=between).data == b"early\nhalf a "
+    assert bench.read(since=between + 100).data == b""
+    assert bench.read(since=between, grep="l").data == b"half a line\nlate\n"
+    assert bench.read(until=between, grep="a").data == b"early\nhalf a \n"
     os.close(out)
     os.close(err)
-    desk.reader.close()
+    bench.reader.close()

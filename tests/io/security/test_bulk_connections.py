@@ -22,7 +22,7 @@ from tests.support.deadlines import met
 from unified.bus.calls.inbound import InboundCall
 from unified.bus.endpoint import BusEndpoint
 from unified.bus.transport import bulk_receiver, bulk_sender
-from unified.bus.transport.bulk_receiver import ID_BYTES, PLACE
+from unified.bus.transport.bulk_receiver import CHUNK_HEADER, ID_BYTES
 from unified.bus.transport.routes import BULK
 from unified.config.addresses import split_address
 from unified.protocol.records import Inbox
@@ -76,7 +76,7 @@ class Proxy:
                     back.join(PATIENCE_S)
 
     def _pass(self, client: socket.socket, server: socket.socket) -> None:
-        self._send(server, client.recv(ID_BYTES + PLACE.size + TAG_BYTES, socket.MSG_WAITALL))
+        self._send(server, client.recv(ID_BYTES + CHUNK_HEADER.size + TAG_BYTES, socket.MSG_WAITALL))
         chunks = [client.recv(RECORD_BYTES, socket.MSG_WAITALL) for _ in range(2)]
         if not (mangled := self._mangle(*chunks)):
             self._send(server, chunks[0])

@@ -134,7 +134,7 @@ class Holdup:
         registry[method("default", verb)] = held
 
 
-def mates(cast: Cast) -> None:
+def set_up_fan_out(cast: Cast) -> None:
     """Three receivers on another node, of which the first passes buckets on."""
     for name in ("r0", "r1", "r2"):
         cast.receiver(name)
@@ -181,7 +181,7 @@ def test_a_receiver_that_ends_for_good_is_named_and_the_others_have_it(cast: Cas
 @one_route
 @pytest.mark.parametrize(("worker", "at"), [("r0", 3), ("r2", 2)], ids=["who passes buckets on", "a mate"])
 def test_one_of_those_that_share_a_node_may_die_too(cast: Cast, pool: ThreadPoolExecutor, worker: str, at: int) -> None:
-    mates(cast)
+    set_up_fan_out(cast)
     sent, holdup = begin_and_hold(cast, pool, worker, "bucket", at)
     cast.die(worker)
     holdup.release.set()
@@ -265,7 +265,7 @@ def test_two_senders(cast: Cast) -> None:
 
 @one_route
 def test_who_passes_buckets_on_is_overtaken(cast: Cast, pool: ThreadPoolExecutor) -> None:
-    mates(cast)
+    set_up_fan_out(cast)
     sent, holdup = begin_and_hold(cast, pool, "r0", "bucket", 2)
     assert cast.send(cast.sender("other"), model_of(7), "r0", version=7) == 7
     holdup.release.set()

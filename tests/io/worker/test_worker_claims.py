@@ -60,7 +60,7 @@ def test_claims_go_to_the_agent_and_answers_come_with_the_directory(agent: Agent
     assert "was forked from it" in forked
 
 
-def test_a_worker_is_born_with_the_holders_that_there_are(agent: Agent) -> None:
+def test_a_worker_begins_with_the_holders_that_there_are(agent: Agent) -> None:
     holder = DirectoryEntry(
         worker="other_1-0_1-0",
         incarnation=3,

@@ -35,13 +35,13 @@ class Behind:
     def __init__(self, kept: dict[tuple[str, str], bytes] | None = None) -> None:
         self.kept = kept or {}
         self.master = MasterCore(Intervals())
-        self.desk = CoordinatorService(self.master)
-        self.desk.restore(NOW, [(*key, data) for key, data in self.kept.items()])
+        self.service = CoordinatorService(self.master)
+        self.service.restore(NOW, [(*key, data) for key, data in self.kept.items()])
         self.reports: list[EventRecord] = []
 
     def ask(self, request: CoordinatorRequest, request_id: int = 1) -> list[MasterAnswer]:
         asked = CoordinatorReceived(peer=b"p", request_id=request_id, request=request)
-        return [message for _, message in self.take(self.desk.answer(NOW, asked))]
+        return [message for _, message in self.take(self.service.answer(NOW, asked))]
 
     def take(self, actions: list[MasterAction]) -> list[tuple[int, MasterAnswer]]:
         answers: list[tuple[int, MasterAnswer]] = []
@@ -70,8 +70,8 @@ def test_the_end_of_an_incarnation_releases_those_who_wait_for_it() -> None:
     assert behind.ask(wait, request_id=5) == []
     ended = EventRecord(at=NOW, event="worker-failed", reason="signal 9", job="job-1", worker="w1", sequence=1)
     elsewhere = EventRecord(at=NOW, event="worker-failed", reason="signal 9", job="job-2", worker="w1", sequence=2)
-    assert behind.take(behind.desk.hear(NOW, [ReportEvent(record=elsewhere)])) == []
-    ((request_id, answer),) = behind.take(behind.desk.hear(NOW, [ReportEvent(record=ended)]))
+    assert behind.take(behind.service.hear(NOW, [ReportEvent(record=elsewhere)])) == []
+    ((request_id, answer),) = behind.take(behind.service.hear(NOW, [ReportEvent(record=ended)]))
     assert isinstance(answer, BarrierResponse)
     assert (request_id, answer.released_by, answer.lost) == (5, "lost", ["w1"])
     assert "signal 9" in answer.reason
@@ -90,18 +90,18 @@ def test_what_is_saved_is_known_to_the_next_one_and_forgotten_with_the_job() -> 
     assert isinstance(answer, HeartbeatResponse)
     assert answer.is_known
     assert after.kept == behind.kept
-    assert after.desk.next_deadline is not None
-    after.take(after.desk.hear(NOW, [SaveRecord(kind="job", key="job-1", data=None)]))
+    assert after.service.next_deadline is not None
+    after.take(after.service.hear(NOW, [SaveRecord(kind="job", key="job-1", data=None)]))
     assert after.kept == {}
-    assert after.desk.next_deadline is None
+    assert after.service.next_deadline is None
 
 
 def test_silence_is_noticed_in_time() -> None:
     behind = Behind()
     behind.register(0)
-    due = behind.desk.next_deadline
+    due = behind.service.next_deadline
     assert due is not None
-    behind.take(behind.desk.time_passed(due))
+    behind.take(behind.service.time_passed(due))
     assert [record.event for record in behind.reports][-1] == "worker-lost"
     (answer,) = behind.ask(Heartbeat(space="job-1", worker_id="w0", session="s"))
     assert isinstance(answer, HeartbeatResponse)

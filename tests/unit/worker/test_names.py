@@ -205,7 +205,7 @@ def test_a_refused_claim_is_withdrawn_and_can_be_made_anew(table: ClaimTable) ->
 def test_an_old_grant_is_no_answer_to_a_new_claim(table: ClaimTable) -> None:
     table.claim("x")
     table.answer(entry("a", names={"x": 1}, revision=1))
-    assert table.withdraw("x")
+    assert table.drop("x")
     claim = table.claim("x")
     table.answer(entry("a", names={"x": 1, "y": 9}, revision=2))
     assert not claim.is_answered
@@ -223,9 +223,9 @@ def test_what_is_said_of_another_incarnation_is_no_answer() -> None:
 
 def test_withdrawal_says_why_to_whoever_waits(table: ClaimTable) -> None:
     claim = table.claim("x")
-    assert table.withdraw("x", "no more need")
+    assert table.drop("x", "no more need")
     assert claim.refusal == "no more need"
-    assert not table.withdraw("x")
+    assert not table.drop("x")
     assert table.claims == NameClaims(number=2)
 
 
@@ -268,5 +268,5 @@ def test_a_worker_has_at_most_1000_names(table: ClaimTable) -> None:
     assert table.claim("5").number == 6, "it has that one already"
     with pytest.raises(UsageError, match="it has 1000 already"):
         table.claim("x")
-    table.withdraw("5")
+    table.drop("5")
     assert table.claim("x")

@@ -49,8 +49,8 @@ class TooOldError(ProtocolError):
 
 
 class SeenCalls:
-    """Set of the received calls of one sender, by their places among all calls that it sent. Some of these go to other
-    inboxes, and calls of several threads may overtake one another a little. The set takes some 20 KiB at most."""
+    """Set of the received calls of one sender, by their positions among all calls that it sent. Some of these go to
+    other inboxes, and calls of several threads may overtake one another a little. The set takes some 20 KiB at most."""
 
     KEPT = 65_536
     """Distance behind the newest call at which a call is too old."""
@@ -61,9 +61,9 @@ class SeenCalls:
         """Blocks with one bit for each received call."""
         self._first_block = 0
 
-    def is_new(self, place: int) -> bool:
+    def is_new(self, position: int) -> bool:
         """Add a call; return True if it has surely not come before."""
-        number, bit = place // self._BITS, 1 << (place % self._BITS)
+        number, bit = position // self._BITS, 1 << (position % self._BITS)
         if number < self._first_block:
             return False
         block = self._blocks.get(number)
@@ -75,9 +75,9 @@ class SeenCalls:
         self._blocks[number] = block | bit
         return True
 
-    def is_too_old(self, place: int) -> bool:
+    def is_too_old(self, position: int) -> bool:
         """Return True if the call is so old that nobody can tell whether it came before."""
-        return place // self._BITS < self._first_block
+        return position // self._BITS < self._first_block
 
     def _begin(self, number: int) -> None:
         first = number - self.KEPT // self._BITS

@@ -2,7 +2,7 @@
 
 Every call ends exactly once. An open call was *sent* to one incarnation of its target, or it *waits*: for an
 incarnation, until the relay knows that incarnation, or until earlier calls that waited are sent. So calls to one worker
-leave in the order in which they were made. A call that the relay gave back gets its old place again.
+leave in the order in which they were made. A call that the relay gave back gets its old position again.
 """
 
 from __future__ import annotations

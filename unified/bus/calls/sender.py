@@ -65,9 +65,9 @@ class OutgoingPayload:
             exported = pool.export(self.content.buffers)
             if exported is None:
                 return None
-            granted = pool.grant(exported, reader)
+            buffers = pool.grant(exported, reader)
             exported.release()
-            return granted
+            return buffers
         with _exporting:
             if not self._is_exported:
                 self._export = pool.export(self.content.buffers, self._num_readers)
@@ -97,8 +97,8 @@ class OutboundCall(msgspec.Struct, eq=False):
     made_on: int
     """Ident of the thread that made the call."""
     is_relayed: bool = False
-    place: int = 0
-    """Place among all sent calls; 0 until this call is sent."""
+    position: int = 0
+    """Position among all sent calls; 0 until this call is sent."""
     inbox: Inbox | None = None
     """Inbox of the incarnation that the call was sent to."""
     link: UnixConnection | None = None
@@ -187,12 +187,12 @@ class Sender:
     ) -> None:
         """Send a CALL to an inbox.
 
-        A call that is sent again keeps its place among all calls. A new call gets its place as late as possible: the
-        callee refuses a call that is far behind (`TooOldError`), and copying a large argument takes as long as many
+        A call that is sent again keeps its position among all calls. A new call gets its position as late as possible:
+        the callee refuses a call that is far behind (`TooOldError`), and copying a large argument takes as long as many
         small calls.
         """
         shared, buffers = self._share(connection, payload)
-        call.place = call.place or next(self._positions)
+        call.position = call.position or next(self._positions)
         envelope = Envelope(
             BUS_VERSION,
             Kind.CALL,
@@ -206,7 +206,7 @@ class Sender:
             call.chain,
             self._job_id,
             shared,
-            call.place,
+            call.position,
         )
         self.send(connection, envelope, payload.content.body, buffers, may_wait, call.has_ended)
 
@@ -296,13 +296,13 @@ class Sender:
         buffers = payload.content.buffers
         if not connection.can_share:
             return None, buffers
-        granted = payload.grant(self._memory, connection.peer_id)
-        if granted is None:
+        exported = payload.grant(self._memory, connection.peer_id)
+        if exported is None:
             return None, buffers
         if connection.is_lost:  # `forget` was called then, perhaps before this grant
             self._memory.forget(connection.peer_id)
         self._trimmer.soon()
-        return granted.shared, granted.frames
+        return exported.shared, exported.frames
 
     def release(self) -> None:
         for connection in tuple(self.holding):

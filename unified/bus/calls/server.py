@@ -456,7 +456,7 @@ class CallServer:
             return
         self._refusing.is_here = True
         try:
-            while queued := self._pool.withdraw(self._was_led_to):
+            while queued := self._pool.take_back(self._was_led_to):
                 for work in queued:
                     assert isinstance(work, partial)
                     call, _, in_order = work.args

@@ -72,13 +72,13 @@ def add_frame(shared: list[Any]) -> None:
         shared.append(1)
 
 
-def add_part(shared: list[Any], cell: ReaderReference, part: Part) -> None:
+def add_part(shared: list[Any], entry: ReaderReference, part: Part) -> None:
     """Add a buffer in shared memory to a message's descriptor."""
     last = shared[-1] if shared else 0
-    start = [cell.owner, cell.segment, cell.tag, cell.number]
+    start = [entry.owner, entry.segment, entry.tag, entry.number]
     if type(part) is tuple:
-        shared.append([*start, list(part), 1, cell.is_sole])
+        shared.append([*start, list(part), 1, entry.is_sole])
     elif type(last) is list and last[:4] == start and type(last[4]) is int and last[4] + last[5] == part:
         last[5] += 1
     else:
-        shared.append([*start, part, 1, cell.is_sole])
+        shared.append([*start, part, 1, entry.is_sole])

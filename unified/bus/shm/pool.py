@@ -20,7 +20,7 @@ from unified.bus.buffers import Buffer
 from unified.bus.shm.allocation import FORWARD_BYTES, InPlaceAllocation, allocate, allocation_at, has_allocations
 from unified.bus.shm.export import Export, ExportedBuffers, ReaderReference, Source, add_frame, add_part
 from unified.bus.shm.files import DIRECTORY, is_alive, own_mark
-from unified.bus.shm.layout import MIN_WIDTH, NUM_CELLS
+from unified.bus.shm.layout import MIN_WIDTH, NUM_ENTRIES
 from unified.bus.shm.reader import BorrowedBuffer, borrowed_behind
 from unified.bus.shm.segment import Segment, extents, space_for
 from unified.bus.shm.slots import Plan, Slot, SlotTable
@@ -53,7 +53,7 @@ def default_limit(directory: str = DIRECTORY, env: Mapping[str, str] | None = No
 logger = logging.getLogger(__name__)
 THRESHOLD_BYTES = 64 * 1024
 """Size from which a payload, all buffers of a message together, is worth a slot."""
-ALLOCATION_READERS = NUM_CELLS // (1 + MIN_WIDTH)
+ALLOCATION_READERS = NUM_ENTRIES // (1 + MIN_WIDTH)
 """Most readers of an allocation at one time."""
 PAUSE_S = 1.0
 """Pause after the system refused a segment, before the next attempt."""
@@ -88,7 +88,7 @@ class SharedPool:
         self._segments: dict[int, Segment] = {}
         self._numbers = itertools.count()
         self._forwards: dict[tuple[str, int, int], tuple[str, ReaderReference]] = {}
-        """Forwarded references to other processes' slots, and their readers (may die), by owner, segment and cell."""
+        """Forwarded references to other processes' slots, and their readers (may die), by owner, segment and entry."""
         self._mark = own_mark()
         self._pid = own_pid()
         self._is_closed = False
@@ -129,24 +129,24 @@ class SharedPool:
     def grant(self, exported: Export, reader: str) -> ExportedBuffers:
         """Grant the buffers of a message to the inbox `reader`; the result must be sent there.
 
-        All buffers are frames for a reader beyond the number that was exported for, or if no cell is left.
+        All buffers are frames for a reader beyond the number that was exported for, or if no entry is left.
         """
         shared: list[Any] = []
         frames: list[Buffer] = []
-        cells: dict[int, ReaderReference | None] = {}
+        entries: dict[int, ReaderReference | None] = {}
         for buffer, source in zip(exported.buffers, exported.sources, strict=True):
-            cell = None
+            entry = None
             if source is not None:
                 key = id(source.origin)
-                if key not in cells:
-                    cells[key] = self._cell_for(exported, source.origin, reader)
-                cell = cells[key]
-            if source is None or cell is None:
+                if key not in entries:
+                    entries[key] = self._entry_for(exported, source.origin, reader)
+                entry = entries[key]
+            if source is None or entry is None:
                 frames.append(buffer)
                 add_frame(shared)
             else:
-                add_part(shared, cell, source.part)
-        return ExportedBuffers(shared if any(cells.values()) else None, frames)
+                add_part(shared, entry, source.part)
+        return ExportedBuffers(shared if any(entries.values()) else None, frames)
 
     def allocate(self, nbytes: int) -> memoryview | None:
         """Return memory in a slot, to be written to and sent without a copy; None: there is none, or `nbytes` is small.
@@ -175,9 +175,9 @@ class SharedPool:
             return
         with self._lock:
             self._table.forget(reader)
-            for granted, cell in self._forwards.values():
-                if granted == reader:
-                    cell.references.lose(cell.number, cell.tag, self._mark)
+            for other, entry in self._forwards.values():
+                if other == reader:
+                    entry.references.lose(entry.number, entry.tag, self._mark)
 
     def trim(self, now: float) -> bool:
         """Give long-idle slots back to the system; return whether any are left. Call this every second or two."""
@@ -199,7 +199,7 @@ class SharedPool:
             for slot in self._table.drain():
                 self._segments.pop(slot.number).abandon()
 
-    def _cell_for(
+    def _entry_for(
         self, exported: Export, origin: InPlaceAllocation | BorrowedBuffer | None, reader: str
     ) -> ReaderReference | None:
         """Return a reader's reference to the memory of a buffer of a message; None: none is available."""
@@ -214,8 +214,8 @@ class SharedPool:
             return self._grant(slot, reader, is_sole=exported.num_readers == 1)
 
     def _grant(self, slot: Slot, reader: str, *, is_sole: bool) -> ReaderReference | None:
-        cell, references = self._table.grant(slot, reader), slot.references
-        return None if cell is None else ReaderReference("", slot.number, references, references.tag, cell, is_sole)
+        entry, references = self._table.grant(slot, reader), slot.references
+        return None if entry is None else ReaderReference("", slot.number, references, references.tag, entry, is_sole)
 
     def _forward(self, borrowed: BorrowedBuffer, reader: str) -> ReaderReference | None:
         reference = borrowed.reference
@@ -223,12 +223,12 @@ class SharedPool:
         if number is None:
             return None
         segment = reference.segment
-        cell = ReaderReference(segment.owner, segment.number, segment.references, reference.tag, number, False)
-        self._forwards[segment.owner, segment.number, number] = (reader, cell)
-        return cell
+        entry = ReaderReference(segment.owner, segment.number, segment.references, reference.tag, number, False)
+        self._forwards[segment.owner, segment.number, number] = (reader, entry)
+        return entry
 
-    def _is_in_flight(self, cell: ReaderReference) -> bool:
-        return cell.references.is_in_flight(cell.number, cell.tag, self._mark)
+    def _is_in_flight(self, entry: ReaderReference) -> bool:
+        return entry.references.is_in_flight(entry.number, entry.tag, self._mark)
 
     def _is_on(self) -> bool:
         return self._limit_bytes > 0 and not self._is_closed and self._pid == own_pid()

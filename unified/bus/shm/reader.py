@@ -1,8 +1,8 @@
 """Reader's side of shared memory: from the descriptors of a message to views of the sender's segments.
 
 The descriptor of a message is a list that names its buffers in order. An item is a number n for n buffers that follow
-as frames, or a list ``[owner, segment, tag, cell, first, count, sole]`` for `count` parts of a segment from `first` on.
-If `first` is ``[start, bytes]``, it is one buffer: a range of the segment's data. An empty owner is the sender.
+as frames, or a list ``[owner, segment, tag, entry, first, count, sole]`` for `count` parts of a segment from `first`
+on. If `first` is ``[start, bytes]``, it is one buffer: a range of the segment's data. An empty owner is the sender.
 
 Each view is borrowed from a mapping of the segment, and holds one reader reference. It is an object of which
 memoryviews are made, so that every array over it keeps it alive. When it is collected, on any thread, the reference is
@@ -131,13 +131,13 @@ class SharedSegment:
 
 
 class HeldReference:
-    """Cell of a segment, held by this process."""
+    """Entry of a segment, held by this process."""
 
-    __slots__ = ("_own_pid", "_pid", "cell", "extents", "is_sole", "num_forwarded", "segment", "tag")
+    __slots__ = ("_own_pid", "_pid", "entry", "extents", "is_sole", "num_forwarded", "segment", "tag")
 
-    def __init__(self, segment: SharedSegment, cell: int, tag: int, *, is_sole: bool) -> None:
+    def __init__(self, segment: SharedSegment, entry: int, tag: int, *, is_sole: bool) -> None:
         self.segment = segment
-        self.cell = cell
+        self.entry = entry
         self.tag = tag
         self.is_sole = is_sole
         """True if nobody else was granted this use of the slot, so that this process may write to it."""
@@ -153,19 +153,19 @@ class HeldReference:
     def release(self) -> None:
         if self._own_pid() != self._pid:
             return  # a forked child: the reference is its parent's
-        self.segment.references.give_back(self.cell)
+        self.segment.references.give_back(self.entry)
         self.segment.remove_if_left()
 
     def can_forward(self, num_readers: int) -> bool:
         """Return whether the reference can be forwarded to `num_readers` more readers."""
-        return self.segment.references.has_sub_cells(self.cell, self.num_forwarded + num_readers)
+        return self.segment.references.has_sub_entries(self.entry, self.num_forwarded + num_readers)
 
     def forward(self, mark: int) -> int | None:
-        """Return a cell for one more reader, from this process; None: no cell is left."""
+        """Return an entry for one more reader, from this process; None: no entry is left."""
         with _forwarding:
-            cell = self.segment.references.forward(self.cell, self.num_forwarded, mark)
+            entry = self.segment.references.forward(self.entry, self.num_forwarded, mark)
             self.num_forwarded += 1
-        return cell
+        return entry
 
 
 class BorrowedBuffer:
@@ -348,20 +348,20 @@ class SharedReader:
         self, sender: str, part: Any, all_borrowed: dict[tuple[str, int, int], BorrowedBuffer], buffers: list[Buffer]
     ) -> None:
         try:
-            owner, number, tag, cell, first, count, is_sole = part
+            owner, number, tag, entry, first, count, sole = part
             if not isinstance(owner, str):
                 raise TypeError("an owner is an inbox id")
             owner = owner or sender
-            key = (owner, number, cell)
+            key = (owner, number, entry)
             borrowed = all_borrowed.get(key)
             if borrowed is None:
                 segment = self._segment(owner, number)
-                if not segment.references.borrow(cell, tag, self._mark):
+                if not segment.references.borrow(entry, tag, self._mark):
                     raise PayloadGoneError(
                         f"the shared memory of a message from {sender} is no longer there: its sender has died, or "
                         "took this process for dead"
                     )
-                borrowed = all_borrowed[key] = borrowed_buffer(HeldReference(segment, cell, tag, is_sole=bool(is_sole)))
+                borrowed = all_borrowed[key] = borrowed_buffer(HeldReference(segment, entry, tag, is_sole=bool(sole)))
             if isinstance(first, list):
                 buffers.append(borrowed.range(*first))
                 return

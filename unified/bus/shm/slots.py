@@ -1,6 +1,6 @@
 """Table of the pool's slots: free ones, and those that go back to the system. No I/O: numbers, sizes and references.
 
-A slot is *pinned* while its owner may still grant it, then *held* until its cells are clear, then *idle* and kept for
+A slot is *pinned* while its owner may still grant it, then *held* until its entries are clear, then *idle* and kept for
 the next payload: a copy into memory that was touched before is ten times as fast as into fresh memory. A slot that was
 allocated in place (`unified.bus.shm.allocation`) stays pinned as long as its maker has a view of it.
 """
@@ -125,26 +125,26 @@ class SlotTable:
         self._num_slots -= 1
 
     def grant(self, slot: Slot, reader: str) -> int | None:
-        """Grant a pinned slot to one more reader and return the cell; None if there is none left."""
-        cell = slot.references.grant(len(slot.readers))
-        if cell is not None:
+        """Grant a pinned slot to one more reader and return the entry; None if there is none left."""
+        entry = slot.references.grant(len(slot.readers))
+        if entry is not None:
             slot.readers.append(reader)
-            return cell
+            return entry
         for row in self._over(slot):
             slot.readers[row] = reader
             return slot.references.grant(row)
         return None
 
     def can_grant(self, slot: Slot, num_readers: int) -> bool:
-        """Return whether a pinned slot has cells for `num_readers` more readers."""
+        """Return whether a pinned slot has entries for `num_readers` more readers."""
         missing = num_readers - (slot.references.num_rows - len(slot.readers))
         return missing <= 0 or sum(1 for _ in self._over(slot)) >= missing
 
     def forget(self, reader: str) -> None:
         """Mark grants in flight to a reader believed dead as lost."""
         for slot in self._held:
-            for row, granted in enumerate(slot.readers):
-                if granted == reader:
+            for row, other in enumerate(slot.readers):
+                if other == reader:
                     slot.references.lose_row(row)
 
     def trim(self, now: float, is_alive: Callable[[int], bool]) -> list[Slot]:

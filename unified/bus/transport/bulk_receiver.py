@@ -1,6 +1,6 @@
 """Receiver of large buffers from other hosts where there is a key: one port, and a thread for each connection.
 
-A connection carries ``[id]``, then sealed records: ``[place][chunk…][place][chunk…]…``. Its sender announces id and key
+A connection carries ``[id]``, then sealed records: ``[header][chunk…]…`` a buffer. Its sender announces id and key
 before, encrypted, through ZeroMQ. When all buffers of a series are there, the receiver answers with the number of the
 series, and the sender sends the message of these buffers: so messages keep their order.
 """
@@ -22,7 +22,7 @@ from unified.security.sealing import KEY_BYTES, MAX_RECORD_BYTES, RecordSocket, 
 from unified.threads import CLOSE_WITHIN_S, call_guarded, start_thread
 
 ID_BYTES = 16
-PLACE = struct.Struct("<QIQ?")
+CHUNK_HEADER = struct.Struct("<QIQ?")
 """Number of the series, number of the buffer in its message, its size, and whether it is the last one of the series."""
 ACK = struct.Struct("<Q")
 IDLE_S = 10.0
@@ -134,12 +134,12 @@ class BulkReceiver:
 
     def _receive_series(self, connected: socket.socket, sender: str, records: RecordSocket, within_s: float) -> None:
         buffers: dict[int, memoryview] = {}
-        place, is_last = bytearray(PLACE.size), False
+        header, is_last = bytearray(CHUNK_HEADER.size), False
         while not is_last:
-            records.receive(place, within_s)
+            records.receive(header, within_s)
             if not self._open.get(connected, ("", sender))[1]:
                 self._open[connected] = self._open[connected][0], sender
-            series, number, nbytes, is_last = PLACE.unpack(place)
+            series, number, nbytes, is_last = CHUNK_HEADER.unpack(header)
             view = buffers[number] = self._pieces.take(nbytes)
             for start in range(0, nbytes, MAX_RECORD_BYTES):
                 records.receive(view[start : start + MAX_RECORD_BYTES])

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from unified.bus.buffers import Buffer
-from unified.bus.transport.bulk_receiver import ACK, ID_BYTES, IDLE_S, PLACE
+from unified.bus.transport.bulk_receiver import ACK, CHUNK_HEADER, ID_BYTES, IDLE_S
 from unified.bus.transport.pieces import LargeMessage
 from unified.bus.transport.routes import BULK
 from unified.config.addresses import split_address
@@ -122,7 +122,7 @@ class BulkSender:
             self._connect()
         last = max(message.large)
         for number, view in message.large.items():
-            self._records.send(PLACE.pack(message.number, number, view.nbytes, number == last))
+            self._records.send(CHUNK_HEADER.pack(message.number, number, view.nbytes, number == last))
             for start in range(0, view.nbytes, MAX_RECORD_BYTES):
                 self._records.send(view[start : start + MAX_RECORD_BYTES])
         answer = bytearray(ACK.size)

@@ -23,7 +23,7 @@ from unified.errors import ProtocolError
 from unified.protocol.envelope import (
     Envelope,
     Kind,
-    PiecePlace,
+    PieceRange,
     PieceSeries,
     decode_piece,
     encode_envelope,
@@ -72,7 +72,7 @@ def split(envelope: Envelope, body: Buffer, buffers: Sequence[Buffer]) -> list[l
     messages = LargeMessage(series.number, large)
     for index, view in large.items():
         for start in range(0, view.nbytes, PIECE_BYTES):
-            piece = encode_record(PiecePlace(index=index, start=start, nbytes=view.nbytes))
+            piece = encode_record(PieceRange(index=index, start=start, nbytes=view.nbytes))
             messages.append([head, piece, view[start : start + PIECE_BYTES]])
     left = [b"" if index in large else each for index, each in enumerate(buffers)]
     messages.append([encode_envelope(msgspec.structs.replace(envelope, series=series)), body, *left])
@@ -213,7 +213,7 @@ class _Laid:
         self.num_filled = num_filled
         self._address = address_of(view)
 
-    def lay(self, piece: PiecePlace, data: Buffer) -> None:
+    def lay(self, piece: PieceRange, data: Buffer) -> None:
         """Copy a piece behind those that came before it."""
         from unified.tensors.copy import Copy, address_of, copy_memory
 

@@ -90,7 +90,7 @@ def diagnosed(step: MasterStep, collection: StackCollection | None) -> None:
     blamed = [there[each.worker] for each in verdict.culprits if each.worker in there]
     worker = blamed[0] if blamed else next(worker for worker in there.values() if _runs(worker))
     findings = verdict.findings or ["none of its ranks waits in a collective"]
-    groups = [f"{ranks_text(each.workers)} in {_place(each)}" for each in _main_groups(report)]
+    groups = [f"{ranks_text(each.workers)} in {_where(each)}" for each in _main_groups(report)]
     text = "; ".join([*findings, *groups])
     step.report("hang-diagnosed", text[:MAX_REASON], job, role_name, worker.name, worker.node)
     incarnations.end(step, job, worker)
@@ -154,7 +154,7 @@ def _main_groups(report: StackReport) -> list[StackGroup]:
     return [each for each in group(report) if each.is_main][:MAX_GROUPS]
 
 
-def _place(found: StackGroup) -> str:
+def _where(found: StackGroup) -> str:
     return found.frames[-1] if found.frames else "no Python code"
 
 

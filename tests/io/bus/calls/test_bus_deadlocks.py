@@ -92,7 +92,7 @@ def test_two_serialised_methods_that_call_one_another_from_two_roots(
     assert ask(cast.call("x", "a", "m", False)) == "a"
 
 
-def test_circle_through_a_worker_without_gates_and_gates_for_two(world: World) -> None:
+def test_cycle_through_a_worker_without_limits_and_limits_for_two(world: World) -> None:
     all_in = threading.Barrier(4)
     a = meeting("a", all_in, lambda cast: ask(cast.call("a", "c", "hand_on", "b")), concurrency=2)
     b = meeting("b", all_in, lambda cast: ask(cast.call("b", "c", "hand_on", "a")), concurrency=2)

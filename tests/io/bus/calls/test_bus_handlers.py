@@ -229,7 +229,7 @@ def ring(world: World) -> tuple[BusEndpoint, BusEndpoint]:
     return ends["a"], ends["b"]
 
 
-def test_circle_of_calls_works_until_it_is_absurd(world: World) -> None:
+def test_cycle_of_calls_works_until_it_is_absurd(world: World) -> None:
     a, _ = ring(world)
     assert call(a, "down", 3) == 3
     assert call(a, "down", 50) == 50  # deeper than there are threads

@@ -219,6 +219,6 @@ def test_every_end_of_a_call_is_the_end_of_it(world: World) -> None:
         start(method).result(PATIENCE_S)  # dropped at once
     assert eventually(lambda: not b._server._known)
     assert eventually(lambda: not b._server._order._lines)
-    assert all(not gate.running and not gate.waiting for gate in b._server._limits.values())
+    assert all(not limit.running and not limit.waiting for limit in b._server._limits.values())
     assert eventually(lambda: not a._client._outbound)
     assert not a._client._flow_control._held

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("no_segment_left")
 NBYTES = 300_000
 
 
-def born(side: Side, item: int = 1, nbytes: int = NBYTES) -> np.ndarray:
+def allocated(side: Side, item: int = 1, nbytes: int = NBYTES) -> np.ndarray:
     memory = side.pool.allocate(nbytes)
     assert memory is not None
     array = np.frombuffer(memory, "u1")
@@ -47,7 +47,7 @@ class Batch:
 
 def test_another_process_reads_the_memory_that_was_written(directory: str, owner: Side) -> None:
     with peers(directory, "reader") as [reader]:
-        array = born(owner)
+        array = allocated(owner)
         early = array[:1]
         assert reader.receive("owner", *owner.send(array, "reader")[:2]) == NBYTES
         early[0] = 100
@@ -56,7 +56,7 @@ def test_another_process_reads_the_memory_that_was_written(directory: str, owner
 
 
 def test_sending_gives_it_away(owner: Side) -> None:
-    array, kept, unsent = born(owner), born(owner), born(owner)
+    array, kept, unsent = allocated(owner), allocated(owner), allocated(owner)
     body, shared, _ = owner.send([array, Batch(torch.ones(3), kept), unsent[::2], unsent[:100]], "owner")
     for sent in (array, kept):
         with pytest.raises(ValueError, match="read-only"):
@@ -68,9 +68,9 @@ def test_sending_gives_it_away(owner: Side) -> None:
 
 
 def test_wherever_it_is_inside_a_value_nothing_is_copied(directory: str, owner: Side) -> None:
-    array = born(owner).view("f4")
+    array = allocated(owner).view("f4")
     array[:] = np.arange(array.size)
-    tensor = torch.from_numpy(born(owner).view("f4"))
+    tensor = torch.from_numpy(allocated(owner).view("f4"))
     tensor.fill_(2)
     state = {"model": {"w": tensor, "tied": tensor, "row": tensor[10_000:20_000].reshape(100, 100)}}
     value = [Batch(tensor[:50_000], array[:20_000].reshape(2, -1)), state, array.reshape(-1, 3).T]
@@ -89,7 +89,7 @@ def test_wherever_it_is_inside_a_value_nothing_is_copied(directory: str, owner: 
 
 def test_a_slot_comes_back_when_maker_and_readers_have_let_go(directory: str, owner: Side) -> None:
     with peers(directory, "one", "other") as [one, other]:
-        array = born(owner)
+        array = allocated(owner)
         view = array[1000:]
         for _ in range(2):
             one.receive("owner", *owner.send(array, "one")[:2])
@@ -97,11 +97,11 @@ def test_a_slot_comes_back_when_maker_and_readers_have_let_go(directory: str, ow
         del array
         one.ask("drop")
         other.ask("drop")
-        born(owner, 5)
+        allocated(owner, 5)
         assert names(directory) == [segment_name("owner", 0), segment_name("owner", 1)], "the view still is looked at"
         assert other.receive("owner", *owner.send(view, "other")[:2]) == NBYTES - 1000
         del view
-        born(owner, 6)
+        allocated(owner, 6)
         assert len(names(directory)) == 2, "and now the other reader does"
         assert other.ask("sums") == [NBYTES - 1000]
         other.ask("drop")
@@ -112,7 +112,7 @@ def test_a_slot_comes_back_when_maker_and_readers_have_let_go(directory: str, ow
 
 
 def test_it_can_be_sent_for_ever(directory: str, owner: Side) -> None:
-    array = born(owner)
+    array = allocated(owner)
     held = [owner.receive("owner", *owner.send(array, "owner")[:2]) for _ in range(ALLOCATION_READERS)]
     assert owner.pool._table.total_bytes == 512 * 1024
     body, shared, frames = owner.send(array, "owner")
@@ -126,7 +126,7 @@ def test_it_can_be_sent_for_ever(directory: str, owner: Side) -> None:
 
 
 def test_many_receivers_of_one_message(directory: str, owner: Side) -> None:
-    array = born(owner, 3)
+    array = allocated(owner, 3)
     encoded = encode({"same": array})
     exported = owner.pool.export(encoded.buffers, num_readers=5)
     assert exported is not None
@@ -139,7 +139,7 @@ def test_many_receivers_of_one_message(directory: str, owner: Side) -> None:
 def test_a_receiver_hands_it_on_without_a_copy(directory: str, owner: Side) -> None:
     with peers(directory, "consumer") as [consumer]:
         queue = Side(directory, "queue")
-        body, shared, _ = owner.send([encode(born(owner, 3))], "queue")
+        body, shared, _ = owner.send([encode(allocated(owner, 3))], "queue")
         [item] = queue.receive("owner", body, shared)
         body, shared, frames = queue.send(item, "consumer")
         del item
@@ -150,7 +150,7 @@ def test_a_receiver_hands_it_on_without_a_copy(directory: str, owner: Side) -> N
 
 
 def test_a_sealed_value_that_stays_here_keeps_the_memory(owner: Side) -> None:
-    array = born(owner, 3)
+    array = allocated(owner, 3)
     sealed = encode({"a": array}).detach()
     assert is_shared(np.frombuffer(sealed.buffers[0], "u1"))
     del array
@@ -189,7 +189,7 @@ def decode_line(line: str) -> tuple[bytes, list[Any]]:
 
 
 def test_a_pool_that_ends_leaves_the_maker_its_array(directory: str, owner: Side) -> None:
-    array = born(owner)
+    array = allocated(owner)
     owner.pool.close()
     assert names(directory) == []
     array += 1

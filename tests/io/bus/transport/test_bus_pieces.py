@@ -15,7 +15,7 @@ from unified.bus.shm.reader import PayloadGoneError
 from unified.bus.transport.framing import RemoteMessage
 from unified.bus.transport.pieces import PieceJoiner, split
 from unified.errors import ProtocolError
-from unified.protocol.envelope import BUS_VERSION, Envelope, Kind, PiecePlace, decode_envelope, encode_record
+from unified.protocol.envelope import BUS_VERSION, Envelope, Kind, PieceRange, decode_envelope, encode_record
 from unified.security.frames import PIECE_BYTES, cut
 
 ENVELOPE = Envelope(BUS_VERSION, Kind.CALL, 7, "sender", "a", "b", "method", job="job-1")
@@ -152,7 +152,7 @@ def test_the_pieces_of_the_dead_and_of_the_silent_are_dropped() -> None:
 
 def test_a_claimed_size_for_which_there_is_no_memory_is_refused() -> None:
     piece, *_ = series(DATA)
-    huge = encode_record(PiecePlace(index=0, start=0, nbytes=1 << 60))
+    huge = encode_record(PieceRange(index=0, start=0, nbytes=1 << 60))
     with pytest.raises(ProtocolError, match="there is no memory"):
         PieceJoiner().lay(decode_envelope(piece.envelope), piece._replace(body=huge))
 

@@ -53,7 +53,7 @@ def test_news_of_the_directory_reach_every_worker_of_the_job_once() -> None:
     assert driver.notable() == []
 
 
-def test_a_worker_is_born_with_the_newest_of_the_directory() -> None:
+def test_a_worker_begins_with_the_newest_of_the_directory() -> None:
     driver = Driver()
     driver.desire()
     entries = [entry("x", 1), entry("x", 0, Reachability.ENDED), entry("y", 0, Reachability.DEAD), entry("y", 0)]

@@ -13,7 +13,7 @@ def call(call_id: int, sender: str = "a", method: str = "m", chain: list[int] | 
 
 
 @given(size=st.integers(1, 4), ends=st.lists(st.integers(0, 9), max_size=40), count=st.integers(0, 20))
-def test_gate_admits_in_order_and_never_too_many(size: int, ends: list[int], count: int) -> None:
+def test_limit_admits_in_order_and_never_too_many(size: int, ends: list[int], count: int) -> None:
     limit = ConcurrencyLimit[InboundCall]("m", size)
     calls = [call(i) for i in range(count)]
     started = [each for each in calls if limit.enter(each)]
@@ -35,7 +35,7 @@ def test_call_given_up_in_line_lets_the_next_through() -> None:
     assert limit.leave(first) == [third]
 
 
-def test_circle_is_seen_only_while_somebody_waits_in_it() -> None:
+def test_cycle_is_seen_only_while_somebody_waits_in_it() -> None:
     limit = ConcurrencyLimit[InboundCall]("m", 1)
     holder = call(1)
     assert limit.enter(holder)
@@ -47,7 +47,7 @@ def test_circle_is_seen_only_while_somebody_waits_in_it() -> None:
     assert limit.deadlocked() == [own]
 
 
-def test_gate_for_two_is_hopeless_only_when_both_wait_for_the_call() -> None:
+def test_limit_for_two_is_hopeless_only_when_both_wait_for_the_call() -> None:
     limit = ConcurrencyLimit[InboundCall]("m", 2)
     one, two = call(1), call(2)
     limit.enter(one)
@@ -79,7 +79,7 @@ def test_one_after_the_other(moves: list[str]) -> None:
     assert order.is_free(call(0))
 
 
-def test_pace_has_to_be_shown_again_after_a_long_run() -> None:
+def test_inline_policy_has_to_be_shown_again_after_a_long_run() -> None:
     policy = InlinePolicy()
     for _ in range(4):
         assert not policy.is_short
@@ -94,7 +94,7 @@ def test_pace_has_to_be_shown_again_after_a_long_run() -> None:
     assert policy.is_short
 
 
-def test_pace_forgives_a_long_call_after_many_short_ones() -> None:
+def test_inline_policy_forgives_a_long_call_after_many_short_ones() -> None:
     policy = InlinePolicy()
     for _ in range(InlinePolicy.MANY):
         policy.took(0.0001)

@@ -114,10 +114,10 @@ def test_what_is_for_somebody_else_is_refused_and_told_once(caplog: pytest.LogCa
 
 
 def test_calls_of_the_dead_are_refused_however_old() -> None:
-    departed = Tombstones()
-    admission = Admission(ME, departed)
+    tombstones = Tombstones()
+    admission = Admission(ME, tombstones)
     admission.check_new(call(1, 1))
-    departed.add("a")
+    tombstones.add("a")
     admission.forget("a")
     for number in (1, 2):
         with pytest.raises(ProtocolError, match=f"call {number} of an incarnation of worker w that is over"):
@@ -128,10 +128,10 @@ def test_calls_of_the_dead_are_refused_however_old() -> None:
 
 def test_only_so_many_of_the_dead_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tombstones, "KEPT", 3)
-    departed = Tombstones()
+    tombstones = Tombstones()
     for each in "abcbd":
-        departed.add(each)
-    assert [each in departed for each in "abcd"] == [False, True, True, True]
+        tombstones.add(each)
+    assert [each in tombstones for each in "abcd"] == [False, True, True, True]
 
 
 def test_each_kind_of_refusal_is_logged_once(admission: Admission, caplog: pytest.LogCaptureFixture) -> None:

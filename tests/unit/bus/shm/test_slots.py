@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
 from unified.bus.shm.layout import (
-    FIRST_CELL,
+    FIRST_ENTRY,
     IN_FLIGHT,
     LOST,
-    NUM_CELLS,
+    NUM_ENTRIES,
     NUM_WORDS,
     ReaderReferences,
     Use,
@@ -24,14 +24,14 @@ MIB = 1024 * 1024
 MARK = make_mark(4242, 123456789)
 
 
-def new_claims() -> ReaderReferences:
+def new_references() -> ReaderReferences:
     return ReaderReferences([0] * NUM_WORDS)
 
 
 def fresh(table: SlotTable, nbytes: int, *, is_pinned: bool = True) -> Slot:
     plan = table.plan(nbytes)
     assert plan is not None
-    slot = Slot(0, plan.capacity, new_claims())
+    slot = Slot(0, plan.capacity, new_references())
     table.add(slot)
     slot.references.begin(1, 1)
     slot.is_pinned = is_pinned
@@ -53,46 +53,46 @@ def test_a_mark_names_a_process_and_is_no_message() -> None:
 
 
 def test_a_claim_is_taken_once_and_with_its_own_tag() -> None:
-    references = new_claims()
+    references = new_references()
     old = references.begin(1, 1)
     tag = references.begin(1, 1)
-    cell = references.grant(0)
-    assert cell == 0
+    entry = references.grant(0)
+    assert entry == 0
     assert references.use(1) is Use.HELD
-    assert not references.borrow(cell, old, MARK)
-    assert not references.borrow(cell + 1, tag, MARK)
+    assert not references.borrow(entry, old, MARK)
+    assert not references.borrow(entry + 1, tag, MARK)
     assert not references.borrow(-1, tag, MARK)
-    assert not references.borrow(NUM_CELLS, tag, MARK)
-    assert references.borrow(cell, tag, MARK)
-    assert not references.borrow(cell, tag, MARK)
-    references.lose(cell, tag)
+    assert not references.borrow(NUM_ENTRIES, tag, MARK)
+    assert references.borrow(entry, tag, MARK)
+    assert not references.borrow(entry, tag, MARK)
+    references.lose(entry, tag)
     assert references.use(1) is Use.HELD, "what was taken up is not lost"
-    references.give_back(cell)
+    references.give_back(entry)
     assert references.use(1) is Use.FREE
 
 
 def test_a_slot_whose_reader_was_taken_for_dead_is_not_used_again() -> None:
-    """It may have looked at its cell before, and write to it after: the slot must not be another message's by then."""
+    """It may have looked at its entry before, and write to it after: the slot must not be another message's by then."""
     table = SlotTable(4 * MIB)
     slot = fresh(table, MIB)
-    cell = table.grant(slot, "a")
+    entry = table.grant(slot, "a")
     slot.is_pinned = False
     table.forget("a")
-    assert cell is not None
-    assert not slot.references.borrow(cell, slot.references.tag, MARK)
+    assert entry is not None
+    assert not slot.references.borrow(entry, slot.references.tag, MARK)
     assert table.take(1, 0.0, snug=False) is None
     assert table.trim(0.0, lambda mark: True) == [slot]
     assert (table.total_bytes, len(table)) == (0, 0)
 
 
-def granted(references: ReaderReferences, row: int = 0) -> int:
-    cell = references.grant(row)
-    assert cell is not None
-    return cell
+def grant(references: ReaderReferences, row: int = 0) -> int:
+    entry = references.grant(row)
+    assert entry is not None
+    return entry
 
 
-def handed_on(references: ReaderReferences, cell: int, index: int = 0) -> int:
-    sub = references.forward(cell, index, MARK)
+def handed_on(references: ReaderReferences, entry: int, index: int = 0) -> int:
+    sub = references.forward(entry, index, MARK)
     assert sub is not None
     return sub
 
@@ -104,31 +104,31 @@ def test_rows_never_meet(num_parts: int, num_readers: int) -> None:
     references.begin(num_parts, num_readers)
     given: list[int] = []
     for row in range(num_readers):
-        cell = references.grant(row)
-        if cell is None:
-            assert row >= NUM_CELLS
+        entry = references.grant(row)
+        if entry is None:
+            assert row >= NUM_ENTRIES
             break
-        given.append(cell)
+        given.append(entry)
         index = 0
-        while (sub := references.forward(cell, index, 0)) is not None:
+        while (sub := references.forward(entry, index, 0)) is not None:
             given.append(sub)
-            assert references.forward(sub, 0, 0) is None, "a sub-cell has no sub-cells"
+            assert references.forward(sub, 0, 0) is None, "a sub-entry has no sub-entries"
             index += 1
     assert len(given) == len(set(given))
-    assert sum(word == IN_FLIGHT for word in words[FIRST_CELL:]) == len(given)
+    assert sum(word == IN_FLIGHT for word in words[FIRST_ENTRY:]) == len(given)
 
 
 def test_many_parts_can_be_handed_on_one_by_one() -> None:
-    references = new_claims()
+    references = new_references()
     references.begin(100, 1)
-    assert references.has_sub_cells(granted(references), 100)
+    assert references.has_sub_entries(grant(references), 100)
 
 
 def test_who_hands_on_loses_only_what_it_handed_on_itself() -> None:
-    """It may remember a cell that another process has by now, in the same use of a slot that is granted again."""
-    references = new_claims()
+    """It may remember an entry that another process has by now, in the same use of a slot that is granted again."""
+    references = new_references()
     tag = references.begin(1, 1)
-    sub = handed_on(references, granted(references))
+    sub = handed_on(references, grant(references))
     references.lose(sub, tag, MARK + 1)
     assert references.is_in_flight(sub, tag)
     references.lose(sub, tag, MARK)
@@ -139,28 +139,28 @@ def test_who_hands_on_loses_only_what_it_handed_on_itself() -> None:
 def test_rows_are_granted_again_once_they_are_over() -> None:
     table = SlotTable(4 * MIB)
     slot = fresh(table, MIB)
-    cells = [table.grant(slot, f"r{row}") for row in range(slot.references.num_rows)]
-    assert None not in cells
+    entries = [table.grant(slot, f"r{row}") for row in range(slot.references.num_rows)]
+    assert None not in entries
     assert not table.can_grant(slot, 1)
     assert table.grant(slot, "one too many") is None
-    for cell in cells[3:5]:
-        assert cell is not None
-        assert slot.references.borrow(cell, slot.references.tag, MARK)
-        slot.references.give_back(cell)
+    for entry in entries[3:5]:
+        assert entry is not None
+        assert slot.references.borrow(entry, slot.references.tag, MARK)
+        slot.references.give_back(entry)
     assert table.can_grant(slot, 2)
     assert not table.can_grant(slot, 3)
-    assert table.grant(slot, "another") == cells[3]
+    assert table.grant(slot, "another") == entries[3]
     table.forget("r3")
-    assert slot.references.is_in_flight(cells[3] or 0, slot.references.tag), "r3 has nothing to do with it any more"
+    assert slot.references.is_in_flight(entries[3] or 0, slot.references.tag), "r3 has nothing to do with it any more"
 
 
 def test_a_row_is_not_over_while_its_reader_hands_on() -> None:
-    references = new_claims()
+    references = new_references()
     tag = references.begin(1, 1)
-    cell = granted(references, 1)
-    assert references.borrow(cell, tag, MARK)
-    sub = handed_on(references, cell, 7)
-    references.give_back(cell)
+    entry = grant(references, 1)
+    assert references.borrow(entry, tag, MARK)
+    sub = handed_on(references, entry, 7)
+    references.give_back(entry)
     assert not references.is_over(1)
     assert references.borrow(sub, tag, MARK)
     references.give_back(sub)
@@ -168,11 +168,11 @@ def test_a_row_is_not_over_while_its_reader_hands_on() -> None:
 
 
 def test_the_dead_are_cleared_away_and_with_them_what_they_were_handing_on() -> None:
-    references = new_claims()
+    references = new_references()
     tag = references.begin(1, 2)
-    cell, _ = granted(references, 0), granted(references, 1)
-    assert references.borrow(cell, tag, MARK)
-    handed_on(references, cell)
+    entry, _ = grant(references, 0), grant(references, 1)
+    assert references.borrow(entry, tag, MARK)
+    handed_on(references, entry)
     references.reap(2, lambda mark: mark != MARK)
     assert references.use(1) is Use.ABANDONED
     assert references.use(2) is Use.HELD, "the other row is still on its way"
@@ -232,7 +232,7 @@ class Message:
     """A descriptor on its way."""
 
     slot: Slot
-    cell: int
+    entry: int
     tag: int
     content: int
     reader: str
@@ -246,7 +246,7 @@ class Held:
     """A reference that a living process has."""
 
     slot: Slot
-    cell: int
+    entry: int
     tag: int
     content: int
     reader: str
@@ -278,7 +278,7 @@ class Pool(RuleBasedStateMachine):
         self.open: dict[Slot, int] = {}
         """Slots that are exported, and what their owner put there."""
         self.handed_on: dict[tuple[Slot, int, int], tuple[str, int]] = {}
-        """By slot, cell and mark: to whom a reader handed it on, and in which use. It may not know what came of it."""
+        """By slot, entry and mark: to whom a reader handed it on, and in which use. It may not know what came of it."""
         self.messages: list[Message] = []
         self.half_taken: list[Message] = []
         self.held: list[Held] = []
@@ -291,7 +291,7 @@ class Pool(RuleBasedStateMachine):
         return pid_of(mark) in self.pids.values()
 
     @rule(target=exported, nbytes=st.sampled_from([1, 2 * MIB]))
-    def bear(self, nbytes: int) -> tuple[Slot, int] | None:
+    def allocate(self, nbytes: int) -> tuple[Slot, int] | None:
         """What is written in place; with rows so wide that there are three."""
         what: tuple[Slot, int] | None = self.export(nbytes, 1)  # type: ignore[assignment]  # as hypothesis types a rule
         if what is not None:
@@ -310,7 +310,7 @@ class Pool(RuleBasedStateMachine):
                 if slot is None:
                     return None
             else:
-                slot = Slot(self.next_content, plan.capacity, new_claims())
+                slot = Slot(self.next_content, plan.capacity, new_references())
                 self.table.add(slot)
         assert slot.is_pinned
         slot.references.begin(1, num_readers)
@@ -328,12 +328,12 @@ class Pool(RuleBasedStateMachine):
         if len(slot.readers) >= self.num_readers[slot]:
             return
         is_possible = self.table.can_grant(slot, 1)
-        cell = self.table.grant(slot, reader)
-        assert (cell is not None) == is_possible
-        if cell is None:
+        entry = self.table.grant(slot, reader)
+        assert (entry is not None) == is_possible
+        if entry is None:
             assert self.num_readers[slot] == 1000
             return
-        self.messages.append(Message(slot, cell, slot.references.tag, content, reader, "owner"))
+        self.messages.append(Message(slot, entry, slot.references.tag, content, reader, "owner"))
 
     @rule(what=exported)
     def release(self, what: tuple[Slot, int] | None) -> None:
@@ -352,9 +352,9 @@ class Pool(RuleBasedStateMachine):
     @precondition(lambda self: self.messages)
     @rule(data=st.data())
     def begin_to_take(self, data: st.DataObject) -> None:
-        """The reader has looked at its cell, and not yet written to it."""
+        """The reader has looked at its entry, and not yet written to it."""
         message = self.messages.pop(data.draw(st.integers(0, len(self.messages) - 1)))
-        if message.slot.references.is_in_flight(message.cell, message.tag):
+        if message.slot.references.is_in_flight(message.entry, message.tag):
             self.half_taken.append(message)
 
     @precondition(lambda self: self.half_taken)
@@ -362,17 +362,17 @@ class Pool(RuleBasedStateMachine):
     def take(self) -> None:
         message = self.half_taken.pop()
         mark = self.mark(message.reader)
-        message.slot.references._words[FIRST_CELL + message.cell] = mark
-        self.held.append(Held(message.slot, message.cell, message.tag, message.content, message.reader, mark))
+        message.slot.references._words[FIRST_ENTRY + message.entry] = mark
+        self.held.append(Held(message.slot, message.entry, message.tag, message.content, message.reader, mark))
 
     @precondition(lambda self: self.messages)
     @rule(data=st.data())
     def deliver(self, data: st.DataObject) -> None:
         message = self.messages.pop(data.draw(st.integers(0, len(self.messages) - 1)))
         mark = self.mark(message.reader)
-        if message.slot.references.borrow(message.cell, message.tag, mark):
+        if message.slot.references.borrow(message.entry, message.tag, mark):
             assert self.content[message.slot] == message.content, "a message leads to what was sent"
-            self.held.append(Held(message.slot, message.cell, message.tag, message.content, message.reader, mark))
+            self.held.append(Held(message.slot, message.entry, message.tag, message.content, message.reader, mark))
         else:
             assert {message.reader, message.sender} & self.suspected, "nothing is lost without a reason"
 
@@ -380,26 +380,26 @@ class Pool(RuleBasedStateMachine):
     @rule(data=st.data())
     def let_go(self, data: st.DataObject) -> None:
         held = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
-        held.slot.references.give_back(held.cell)
+        held.slot.references.give_back(held.entry)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), reader=st.sampled_from(READERS))
     def forward(self, data: st.DataObject, reader: str) -> None:
         held = self.held[data.draw(st.integers(0, len(self.held) - 1))]
-        cell = held.slot.references.forward(held.cell, held.num_forwarded, held.mark)
+        entry = held.slot.references.forward(held.entry, held.num_forwarded, held.mark)
         held.num_forwarded += 1
-        if cell is not None:
-            self.messages.append(Message(held.slot, cell, held.tag, held.content, reader, held.reader, held.mark))
-            self.handed_on[held.slot, cell, held.mark] = (reader, held.tag)
+        if entry is not None:
+            self.messages.append(Message(held.slot, entry, held.tag, held.content, reader, held.reader, held.mark))
+            self.handed_on[held.slot, entry, held.mark] = (reader, held.tag)
 
     @rule(reader=st.sampled_from(READERS))
     def suspect(self, reader: str) -> None:
         """It is taken for dead, by the owner and by those who forward to it."""
         self.suspected.add(reader)
         self.table.forget(reader)
-        for (slot, cell, mark), (granted, tag) in self.handed_on.items():
-            if granted == reader and self.is_alive(mark):
-                slot.references.lose(cell, tag, mark)
+        for (slot, entry, mark), (other, tag) in self.handed_on.items():
+            if other == reader and self.is_alive(mark):
+                slot.references.lose(entry, tag, mark)
 
     @rule(reader=st.sampled_from(READERS))
     def die(self, reader: str) -> None:

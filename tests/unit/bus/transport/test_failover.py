@@ -39,10 +39,10 @@ from unified.bus.transport.failover import CONNECT_WITHIN_S, GIVE_UP_AFTER_S, QU
     ],
 )  # fmt: skip
 def test_what_becomes_of_a_peer(options: dict[str, bool], steps: list[tuple[str, list[float], State]]) -> None:
-    passage = DirectOrRelay(0.0, **options)
+    route = DirectOrRelay(0.0, **options)
     for event, time, expected in steps:
-        getattr(passage, event)(*time)
-        assert passage.state == expected
+        getattr(route, event)(*time)
+        assert route.state == expected
 
 
 _EVENTS = st.one_of(
@@ -54,18 +54,18 @@ _EVENTS = st.one_of(
 @given(has_relay=st.booleans(), events=st.lists(_EVENTS, max_size=30))
 def test_any_events_in_any_order(has_relay: bool, events: list[str | tuple[str, float]]) -> None:
     """Nothing waits for ever, nothing goes through a relay that is not there, and what is given up stays so."""
-    passage, now, is_connected = DirectOrRelay(0.0, has_relay=has_relay), 0.0, False
+    route, now, is_connected = DirectOrRelay(0.0, has_relay=has_relay), 0.0, False
     for event in events:
-        before = passage.state
+        before = route.state
         if isinstance(event, str):
-            getattr(passage, event)()
+            getattr(route, event)()
             is_connected = event == "connected"
         else:
             name, seconds = event
             now += seconds
-            getattr(passage, name)(now)
-        assert passage.state != "relayed" or has_relay
-        assert before != "broken" or passage.state == "broken"
-        assert passage.state != "up" or is_connected
-    passage.passed(now + GIVE_UP_AFTER_S)
-    assert passage.state != "connecting"
+            getattr(route, name)(now)
+        assert route.state != "relayed" or has_relay
+        assert before != "broken" or route.state == "broken"
+        assert route.state != "up" or is_connected
+    route.passed(now + GIVE_UP_AFTER_S)
+    assert route.state != "connecting"

@@ -298,7 +298,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule()
     def owner_restarts(self) -> None:
         """What was not committed is gone, with its answers; those on their way still arrive, or not."""
-        unsaid = [
+        dropped = [
             self.journal.items[each] for act in self.uncommitted if isinstance(act, DropItems) for each in act.item_ids
         ]
         self.uncommitted = []
@@ -316,7 +316,9 @@ class QueueMachine(RuleBasedStateMachine):
             if consumer.is_asking:
                 consumer.unheard = [item for item in leased.get(consumer.consumer, []) if self.done[item]]
         heard = {item for consumer in self.consumers for item in consumer.unheard}
-        self.done.subtract(item.payload for item in unsaid if item.payload not in heard)  # of consumers that died since
+        self.done.subtract(
+            item.payload for item in dropped if item.payload not in heard
+        )  # of consumers that died since
         for name, incarnation in self.incarnations.items():  # the directory says so again
             self.tell(IncarnationEnded(worker=name, incarnation=incarnation - 1))
         workers = [*(each.worker for each in self.producers), *(each.worker for each in self.consumers)]

@@ -32,7 +32,7 @@ class Plan(NamedTuple):
     """What a call does: its handler makes all these calls, and waits for all."""
 
     worker: str
-    gate: int | None
+    group: int | None
     calls: list[Plan]
 
 
@@ -44,7 +44,7 @@ class Call:
 
 
 class Job:
-    """Workers, their gates and all calls; each look of a worker, and each message, comes when it is told to."""
+    """Workers, their limits and all calls; each look of a worker, and each message, comes when it is told to."""
 
     def __init__(self, plans: list[Plan]) -> None:
         self.now = 0.0
@@ -64,14 +64,14 @@ class Job:
         self._num_calls += 1
         caller = "root" if parent is None else parent.plan.worker
         call = Call(name_of(caller, self._num_calls), plan, parent)
-        gate = (plan.worker, plan.gate)
-        if plan.gate is None:
+        group = (plan.worker, plan.group)
+        if plan.group is None:
             self.running.append(call)
-        elif self.inside[gate] < LIMITS[plan.gate]:  # type: ignore[index]
-            self.inside[gate] += 1  # type: ignore[index]
+        elif self.inside[group] < LIMITS[plan.group]:  # type: ignore[index]
+            self.inside[group] += 1  # type: ignore[index]
             self.running.append(call)
         else:
-            self.lines.setdefault((plan.worker, plan.gate), []).append(call)
+            self.lines.setdefault((plan.worker, plan.group), []).append(call)
         return call
 
     def ask(self, call: Call) -> None:
@@ -86,21 +86,21 @@ class Job:
             for call in ended:
                 self.running.remove(call)
                 call.has_ended = True
-                if call.plan.gate is None:
+                if call.plan.group is None:
                     continue
-                gate = (call.plan.worker, call.plan.gate)
-                line = self.lines.get(gate)
+                group = (call.plan.worker, call.plan.group)
+                line = self.lines.get(group)
                 if line:
                     self.running.append(line.pop(0))
                     self.ask(self.running[-1])
                 else:
-                    self.inside[gate] -= 1
+                    self.inside[group] -= 1
 
     def blocked(self, worker: str | None = None) -> list[BlockedCall]:
         """All that does not go on, of one worker or of all."""
         found = []
-        for (where, gate), line in self.lines.items():
-            let_in = [call.name for call in self.running if (call.plan.worker, call.plan.gate) == (where, gate)]
+        for (where, group), line in self.lines.items():
+            let_in = [call.name for call in self.running if (call.plan.worker, call.plan.group) == (where, group)]
             found += [BlockedCall(call.name, where, "", True, let_in) for call in line if worker in (None, where)]
         for call in self.running:
             names = [each.name for each in call.awaited if not each.has_ended]
@@ -120,7 +120,7 @@ class Job:
             dead = stuck({each.call: each for each in self.blocked()})
             assert name in dead, "a call that would have gone on was refused"
             call = by_name[name]
-            self.lines[call.plan.worker, call.plan.gate].remove(call)  # type: ignore[index]
+            self.lines[call.plan.worker, call.plan.group].remove(call)  # type: ignore[index]
             call.has_ended = True
             self.refused.append(name)
             self.settle()
@@ -153,7 +153,7 @@ def test_every_call_ends_and_none_is_refused_that_would_have_gone_on(
 
 
 @given(st.integers(1, 3), st.randoms(use_true_random=False))
-def test_one_call_of_a_plain_circle_is_refused(size: int, chance: random.Random) -> None:
+def test_one_call_of_a_plain_cycle_is_refused(size: int, chance: random.Random) -> None:
     job = Job([Plan(WORKERS[i], 0, [Plan(WORKERS[(i + 1) % size], 0, [])]) for i in range(size)])
     job.go_on(chance, 100)
     assert len(job.refused) == 1
@@ -166,8 +166,8 @@ def test_what_was_heard_long_ago_does_not_count() -> None:
     graph.hear(0.0, "w0.3", heard)
     assert not graph.look(KEEP_S, here, {"x.1": True}).refuse
     graph.hear(KEEP_S, "w0.3", heard)
-    (circle,) = graph.look(KEEP_S, here, {"x.1": True}).refuse.values() or [""]
-    assert circle == ""  # w0.3 is to be refused: its name comes first
+    (cycle,) = graph.look(KEEP_S, here, {"x.1": True}).refuse.values() or [""]
+    assert cycle == ""  # w0.3 is to be refused: its name comes first
     graph.hear(KEEP_S, "w0.3", [BlockedCall("y.3", "w1", "h", False, ["x.1"])])
     later = [here[0], BlockedCall("x.2", "w0", "g", False, ["y.3"])]
     assert graph.look(KEEP_S, later, {"x.1": True}).refuse == {"x.1": "f (in line) -> g (waits) -> h (waits)"}
