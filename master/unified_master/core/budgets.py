@@ -1,7 +1,8 @@
 """Budgets of a job: charges for failures, the limits of the charges, and the refill over time.
 
 Counts are kept for each job, by worker, role and node name, in saved records: they survive a new agent of a node and a
-restart of the master. A charge that is older than the job's `restart_window_s` is taken back.
+restart of the master. A charge that is older than the job's `restart_window_s` is taken back. Nobody else changes the
+counts: `charge` is for a failure, `charge_restart` for the restart of a whole job.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from unified_master.core.rounds import incarnations, rendezvous
-from unified_master.core.rounds.restart import requeue
+from unified_master.core.rounds.restart import Cause, restart
 from unified_master.core.scheduling import waiting
 from unified_master.core.scheduling.packing import Assignment
 from unified_master.core.state import STORE, JobRecord
@@ -71,7 +71,7 @@ def suspend(step: MasterStep, job: JobRecord, reason: str) -> None:
     job.suspended, job.was_suspended = reason, True
     why = f"suspended: {reason}"
     if job.is_placed:
-        requeue(step, job, why, event="job-suspended")
+        restart(step, job, None, Cause("job-suspended", why))
     else:
         step.decide("job-suspended", why, job)
     step.wants_schedule = True  # others may have waited behind it

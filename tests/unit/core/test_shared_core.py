@@ -10,6 +10,7 @@ from unified.core.lease import LeaseTable
 from unified.core.timers import TimerTable
 from unified.errors import InvariantError
 from unified.protocol.records import JOB_MOVES, NODE_MOVES, WORKER_MOVES, TransitionTable
+from unified_master.core.membership import MEMBERSHIP_MOVES
 
 
 class Lamp(StrEnum):
@@ -37,7 +38,7 @@ def test_a_table_draws_itself() -> None:
     assert found == ["stateDiagram-v2", "    OFF --> ON", "    ON --> OFF", "    ON --> BROKEN", "    BROKEN --> [*]"]
 
 
-@pytest.mark.parametrize("table", [JOB_MOVES, WORKER_MOVES, NODE_MOVES], ids=lambda table: table.what)
+@pytest.mark.parametrize("table", [JOB_MOVES, MEMBERSHIP_MOVES, WORKER_MOVES, NODE_MOVES], ids=lambda table: table.what)
 def test_every_state_of_our_tables_is_listed_and_reachable(table: TransitionTable[StrEnum]) -> None:
     states = list(table.moves)
     assert set(type(states[0])) == set(states)

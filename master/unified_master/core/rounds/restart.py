@@ -41,11 +41,14 @@ def restart(step: MasterStep, job: JobRecord, names: Iterable[str] | None, cause
     """Restart workers and those that depend on them: the only way to a next incarnation of a worker with a place.
 
     The restart of a whole job after a failure is charged to the job, which fails if its limit is used up. A job without
-    room for the restart goes back into the queue.
+    room for the restart goes back into the queue, as does one that was suspended.
 
     Args:
         names: workers; None: the whole job, which is back in INIT then.
     """
+    if job.suspended is not None:
+        _requeue(step, job, cause.why, cause.event)
+        return
     charged = cause.failed if names is None and not cause.is_role_limited else None
     if charged is not None and (refusal := budgets.job_refusal(job)) is not None:
         jobs.fail(step, job, *charged, *refusal)
@@ -66,7 +69,7 @@ def restart(step: MasterStep, job: JobRecord, names: Iterable[str] | None, cause
     if found.fits:
         _begin(step, job, workers, cause.delay_s)
     else:
-        requeue(step, job, f"waits for room to restart: {found.reason}")
+        _requeue(step, job, f"waits for room to restart: {found.reason}")
 
 
 def _stop(
@@ -116,7 +119,7 @@ def _begin(step: MasterStep, job: JobRecord, workers: list[WorkerRecord], delay_
         step.cluster.timers.arm(("restart", job.job_id), begin_at)
 
 
-def requeue(step: MasterStep, job: JobRecord, reason: str, event: str = "job-requeued") -> None:
+def _requeue(step: MasterStep, job: JobRecord, reason: str, event: str = "job-requeued") -> None:
     """Give up every place of a job, so that it waits in the queue like any other."""
     _return_to_init(job)
     job.is_placed = False
