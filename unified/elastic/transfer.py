@@ -71,14 +71,19 @@ class _ReplicaPickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[torch.Tensor] = []
+        self._numbers: dict[object, int] = {}
 
     def persistent_id(self, value: Any) -> int | None:
         import torch
 
+        from unified.tensors.walk import identity_of
+
         if not isinstance(value, torch.Tensor) or value.nbytes <= _IN_BAND:
             return None
-        self.tensors.append(value)
-        return len(self.tensors) - 1
+        number = self._numbers.setdefault(identity_of(value), len(self.tensors))
+        if number == len(self.tensors):  # tied tensors are sent once, and are tied at the receiver
+            self.tensors.append(value)
+        return number
 
 
 class _ReplicaUnpickler(pickle.Unpickler):
