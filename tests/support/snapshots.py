@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +31,8 @@ from unified.protocol.snapshots import (
 )
 from unified.security.curve import new_key
 from unified.security.keys import ClusterKey
+from unified.snapshot.server.__main__ import AgentConnection
+from unified.snapshot.server.server import SnapshotServer
 from unified.snapshot.worker.client import SnapshotClient
 from unified.snapshot.worker.image import StateImage, read_state
 
@@ -54,11 +57,7 @@ class SnapshotNode:
         self.host = SnapshotHost(url, SECRET + node.encode(), "" if pair is None else pair.public)
         self.control, theirs = socket.socketpair()
         ends = (theirs, listener, peers)
-        command = [sys.executable, "-m", "unified.snapshot.server", str(theirs.fileno()), str(listener.fileno())]
-        command += [str(peers.fileno()), "--parent", str(os.getpid())]
-        self.process = subprocess.Popen(command, pass_fds=[end.fileno() for end in ends])
-        for end in ends:
-            end.close()
+        self._start(*ends)
         order = ServeSnapshots(
             node=node,
             host=self.host,
@@ -68,6 +67,14 @@ class SnapshotNode:
             pair=pair,
         )
         self.control.sendall(encode_stream(order))
+
+    def _start(self, *ends: socket.socket) -> None:
+        command = [sys.executable, "-m", "unified.snapshot.server", *(str(end.fileno()) for end in ends)]
+        self.process = subprocess.Popen(
+            [*command, "--parent", str(os.getpid())], pass_fds=[end.fileno() for end in ends]
+        )
+        for end in ends:
+            end.close()
 
     def name_copy_node(self, copy_node: "SnapshotNode", job: str = "job-1") -> None:
         """Say which node holds copies of a job that is on this one alone."""
@@ -94,6 +101,32 @@ class SnapshotNode:
         """Hang up as an agent that ends; the exit code."""
         self.control.close()
         return self.process.wait(100)
+
+
+class SnapshotThread(SnapshotNode):
+    """A server that is a thread of this process, for a trace."""
+
+    NAME = "test-snapshot-server"
+
+    def _start(self, *ends: socket.socket) -> None:
+        self._thread = threading.Thread(target=self._serve, args=ends, name=self.NAME, daemon=True)
+        self._thread.start()
+
+    def _serve(self, control: socket.socket, listener: socket.socket, peers: socket.socket) -> None:
+        agent = AgentConnection(control)
+        orders = agent.receive()
+        assert isinstance(orders[0], ServeSnapshots)
+        listener.setblocking(False)
+        server = SnapshotServer(orders[0], listener, peers, agent.say)
+        while not agent.is_over or server._connections:
+            server.step({} if agent.is_over else {control.fileno(): lambda: orders.extend(agent.receive())})
+        server.close()
+        control.close()
+
+    def end(self) -> int:
+        self.control.close()
+        self._thread.join(100)
+        return int(self._thread.is_alive())
 
 
 class SnapshotRank:

@@ -1,7 +1,7 @@
 """From a payload to an attempt: names, environment, and what is kept of a payload."""
 
 import json
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -83,6 +83,8 @@ def test_ranks_of_our_own_master_get_the_record_itself() -> None:
     assert TrainingOptions.of_job(decode(spec.user_config)) == made.options
     assert spec.roles[0].envs == {"A": "b"}
     assert spec.roles[0].entry_point.argv == []
+    assert not set(spec.roles[0].envs) & set(made.options.as_environment())
+    assert [name for name, kind in get_type_hints(TrainingOptions).items() if "str]" in str(kind)] == []
     assert TrainingOptions.of_job(None) is None
     assert TrainingOptions.of_job({"other": 1}) is None
 
