@@ -148,6 +148,7 @@ def plan_run(
         config_path=request.config_path or "",
         resume=request.resume_from_checkpoint,
         extra_args=request.extra_args,
+        arguments=request.arguments,
         attempt_id=attempt_id,
     )
     return RunPlan(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from datetime import datetime
+from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, StringConstraints, model_validator
@@ -12,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, St
 from unified.errors import UsageError
 from unified.job.description import Envs
 from unified.job.driver import is_credential
-from unified.training.arguments import parse_arguments
+from unified.training.arguments import Arguments, parse_arguments
 from unified.training.layout import check_run_id, check_uri
 
 MAX_NAME = 52
@@ -193,11 +194,15 @@ class TrainingRequest(BaseModel):
         default=None, description="Name of the job; made of run_id without."
     )
 
+    @cached_property
+    def arguments(self) -> Arguments:
+        """`extra_args`, checked as far as this needs no library of the framework: the arguments of the ranks."""
+        return parse_arguments(self.framework, self.extra_args)
+
     @model_validator(mode="after")
     def _arguments_are_known(self) -> Self:
-        """Check `extra_args` as the training program does, as far as this needs none of its libraries."""
         try:
-            parse_arguments(self.framework, self.extra_args)
+            self.arguments  # noqa: B018
         except UsageError as error:
             raise ValueError(without_value(str(error))) from None
         return self

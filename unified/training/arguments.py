@@ -7,7 +7,7 @@ is an error, which suggests the nearest name; for ``hf`` it stays in `rest`, to 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -34,8 +34,13 @@ ALIASES = {
 """Other names of arguments, with our own names."""
 
 
-class CommonArguments(msgspec.Struct, frozen=True, kw_only=True):
-    """Arguments of every framework."""
+class CommonArguments(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="framework", omit_defaults=True, forbid_unknown_fields=True
+):
+    """Arguments of every framework.
+
+    A job's config has those that are no defaults; a rank of a release that lacks one of them refuses it.
+    """
 
     dataset_text_field: str = "text"
     """Field of each row that holds its text."""
@@ -79,7 +84,7 @@ class CommonArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Names that were given; all other arguments are defaults."""
 
 
-class HfArguments(CommonArguments, frozen=True, kw_only=True):
+class HfArguments(CommonArguments, frozen=True, kw_only=True, tag="hf"):
     """Arguments of the hf framework. A number of steps below 1 is a share of all steps, as in the Trainer."""
 
     warmup_steps: CountOrZero | ShareOfSteps = 0  # type: ignore[assignment]
@@ -94,7 +99,7 @@ class HfArguments(CommonArguments, frozen=True, kw_only=True):
     """Other fields of `transformers.TrainingArguments`, not checked yet."""
 
 
-class NemoArguments(CommonArguments, frozen=True, kw_only=True):
+class NemoArguments(CommonArguments, frozen=True, kw_only=True, tag="nemo"):
     """Arguments of the nemo framework."""
 
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
@@ -105,19 +110,19 @@ class NemoArguments(CommonArguments, frozen=True, kw_only=True):
     """Strategy of Lightning's `Trainer`: ``auto``, ``ddp`` or ``fsdp``."""
 
 
-class MetaArguments(CommonArguments, frozen=True, kw_only=True):
+class MetaArguments(CommonArguments, frozen=True, kw_only=True, tag="meta"):
     """Arguments of the meta framework."""
 
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "cosine"
     """Schedule of the learning rate after the warm-up; ``linear`` and ``cosine`` end at 0."""
 
 
-TABLES: dict[str, type[CommonArguments]] = {"hf": HfArguments, "nemo": NemoArguments, "meta": MetaArguments}
+Arguments = HfArguments | NemoArguments | MetaArguments
+TABLES: dict[str, type[Arguments]] = {"hf": HfArguments, "nemo": NemoArguments, "meta": MetaArguments}
 _NOT_GIVEN = {"given", "rest"}
-T = TypeVar("T", bound=CommonArguments)
 
 
-def parse_arguments(framework: str, extra_args: Mapping[str, Any]) -> CommonArguments:
+def parse_arguments(framework: str, extra_args: Mapping[str, Any]) -> Arguments:
     """Check `extra_args`; return them as the framework's own class, with defaults for missing ones.
 
     Raises:

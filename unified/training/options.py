@@ -9,14 +9,13 @@ import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
 from unified.errors import OptionError, UsageError
-from unified.training.arguments import ALIASES, CommonArguments, parse_arguments
+from unified.training.arguments import ALIASES, Arguments, parse_arguments
 from unified.training.layout import FRAMEWORKS, RunLayout
 
 
@@ -57,15 +56,17 @@ _BOOLEANS["off"] = False
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
-    """Options of one run. All are checked, except `extra_args`."""
+    """Options of one run, checked."""
 
     layout: RunLayout
     model_id: str
     dataset_uri: str
     config_path: str = ""
     resume: bool = False
-    extra_args: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments as they were given; they override the defaults in `config_path`."""
+    extra_args: Mapping[str, Any]
+    """Arguments as they were given, for ``config/run.json``; they override the defaults in `config_path`."""
+    arguments: Arguments
+    """`extra_args`, checked, with defaults. A gateway has none of `config_path`, which may exist on the nodes alone."""
     attempt_id: str = ""
 
     @property
@@ -76,15 +77,6 @@ class TrainingOptions:
     def run_id(self) -> str:
         return self.layout.run_id
 
-    @cached_property
-    def arguments(self) -> CommonArguments:
-        """`extra_args`, checked, with defaults.
-
-        Raises:
-            OptionError: an argument is not allowed.
-        """
-        return parse_arguments(self.framework, self.extra_args)
-
     @classmethod
     def parse(cls, argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None) -> TrainingOptions:
         """Read the command line and the environment; ``--help`` prints and exits.
@@ -94,7 +86,7 @@ class TrainingOptions:
             env: None: this process's.
 
         Raises:
-            OptionError: an option that is missing, unknown or of the wrong kind.
+            OptionError: an option or argument that is missing, unknown or of the wrong kind.
             UsageError: a framework, run id or place that is not allowed.
         """
         env = os.environ if env is None else env
@@ -115,39 +107,41 @@ class TrainingOptions:
             own_logs_uri=values["logs-uri"],
             own_config_uri=values["config-uri"],
         )
-        options = cls(
+        is_resumed = _boolean(resume)
+        extra_args = _with_file(parse_extra_args(values["extra-args-json"]), values["config"])
+        return cls(
             layout=layout,
             model_id=values["model-id"],
             dataset_uri=values["dataset-uri"],
             config_path=values["config"],
-            resume=_boolean(resume),
-            extra_args=parse_extra_args(values["extra-args-json"]),
+            resume=is_resumed,
+            extra_args=extra_args,
+            arguments=parse_arguments(layout.framework, extra_args),
             attempt_id=env.get(ATTEMPT, ""),
         )
-        return options.with_file()
 
     @classmethod
     def of_job(cls, config: object) -> TrainingOptions | None:
-        """Return the options that a gateway put into a job's config; None: there are none."""
-        record = config.get(JOB_CONFIG) if isinstance(config, Mapping) else None
-        return None if record is None else msgspec.convert(record, cls).with_file()
-
-    def with_file(self) -> TrainingOptions:
-        """Return the options, with defaults from `config_path` for arguments that were not given.
+        """Return the options that a gateway put into a job's config; None: there are none.
 
         Raises:
-            OptionError: the file cannot be read, or holds no mapping.
+            OptionError: the gateway is of another release, or the file of `config_path` is wrong.
         """
-        if not self.config_path:
-            return self
-        own = {ALIASES.get(name, name) for name in self.extra_args}
-        said = read_config_file(self.config_path)
-        defaults = {name: each for name, each in said.items() if ALIASES.get(name, name) not in own}
-        return replace(self, extra_args={**defaults, **self.extra_args})
+        record = config.get(JOB_CONFIG) if isinstance(config, Mapping) else None
+        if record is None:
+            return None
+        try:
+            options = msgspec.convert(record, cls)
+        except msgspec.ValidationError as error:
+            raise OptionError(f"the gateway's options: {error}; install its release of unified-runtime here.") from None
+        if not options.config_path:
+            return options
+        extra_args = _with_file(options.extra_args, options.config_path)
+        return replace(options, extra_args=extra_args, arguments=parse_arguments(options.framework, extra_args))
 
     def as_job_config(self) -> dict[str, Any]:
         """Return the config of a job, from which `of_job` reads these options."""
-        return {JOB_CONFIG: asdict(self)}
+        return {JOB_CONFIG: msgspec.to_builtins(self)}
 
     def as_environment(self) -> dict[str, str]:
         """Return the variables from which `parse` reads these options."""
@@ -168,7 +162,7 @@ class TrainingOptions:
 
     def as_config(self) -> dict[str, Any]:
         """Return the final configuration, as ``config/run.json`` keeps it."""
-        arguments = msgspec.to_builtins(self.arguments)
+        arguments = msgspec.structs.asdict(self.arguments)
         return {
             "framework": self.framework,
             "run_id": self.run_id,
@@ -197,6 +191,15 @@ def parse_extra_args(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise OptionError(f"--extra-args-json (EXTRA_ARGS_JSON) is a JSON {type(found).__name__}, not an object.")
     return found
+
+
+def _with_file(extra_args: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+    """Return arguments, with defaults from a file, if `place` names one, for those that were not given."""
+    if not place:
+        return extra_args
+    own = {ALIASES.get(name, name) for name in extra_args}
+    said = read_config_file(place)
+    return {**{name: each for name, each in said.items() if ALIASES.get(name, name) not in own}, **extra_args}
 
 
 def read_config_file(place: str) -> dict[str, Any]:

@@ -64,7 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = TrainingOptions.of_job(worker.job_info.user_config) if worker is not None else None
         options = options or TrainingOptions.parse(argv)
-        options.arguments  # noqa: B018  # finds wrong ones before anything is loaded
         _train(options, worker)
     except TrainingStopped as stopped:
         print(f"{NAME}: {stopped}", flush=True)

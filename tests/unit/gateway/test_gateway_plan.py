@@ -1,6 +1,7 @@
 """From a payload to an attempt: names, environment, and what is kept of a payload."""
 
 import json
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
@@ -9,7 +10,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.unit.gateway.test_gateway_schemas import LEAST
+from unified.errors import OptionError
 from unified.job.payload import decode
+from unified.training.arguments import parse_arguments
 from unified.training.options import TrainingOptions
 from unified_gateway.backend import REQUEST_ANNOTATION, RunPlan
 from unified_gateway.master_backend import job_spec
@@ -87,6 +90,46 @@ def test_ranks_of_our_own_master_get_the_record_itself() -> None:
     assert [name for name, kind in get_type_hints(TrainingOptions).items() if "str]" in str(kind)] == []
     assert TrainingOptions.of_job(None) is None
     assert TrainingOptions.of_job({"other": 1}) is None
+
+
+@pytest.mark.parametrize(
+    ("framework", "extra_args"),
+    [
+        ("hf", {"learning_rate": 1, "warmup_steps": 0.1, "save_steps": 50.0, "adam_beta2": 0.9}),
+        ("meta", {"lr": 5e-5, "lr_scheduler_type": "linear"}),
+        ("nemo", {}),
+    ],
+)
+def test_ranks_use_the_arguments_that_the_gateway_checked(
+    framework: str, extra_args: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = plan(framework=framework, extra_args=extra_args)
+    assert made.options.arguments == parse_arguments(framework, extra_args)
+    assert made.options.arguments is made.request.arguments
+    config = decode(job_spec(made).user_config)
+    monkeypatch.setattr("unified.training.options.parse_arguments", lambda *_: pytest.fail("parsed again"))
+    assert TrainingOptions.of_job(config) == made.options
+    assert "arguments" not in made.request.model_dump()
+
+
+def test_a_rank_merges_the_file_that_it_alone_can_read(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text("learning_rate: 0.1\nbatch_size: 2\nseed: 7")
+    made = plan(framework="meta", extra_args={"lr": 0.2, "batch_size": 4}, config_path=str(tmp_path / "config"))
+    assert made.options.arguments.seed == 42
+    found = TrainingOptions.of_job(decode(job_spec(made).user_config))
+    assert found is not None
+    assert (found.arguments.lr, found.arguments.batch_size, found.arguments.seed) == (0.2, 4, 7)
+    assert found.extra_args == {"lr": 0.2, "batch_size": 4, "seed": 7}
+    (tmp_path / "config").write_text("seed: many")
+    with pytest.raises(OptionError, match="extra_args: seed='many' is not allowed"):
+        TrainingOptions.of_job(decode(job_spec(made).user_config))
+
+
+def test_a_rank_refuses_an_argument_that_only_a_later_gateway_has() -> None:
+    config = plan(extra_args={"lr": 3e-5}).options.as_job_config()
+    config["training_run"]["arguments"]["newer"] = 1
+    with pytest.raises(OptionError, match=r"unknown field `newer`.*install its release"):
+        TrainingOptions.of_job(config)
 
 
 def test_the_job_has_a_rank_for_each_device_and_a_share_of_its_node_for_each_rank() -> None:
