@@ -166,7 +166,6 @@ def test_functions_of_the_page_are_in_few_files(places: list[str], limit: int) -
     assert len({file for file, _ in steps}) <= limit
 
 
-@pytest.mark.filterwarnings("ignore:Unclosed socket <zmq:ResourceWarning")  # monitors, which a server leaves to its end
 def test_a_snapshot_crosses_the_files_and_the_wires_that_the_page_lists(tmp_path: Path) -> None:
     """Compared are files of `unified/snapshot`, `rounds` and `tensors`: with the list, and the text before it.
 

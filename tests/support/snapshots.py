@@ -118,8 +118,11 @@ class SnapshotThread(SnapshotNode):
         assert isinstance(orders[0], ServeSnapshots)
         listener.setblocking(False)
         server = SnapshotServer(orders[0], listener, peers, agent.say)
-        while not agent.is_over or server._connections:
-            server.step({} if agent.is_over else {control.fileno(): lambda: orders.extend(agent.receive())})
+        silent, other = socket.socketpair()
+        with silent, other:
+            while not agent.is_over or server._connections:
+                if server.step((silent if agent.is_over else control).fileno()):
+                    orders.extend(agent.receive())
         server.close()
         control.close()
 
@@ -180,7 +183,6 @@ class SnapshotRank:
                 buffer=target.number,
                 stamp=stamp,
                 length=image.length,
-                floor=floor,
                 partner=partner,
                 to_copy_node=to_copy_node,
                 to_storage=to_storage,

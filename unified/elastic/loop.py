@@ -97,8 +97,8 @@ class _Loop:
         holding = self._state._holding(actor.rank, self._rounds.end_reason if self._broken_at else "")
         store = _round_store()
         meeting = self._meeting(store, "begin", "begin their elastic loops")
-        found = meeting.agree(msgspec.msgpack.encode(holding), _decide)
-        agreement = msgspec.msgpack.decode(found, type=StepAgreement)
+        holdings = meeting.gather(msgspec.msgpack.encode(holding))
+        agreement = msgspec.msgpack.decode(meeting.conclude(_decide(holdings)), type=StepAgreement)
         self._state.__dict__["_is_boundary"] = _Boundary(store, actor.world_size).is_reached
         self._reason = agreement.reason or self._reason
         self._state.__dict__["_on_ready"] = lambda: self._report(before)
@@ -164,5 +164,5 @@ def _round_store() -> Store:
     return connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), MEET_WITHIN_S)
 
 
-def _decide(found: list[bytes]) -> bytes:
-    return msgspec.msgpack.encode(agree([msgspec.msgpack.decode(each, type=Holding) for each in found]))
+def _decide(said: list[bytes]) -> bytes | None:
+    return msgspec.msgpack.encode(agree([msgspec.msgpack.decode(one, type=Holding) for one in said])) if said else None

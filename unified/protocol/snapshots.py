@@ -162,7 +162,8 @@ class BeginSnapshot(SnapshotRequest, tag="begin", frozen=True):
 
     nbytes: int
     floor: SnapshotStamp = NO_STAMP
-    """Newest snapshot that all ranks' partners have. Snapshots from this one on that partners have or get are kept."""
+    """Newest snapshot that all ranks' partners have. Snapshots from this one on that partners have or get are kept.
+    The server passes it on to the partner in `OfferSnapshot`."""
     is_sent: bool = False
     """True if this snapshot will be sent to a partner or to storage. The request waits until the last one is sent."""
 
@@ -180,7 +181,6 @@ class CommitSnapshot(SnapshotRequest, tag="commit", frozen=True):
     buffer: int
     stamp: SnapshotStamp
     length: int
-    floor: SnapshotStamp = NO_STAMP
     partner: ServerAddress | None = None
     """Server that gets a copy."""
     to_copy_node: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -59,19 +59,21 @@ class RoundMeeting:
             self._store.set(self._outcome, "all")
         self._wait([self._outcome])
 
-    def agree(self, own: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
-        """Give `own`; return what rank 0 decides from the values that all ranks gave, by rank.
-
-        Raises:
-            RoundMeetingError: some ranks did not come in time, or the store is gone.
-        """
+    def gather(self, own: bytes) -> list[bytes]:
+        """Give `own`; return all values by rank on rank 0, none on others. RoundMeetingError: as in `wait_for_all`."""
         self._say(own)
-        if self._member.rank == 0:
-            keys = [self._key(rank) for rank in range(self._member.world_size)]
-            self._wait(keys)
-            self._set(self._outcome, decide([self._store.get(key) for key in keys]))
-        else:
+        if self._member.rank != 0:
+            return []
+        keys = [self._key(rank) for rank in range(self._member.world_size)]
+        self._wait(keys)
+        return [self._store.get(key) for key in keys]
+
+    def conclude(self, decision: bytes | None) -> bytes:
+        """Return what rank 0 decides after `gather`; the other ranks give None. RoundMeetingError: as there."""
+        if decision is None:
             self._wait([self._outcome])
+        else:
+            self._set(self._outcome, decision)
         return self._store.get(self._outcome)
 
     def hear(self, ranks: Sequence[int], own: bytes | None, slack_s: float) -> dict[int, bytes]:

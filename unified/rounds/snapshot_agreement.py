@@ -53,12 +53,10 @@ class RoundAgreement:
         """Give this rank's report; return what rank 0 decided. RoundMeetingError: another rank does not come."""
         if self._store is None:
             return decide([report])
-
-        def decided(reports: list[bytes]) -> bytes:
-            return encode_snapshot_message(decide([rank_report.decode(each) for each in reports]))
-
         meeting = self._meeting(self._store, "begin", "call restore(), or take their first snapshot")
-        return snapshot_agreement.decode(meeting.agree(encode_snapshot_message(report), decided))
+        reports = [rank_report.decode(each) for each in meeting.gather(encode_snapshot_message(report))]
+        decision = encode_snapshot_message(decide(reports)) if reports else None
+        return snapshot_agreement.decode(meeting.conclude(decision))
 
     def wait_for_all(self) -> None:
         """Return once all ranks have called this. RoundMeetingError: another rank does not."""

@@ -30,8 +30,8 @@ class Round:
         member = RoundMember(4, rank, world_size)
         return RoundMeeting(store, "lunch", member, within_s, "have lunch", "Ring the bell.")
 
-    def start(self, rank: int, method: str, *args: Any, within_s: float = LONG_S) -> Future[Any]:
-        return self.pool.submit(getattr(self.meeting(rank, within_s=within_s), method), *args)
+    def start(self, rank: int, method: str, *args: Any) -> Future[Any]:
+        return self.pool.submit(getattr(self.meeting(rank), method), *args)
 
 
 @pytest.fixture
@@ -51,10 +51,13 @@ def test_nobody_goes_on_before_all_have_come(a_round: Round) -> None:
 
 
 def test_rank_0_decides_on_what_all_have_said(a_round: Round) -> None:
-    def decide(said: list[bytes]) -> bytes:
-        return b" ".join(said)
+    def agree(rank: int) -> bytes:
+        meeting = a_round.meeting(rank)
+        said = meeting.gather(b"\xff%d" % rank)
+        assert len(said) == (3 if rank == 0 else 0)
+        return meeting.conclude(b" ".join(said) if said else None)
 
-    found = [a_round.start(rank, "agree", b"\xff%d" % rank, decide) for rank in range(3)]
+    found = [a_round.pool.submit(agree, rank) for rank in range(3)]
     assert [each.result(LONG_S) for each in found] == [b"\xff0 \xff1 \xff2"] * 3
 
 
@@ -64,22 +67,18 @@ def test_who_waits_in_vain_is_told_for_whom(a_round: Round) -> None:
     assert raised.value.missing == [0, 2]
     assert str(raised.value).endswith(" s for all 3 ranks to have lunch: ranks 0, 2 have not. Ring the bell.")
     with pytest.raises(RoundMeetingError, match=r"^round 4: rank 0 waited .* have lunch: rank 2 has not\."):
-        a_round.meeting(0, within_s=missed(0.2)).agree(b"", b"".join)
+        a_round.meeting(0, within_s=missed(0.2)).gather(b"")
     with pytest.raises(RoundMeetingError, match="ranks 2, 3, 4, 5, 6, 7, 8, 10 and 9 more have not"):
         a_round.meeting(9, world_size=20, within_s=missed(0.2)).wait_for_all()
 
 
 def test_a_rank_0_that_has_come_and_gone_is_told_from_ranks_that_did_not_come(a_round: Round) -> None:
-    def fail(said: list[bytes]) -> bytes:
-        raise LookupError("gone")
-
-    for rank in (1, 2):
-        a_round.meeting(rank)._say(b"")
-    with pytest.raises(LookupError):
-        a_round.meeting(0).agree(b"", fail)
-    for rank in (1, 2):
+    waiting = [a_round.meeting(rank, within_s=missed(0.2)) for rank in (1, 2)]
+    assert [each.gather(b"") for each in waiting] == [[], []]
+    assert a_round.meeting(0).gather(b"") == [b""] * 3
+    for each in waiting:
         with pytest.raises(RoundMeetingError, match="all have, but rank 0 has not published its decision") as raised:
-            a_round.meeting(rank, within_s=missed(0.2)).agree(b"", fail)
+            each.conclude(None)
         assert raised.value.missing == []
 
 

@@ -149,6 +149,7 @@ def test_a_copy_goes_to_the_partner_and_outlives_the_node(snapshot_node: Nodes, 
     for step in (1, 2, 3):
         rank.take(a_state(float(step), numel=6 << 20), step, partner=partner.server, floor=SnapshotStamp(1, step - 1))
     eventually(lambda: (0, 3) in partner.steps(is_copy=True), message="no copy came")
+    assert partner.steps(is_copy=True) == [(0, 2), (0, 3)], "the floor that came with the last one is 2"
     first.process.kill()
     moved = SnapshotRank(second, 0)
     assert weights(moved.read(3)) == 3.0

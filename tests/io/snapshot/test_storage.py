@@ -14,8 +14,9 @@ from tests.io.snapshot.conftest import Nodes
 from tests.support.snapshots import SnapshotRank, a_state
 from unified.errors import SnapshotError
 from unified.protocol.snapshots import SnapshotSeries, SnapshotStamp, StorageTarget, StoredSnapshot
+from unified.snapshot.core.inventory import SnapshotBuffer
 from unified.snapshot.memory import make_buffer
-from unified.snapshot.server.writers import StorageWriters
+from unified.snapshot.server.writers import StorageWriters, WriteOrder
 from unified.snapshot.storage import SnapshotStorage, name_of, target_of
 from unified.snapshot.worker.image import StateImage, read_state
 from unified.testing import Belongings, eventually, left_behind
@@ -31,6 +32,11 @@ def buffer_of(state: Any) -> tuple[int, int]:
     descriptor = make_buffer(image.length)
     os.pwrite(descriptor, memory, 0)
     return descriptor, image.length
+
+
+def write_order(descriptor: int, length: int, target: StorageTarget) -> WriteOrder:
+    buffer = SnapshotBuffer(1, SnapshotSeries("job-1", "trainer", 1, 0), length, is_copy=False, length=length)
+    return WriteOrder(buffer, descriptor, target, "name")
 
 
 def stored(step: int, job_id: str = "job-1") -> StoredSnapshot:
@@ -115,10 +121,11 @@ def test_a_writer_that_nobody_could_wait_for_is_not_left_behind(monkeypatch: pyt
     monkeypatch.setattr(os, "pidfd_open", no_pidfd)
     descriptor, length = buffer_of({"step": 1})
     before, children = Belongings(), psutil.Process().children()
-    errors: list[str] = []
-    writers = StorageWriters()
-    writers.write(descriptor, length, StorageTarget(location="/nowhere", folder="a"), "name", errors.append)
-    assert errors == ["a process to write it cannot be started: Too many open files"]
+    ended: list[tuple[WriteOrder, str]] = []
+    writers = StorageWriters(lambda *end: ended.append(end))
+    order = write_order(descriptor, length, StorageTarget(location="/nowhere", folder="a"))
+    writers.write(order)
+    assert ended == [(order, "a process to write it cannot be started: Too many open files")]
     assert writers.is_idle
     assert set(psutil.Process().children()) <= set(children), "not even a zombie"
     assert left_behind(before) == []
@@ -129,8 +136,8 @@ def test_a_large_image_has_more_time_to_be_written(target: StorageTarget) -> Non
     descriptor, _ = buffer_of({"step": 1})
     within: list[float] = []
     for length in (1 << 20, 40 << 30):
-        writers = StorageWriters()
-        writers.write(descriptor, length, target, "name", lambda error: None)
+        writers = StorageWriters(lambda order, error: None)
+        writers.write(write_order(descriptor, length, target))
         assert writers.next_deadline is not None
         within.append(writers.next_deadline - time.monotonic())
         writers.close()

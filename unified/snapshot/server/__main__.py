@@ -78,22 +78,24 @@ def main() -> int:
     learn(orders[0].key)
     peers = None if arguments.peers is None else socket.socket(fileno=arguments.peers)
     server = SnapshotServer(orders[0], listener, peers, agent.say)
-
-    def obey(orders: list[SnapshotOrder]) -> None:
-        for order in orders:
-            match order:
-                case PersistSnapshots():
-                    server.persist()
-                case ReplaceKey():
-                    learn(order.key)
-                case NameCopyNodes():
-                    server.name_copy_nodes(order)
-
-    obey(orders)
+    obey(server, orders)
     while not agent.is_over:
-        server.step({agent.fileno(): lambda: obey(agent.receive())})
+        if server.step(agent.fileno()):
+            obey(server, agent.receive())
     server.close()
     return 0
+
+
+def obey(server: SnapshotServer, orders: list[SnapshotOrder]) -> None:
+    """Do what the agent has ordered."""
+    for order in orders:
+        match order:
+            case PersistSnapshots():
+                server.persist()
+            case ReplaceKey():
+                learn(order.key)
+            case NameCopyNodes():
+                server.name_copy_nodes(order)
 
 
 if __name__ == "__main__":

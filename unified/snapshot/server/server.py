@@ -13,7 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from functools import partial
+from typing import assert_never
 
 import zmq
 
@@ -22,9 +22,9 @@ from unified.protocol import snapshots as protocol
 from unified.protocol.framing import UNREADABLE
 from unified.snapshot.core.inventory import OverQuotaError, SnapshotBuffer, SnapshotInventory
 from unified.snapshot.memory import make_buffer
-from unified.snapshot.server.state import Arriving, JobState, SentState, SnapshotKey, WorkerConnection
-from unified.snapshot.server.transfers import SnapshotTransfers
-from unified.snapshot.server.writers import StorageWriters
+from unified.snapshot.server.state import JobState, SentState, WorkerConnection
+from unified.snapshot.server.transfers import HeldQuestion, SentCopy, SnapshotPull, SnapshotTransfers
+from unified.snapshot.server.writers import StorageWriter, StorageWriters, WriteOrder
 from unified.snapshot.storage import name_of
 
 log = logging.getLogger("unified.snapshot")
@@ -49,7 +49,7 @@ class SnapshotServer:
         """
         self._order = order
         self._on_kept = on_kept
-        self._writers = StorageWriters()
+        self._writers = StorageWriters(self._on_end)
         self._num_written = 0
         self._is_persisting = False
         self._listener = listener
@@ -60,36 +60,36 @@ class SnapshotServer:
         self._jobs: dict[str, JobState] = {}
         self._copy_nodes: dict[str, protocol.ServerAddress] = {}
         self._transfers = SnapshotTransfers(
-            peers,
-            order.key,
-            order.pair,
-            self._read_piece,
-            self._take_offer,
-            self._held,
+            peers, order.key, order.pair, self._read_piece, self._take_offer, self._held, self._on_end
         )
 
-    def step(self, watched: dict[int, Callable[[], None]]) -> None:
-        """Wait for events, and handle them. `watched`: further descriptors, with the functions that read them."""
+    def step(self, agent: int) -> bool:
+        """Wait for events, and handle them; return True if the agent's descriptor can be read."""
         poller = zmq.Poller()
-        calls: dict[object, Callable[[], None]] = {self._listener.fileno(): self._accept}
-        calls.update({**watched, **self._writers.watched()}.items())
-        for number, connection in self._connections.items():
-            calls[number] = lambda connection=connection: self._hear(connection)  # type: ignore[misc]
-        for each in self._transfers.sockets():
-            calls[each] = lambda each=each: self._transfers.ready(each)  # type: ignore[misc]
-        for source in calls:
+        sources: dict[object, object] = {agent: agent, self._listener.fileno(): self._listener}
+        sources.update((*self._writers.watched().items(), *self._connections.items()))
+        sources.update((each, each) for each in self._transfers.sockets())
+        for source in sources:
             poller.register(source, zmq.POLLIN)
         drops = (job.drop_at for job in self._jobs.values())
         due = earliest(self._transfers.next_deadline, self._writers.next_deadline, *drops)
         timeout_ms = None if due is None else max(0, math.ceil((due - time.monotonic()) * 1000))
-        for source, _ in poller.poll(timeout_ms):
-            if not isinstance(source, int) and source.closed:
-                continue  # an earlier call of this step has closed it
-            calls[source]()
+        readable = [sources[source] for source, _ in poller.poll(timeout_ms)]
+        for each in readable:
+            match each:
+                case socket.socket():
+                    self._accept()
+                case WorkerConnection():
+                    self._hear(each)
+                case StorageWriter():
+                    self._writers.end(each)
+                case zmq.Socket(closed=False):  # else an earlier event of this step has closed it
+                    self._transfers.ready(each)
         self._transfers.tick()
         self._writers.tick()
         self._drop_idle_jobs()
         self._close_dropped()
+        return agent in readable
 
     def persist(self) -> None:
         """Write missing snapshots to storage, the newest of every rank first; tell the agent when that is done."""
@@ -193,21 +193,19 @@ class SnapshotServer:
         if copy_node is None:
             self._answer(connection, protocol.CopyNodeHeld(held=[]))
             return
-        on_end = partial(self._on_listed, connection, copy_node.node)
-        self._transfers.ask_held(copy_node, connection.series, on_end)
+        self._transfers.ask_held(HeldQuestion(copy_node, connection))
 
-    def _on_listed(
-        self, connection: WorkerConnection, node: str, held: list[protocol.HeldSnapshot], error: str
-    ) -> None:
+    def _on_listed(self, question: HeldQuestion, error: str) -> None:
         if error:
-            log.warning("event=snapshot-copy-node-silent node=%s reason=%r", node, error)
-        self._answer(connection, protocol.CopyNodeHeld(held=held))
+            log.warning("event=snapshot-copy-node-silent node=%s reason=%r", question.target.node, error)
+        self._answer(question.connection, protocol.CopyNodeHeld(held=question.held))
 
     def _begin(self, connection: WorkerConnection, request: protocol.BeginSnapshot) -> None:
         sent = self._sent(connection.series)
         if request.is_sent and sent.num_under_way:
             connection.waiting = request
             return
+        connection.floor = request.floor
         if request.floor != protocol.NO_STAMP:
             self._inventory.settle_floor(connection.series, request.floor)
         buffer = self._inventory.begin(connection.series, request.nbytes, request.floor)
@@ -245,31 +243,19 @@ class SnapshotServer:
         if request.to_copy_node and not self._sent(connection.series).num_under_way:
             target = self._copy_nodes.get(connection.series.job_id)
         if target is not None:
-            self._offer(target, buffer, request)
+            buffer.is_offered = True
+            self._begin_sending(buffer)
+            self._transfers.offer(SentCopy(target, self._address(buffer.series.job_id), buffer, connection.floor))
         if request.to_storage:
             self._store(buffer)
 
-    def _offer(self, target: protocol.ServerAddress, buffer: SnapshotBuffer, request: protocol.CommitSnapshot) -> None:
-        buffer.is_offered = True
-        message = protocol.OfferSnapshot(
-            number=0,
-            token=target.token,
-            series=buffer.series,
-            stamp=request.stamp,
-            length=buffer.length,
-            floor=request.floor,
-            source=self._address(buffer.series.job_id),
-        )
-        on_end = partial(self._on_copied, buffer, self._begin_sending(buffer), request.stamp)
-        self._transfers.offer(target, message, on_end)
-
-    def _on_copied(self, buffer: SnapshotBuffer, sent: SentState, stamp: protocol.SnapshotStamp, error: str) -> None:
+    def _on_copied(self, buffer: SnapshotBuffer, error: str) -> None:
         if error:
             buffer.is_offered = False
         else:
-            current = self._sent(buffer.series)  # a worker that came back has begun anew
-            current.confirmed = max(current.confirmed, stamp)
-        self._end_sending(buffer, sent, error and f"the snapshot was not copied to another node: {error}")
+            sent = self._sent(buffer.series)
+            sent.confirmed = max(sent.confirmed, buffer.stamp)
+        self._end_sending(buffer, error and f"the snapshot was not copied to another node: {error}")
 
     def _store(self, buffer: SnapshotBuffer) -> None:
         target = self._job(buffer.series).targets.get(buffer.series)
@@ -277,25 +263,24 @@ class SnapshotServer:
             return
         buffer.is_stored = True
         name = name_of(buffer.series.job_id, buffer.stamp)
-        on_end = partial(self._on_stored, buffer, self._begin_sending(buffer))
-        self._writers.write(self._memory[buffer.number], buffer.length, target, name, on_end)
+        self._begin_sending(buffer)
+        self._writers.write(WriteOrder(buffer, self._memory[buffer.number], target, name))
 
-    def _on_stored(self, buffer: SnapshotBuffer, sent: SentState, error: str) -> None:
+    def _on_stored(self, buffer: SnapshotBuffer, error: str) -> None:
         buffer.is_stored = not error
         self._num_written += not error
         if error:
             log.error("event=snapshot-not-stored step=%d reason=%r", buffer.stamp.step, error)
         self._tell_when_persisted()
-        self._end_sending(buffer, sent, error and f"the snapshot was not written to storage: {error}")
+        self._end_sending(buffer, error and f"the snapshot was not written to storage: {error}")
 
-    def _begin_sending(self, buffer: SnapshotBuffer) -> SentState:
-        """Count a snapshot as on its way until `_end_sending`, which takes the returned state."""
-        sent = self._sent(buffer.series)
-        sent.num_under_way += 1
+    def _begin_sending(self, buffer: SnapshotBuffer) -> None:
+        """Count a snapshot as on its way until `_end_sending`. Buffer and job stay for so long."""
+        self._sent(buffer.series).num_under_way += 1
         buffer.num_uses += 1
-        return sent
 
-    def _end_sending(self, buffer: SnapshotBuffer, sent: SentState, complaint: str) -> None:
+    def _end_sending(self, buffer: SnapshotBuffer, complaint: str) -> None:
+        sent = self._sent(buffer.series)
         sent.num_under_way -= 1
         buffer.num_uses -= 1
         sent.complaint = complaint or sent.complaint
@@ -329,11 +314,10 @@ class SnapshotServer:
         is_copy = request.series != connection.series  # one copy for all ranks here with this state
         buffer = self._writable(request.series, request.length, protocol.NO_STAMP, is_copy=is_copy)
         arriving[key] = [connection]
-        on_end = partial(self._on_arrived, buffer, arriving, key)
-        self._pull(buffer, request.source, request.series, request.stamp, request.length, on_end)
+        self._pull(SnapshotPull(request, request.source, buffer, self._memory[buffer.number]))
 
-    def _on_arrived(self, buffer: SnapshotBuffer, arriving: Arriving, key: SnapshotKey, error: str) -> None:
-        for each in arriving.pop(key):
+    def _on_arrived(self, buffer: SnapshotBuffer, request: protocol.OpenSnapshot, error: str) -> None:
+        for each in self._job(request.series).arriving.pop((request.series, request.stamp)):
             if error:
                 self._answer(each, protocol.SnapshotRefused(reason=error))
             else:
@@ -391,52 +375,53 @@ class SnapshotServer:
     def _held(self, asked: protocol.AskHeld) -> list[protocol.HeldSnapshot]:
         return self._inventory.held(self._checked(asked))
 
-    def _take_offer(self, offer: protocol.OfferSnapshot, answer: Callable[[str], None]) -> None:
+    def _take_offer(self, asker: bytes, offer: protocol.OfferSnapshot) -> None:
         try:
             self._checked(offer)
-        except LookupError as error:
-            answer(error.args[0])
-            return
-        if not self._inventory.attached[offer.series.job_id]:
-            self._job(offer.series).drop_at = time.monotonic() + self._order.linger_s
-        try:
+            if not self._inventory.attached[offer.series.job_id]:
+                self._job(offer.series).drop_at = time.monotonic() + self._order.linger_s
             buffer = self._writable(offer.series, offer.length, offer.floor, is_copy=True)
-        except OverQuotaError as error:
-            answer(f"node {self._order.node} takes no copy: {error}")
-            return
-        except OSError as error:
-            answer(f"node {self._order.node} has no memory for a copy: {error.strerror}")
-            return
-        self._pull(buffer, offer.source, offer.series, offer.stamp, offer.length, answer)
-
-    def _pull(
-        self,
-        buffer: SnapshotBuffer,
-        source: protocol.ServerAddress,
-        series: protocol.SnapshotSeries,
-        stamp: protocol.SnapshotStamp,
-        length: int,
-        on_end: Callable[[str], None],
-    ) -> None:
-        buffer.num_uses += 1
-        buffer.state = "writing"
-        ended = partial(self._on_pulled, buffer, stamp, length, on_end)
-        self._transfers.pull(source, series, stamp, length, self._memory[buffer.number], ended)
-
-    def _on_pulled(
-        self,
-        buffer: SnapshotBuffer,
-        stamp: protocol.SnapshotStamp,
-        length: int,
-        on_end: Callable[[str], None],
-        error: str,
-    ) -> None:
-        buffer.num_uses -= 1
-        if error:
-            buffer.state = "free"
+        except LookupError as reason:
+            error = str(reason.args[0])
+        except OverQuotaError as reason:
+            error = f"node {self._order.node} takes no copy: {reason}"
+        except OSError as reason:
+            error = f"node {self._order.node} has no memory for a copy: {reason.strerror}"
         else:
-            self._inventory.commit(buffer, stamp, length)
-        on_end(error)
+            self._pull(SnapshotPull(offer, offer.source, buffer, self._memory[buffer.number], asker))
+            return
+        self._transfers.answer_offer(asker, offer.number, error)
+
+    def _pull(self, pull: SnapshotPull) -> None:
+        pull.buffer.num_uses += 1
+        pull.buffer.state = "writing"
+        self._transfers.pull(pull)
+
+    def _on_pulled(self, pull: SnapshotPull, error: str) -> None:
+        pull.buffer.num_uses -= 1
+        if error:
+            pull.buffer.state = "free"
+        else:
+            self._inventory.commit(pull.buffer, pull.wanted.stamp, pull.wanted.length)
+        match pull.wanted:
+            case protocol.OfferSnapshot(number=number):
+                self._transfers.answer_offer(pull.asker, number, error)
+            case protocol.OpenSnapshot():
+                self._on_arrived(pull.buffer, pull.wanted, error)
+
+    def _on_end(self, ended: WriteOrder | SentCopy | SnapshotPull | HeldQuestion, error: str) -> None:
+        """Go on after a write, a transfer or a question; `error` is "" if it succeeded."""
+        match ended:
+            case WriteOrder():
+                self._on_stored(ended.buffer, error)
+            case SentCopy():
+                self._on_copied(ended.buffer, error)
+            case SnapshotPull():
+                self._on_pulled(ended, error)
+            case HeldQuestion():
+                self._on_listed(ended, error)
+            case _:
+                assert_never(ended)
 
     # Memory
 

@@ -27,16 +27,14 @@ class WorkerConnection:
     attached: AttachSeries | None = None
     waiting: BeginSnapshot | None = None
     """Request that waits until the last snapshot has been sent on."""
+    floor: SnapshotStamp = NO_STAMP
+    """Floor of the last `BeginSnapshot`, which goes to the partner with that snapshot."""
     is_done: bool = False
 
     @property
     def series(self) -> SnapshotSeries:
         assert self.attached is not None
         return self.attached.series
-
-
-SnapshotKey = tuple[SnapshotSeries, SnapshotStamp]
-Arriving = dict[SnapshotKey, list[WorkerConnection]]
 
 
 @dataclass(eq=False)
@@ -58,7 +56,7 @@ class JobState:
     """Time at which all is dropped, unless a worker comes."""
     sent: dict[SnapshotSeries, SentState] = field(default_factory=dict)
     targets: dict[SnapshotSeries, StorageTarget] = field(default_factory=dict)
-    arriving: Arriving = field(default_factory=dict)
+    arriving: dict[tuple[SnapshotSeries, SnapshotStamp], list[WorkerConnection]] = field(default_factory=dict)
     """Workers that wait for a snapshot on its way here from another node, to be restored."""
 
     def come(self, series: SnapshotSeries) -> None:

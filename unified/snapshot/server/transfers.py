@@ -12,15 +12,16 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import zmq
-from msgspec import structs
 
 from unified.protocol import snapshots
 from unified.protocol.framing import UNREADABLE
 from unified.security.curve import Gatekeeper, read_event
 from unified.security.keys import ClusterKey
+from unified.snapshot.core.inventory import SnapshotBuffer
+from unified.snapshot.server.state import WorkerConnection
 
 PIECES_UNDER_WAY = 4
 STALLED_S = 30.0
@@ -30,10 +31,6 @@ ANSWER_S = 5.0
 AVOID_S = 30.0
 """Time for which a failed server gets no request, so that no snapshot waits for it again."""
 _BROKEN = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
-OnEnd = Callable[[str], None]
-"""Function called at the end of a transfer with the error, or ""."""
-OnHeld = Callable[[list[snapshots.HeldSnapshot], str], None]
-"""Function called with the snapshots that another server holds, or with the error."""
 Socket = zmq.Socket[bytes]
 
 
@@ -47,39 +44,42 @@ class _Peer:
 
 
 @dataclass(eq=False)
-class _Pull:
-    """A snapshot on its way here."""
+class SnapshotPull:
+    """A snapshot on its way here: a copy that another server has offered, or one for workers that asked to open it."""
 
-    peer: _Peer
+    wanted: snapshots.OfferSnapshot | snapshots.OpenSnapshot
     source: snapshots.ServerAddress
-    series: snapshots.SnapshotSeries
-    stamp: snapshots.SnapshotStamp
-    length: int
+    buffer: SnapshotBuffer
     descriptor: int
-    on_end: OnEnd
-    deadline: float
+    asker: bytes = b""
+    """Address of the server that has offered it."""
+    peer: _Peer = field(init=False)
+    deadline: float = 0.0
     num_asked: int = 0
     num_received: int = 0
 
 
 @dataclass(eq=False)
-class _Question:
-    """A request for the list of snapshots that another server holds."""
+class HeldQuestion:
+    """A worker's request for the list of snapshots that another server holds."""
 
-    peer: _Peer
-    on_end: OnHeld
-    deadline: float
+    target: snapshots.ServerAddress
+    connection: WorkerConnection
+    held: list[snapshots.HeldSnapshot] = field(default_factory=list)
+    peer: _Peer = field(init=False)
+    deadline: float = 0.0
 
 
 @dataclass(eq=False)
-class _Offer:
-    """A snapshot on its way from here."""
+class SentCopy:
+    """A snapshot on its way from here, the source, to another node."""
 
-    peer: _Peer
-    series: snapshots.SnapshotSeries
-    stamp: snapshots.SnapshotStamp
-    on_end: OnEnd
-    deadline: float
+    target: snapshots.ServerAddress
+    source: snapshots.ServerAddress
+    buffer: SnapshotBuffer
+    floor: snapshots.SnapshotStamp
+    peer: _Peer = field(init=False)
+    deadline: float = 0.0
 
 
 class SnapshotTransfers:
@@ -89,8 +89,9 @@ class SnapshotTransfers:
         listener: where other nodes' servers connect; None: they cannot.
         pair: key of the listener; None: the cluster's key.
         on_read: returns the bytes of a piece; LookupError: there are none for that token.
-        on_offer: takes a snapshot that is offered, and a function for the answer.
+        on_offer: takes a snapshot that another server offers; `answer_offer` is for the answer.
         on_ask: returns what is held of a role; LookupError: the token is wrong.
+        on_end: gets a transfer or a question that has ended, and the error, or "".
     """
 
     def __init__(
@@ -99,21 +100,23 @@ class SnapshotTransfers:
         key: ClusterKey | None,
         pair: ClusterKey | None,
         on_read: Callable[[snapshots.ReadPiece], bytes],
-        on_offer: Callable[[snapshots.OfferSnapshot, OnEnd], None],
+        on_offer: Callable[[bytes, snapshots.OfferSnapshot], None],
         on_ask: Callable[[snapshots.AskHeld], list[snapshots.HeldSnapshot]],
+        on_end: Callable[[SnapshotPull | HeldQuestion | SentCopy, str], None],
     ) -> None:
         self._context: zmq.Context[Socket] = zmq.Context()
         self._gatekeeper = Gatekeeper(self._context, key, name="snapshots")
         self._on_read = on_read
         self._on_offer = on_offer
         self._on_ask = on_ask
+        self._on_end = on_end
         self._numbers = itertools.count(1)
         self._peers: dict[str, _Peer] = {}
         self._avoided: dict[str, float] = {}
-        self._pulls: dict[int, tuple[_Pull, int, int]] = {}
+        self._pulls: dict[int, tuple[SnapshotPull, int, int]] = {}
         """Requested pieces: number of the request → transfer, offset and size."""
-        self._offers: dict[int, _Offer] = {}
-        self._questions: dict[int, _Question] = {}
+        self._offers: dict[int, SentCopy] = {}
+        self._questions: dict[int, HeldQuestion] = {}
         self._server = self._context.socket(zmq.ROUTER)
         self._gatekeeper.guard(self._server, pair)
         _prepare(self._server)
@@ -156,49 +159,58 @@ class SnapshotTransfers:
         for number, question in list(self._questions.items()):
             if question.deadline <= now:
                 del self._questions[number]
-                question.on_end([], f"the snapshot server at {question.peer.url} has not answered for {ANSWER_S:g} s")
+                self._on_end(
+                    question, f"the snapshot server at {question.peer.url} has not answered for {ANSWER_S:g} s"
+                )
 
-    def offer(self, target: snapshots.ServerAddress, message: snapshots.OfferSnapshot, on_end: OnEnd) -> None:
+    def offer(self, copy: SentCopy) -> None:
         """Have another server read a snapshot of ours."""
-        peer = self._peer(target)
+        peer = self._peer(copy.target)
         if peer is None:
-            on_end(f"the snapshot server at {target.url} cannot be reached, or failed a moment ago")
+            self._on_end(copy, f"the snapshot server at {copy.target.url} cannot be reached, or failed a moment ago")
             return
         number = next(self._numbers)
-        self._offers[number] = _Offer(peer, message.series, message.stamp, on_end, time.monotonic() + STALLED_S)
-        self._send(peer.socket, [snapshots.encode_snapshot_message(structs.replace(message, number=number))])
+        copy.peer, copy.deadline = peer, time.monotonic() + STALLED_S
+        self._offers[number] = copy
+        message = snapshots.OfferSnapshot(
+            number=number,
+            token=copy.target.token,
+            series=copy.buffer.series,
+            stamp=copy.buffer.stamp,
+            length=copy.buffer.length,
+            floor=copy.floor,
+            source=copy.source,
+        )
+        self._send(peer.socket, [snapshots.encode_snapshot_message(message)])
 
-    def ask_held(self, target: snapshots.ServerAddress, series: snapshots.SnapshotSeries, on_end: OnHeld) -> None:
+    def answer_offer(self, asker: bytes, number: int, error: str) -> None:
+        """Answer another server's offer once its snapshot has been read, or with the error."""
+        answer = snapshots.OfferTaken(number=number, error=error)
+        self._send(self._server, [asker, snapshots.encode_snapshot_message(answer)])
+
+    def ask_held(self, question: HeldQuestion) -> None:
         """Ask another server what it holds of a role."""
-        peer = self._peer(target)
+        peer = self._peer(question.target)
         if peer is None:
-            on_end([], f"the snapshot server at {target.url} has failed before")
+            self._on_end(question, f"the snapshot server at {question.target.url} has failed before")
             return
         number = next(self._numbers)
-        self._questions[number] = _Question(peer, on_end, time.monotonic() + ANSWER_S)
-        asked = snapshots.AskHeld(number=number, token=target.token, series=series)
+        question.peer, question.deadline = peer, time.monotonic() + ANSWER_S
+        self._questions[number] = question
+        asked = snapshots.AskHeld(number=number, token=question.target.token, series=question.connection.series)
         self._send(peer.socket, [snapshots.encode_snapshot_message(asked)])
 
-    def pull(
-        self,
-        source: snapshots.ServerAddress,
-        series: snapshots.SnapshotSeries,
-        stamp: snapshots.SnapshotStamp,
-        length: int,
-        descriptor: int,
-        on_end: OnEnd,
-    ) -> None:
+    def pull(self, pull: SnapshotPull) -> None:
         """Read a snapshot of another server into a buffer."""
-        peer = self._peer(source)
+        peer = self._peer(pull.source)
         if peer is None:
-            on_end(f"the snapshot server at {source.url} cannot be reached, or failed a moment ago")
+            self._on_end(pull, f"the snapshot server at {pull.source.url} cannot be reached, or failed a moment ago")
             return
-        deadline = time.monotonic() + STALLED_S
-        pull = _Pull(peer, source, series, stamp, length, descriptor, on_end, deadline)
+        pull.peer, pull.deadline = peer, time.monotonic() + STALLED_S
         for _ in range(PIECES_UNDER_WAY):
             self._ask(pull)
-        if not length:
-            on_end("")
+        if not pull.wanted.length:
+            self._on_end(pull, "")
 
     def close(self) -> None:
         for peer in list(self._peers.values()):
@@ -220,7 +232,7 @@ class SnapshotTransfers:
             if isinstance(message, snapshots.ReadPiece):
                 self._answer_read(frames[0], message)
             elif isinstance(message, snapshots.OfferSnapshot):
-                self._on_offer(message, self._answer_of(frames[0], message.number))
+                self._on_offer(frames[0], message)
             elif isinstance(message, snapshots.AskHeld):
                 with contextlib.suppress(LookupError):  # a wrong token gets no answer
                     answer = snapshots.HeldThere(number=message.number, held=self._on_ask(message))
@@ -228,7 +240,7 @@ class SnapshotTransfers:
 
     def _answer_read(self, asker: bytes, asked: snapshots.ReadPiece) -> None:
         for offer in self._offers.values():
-            if (offer.series, offer.stamp) == (asked.series, asked.stamp):
+            if (offer.buffer.series, offer.buffer.stamp) == (asked.series, asked.stamp):
                 offer.deadline = time.monotonic() + STALLED_S
         try:
             data, error = self._on_read(asked), ""
@@ -238,15 +250,6 @@ class SnapshotTransfers:
             self._server,
             [asker, snapshots.encode_snapshot_message(snapshots.Piece(number=asked.number, error=error)), data],
         )
-
-    def _answer_of(self, asker: bytes, number: int) -> OnEnd:
-        def answer(error: str) -> None:
-            self._send(
-                self._server,
-                [asker, snapshots.encode_snapshot_message(snapshots.OfferTaken(number=number, error=error))],
-            )
-
-        return answer
 
     # The side that reads
 
@@ -260,31 +263,37 @@ class SnapshotTransfers:
             if isinstance(message, snapshots.OfferTaken):
                 offer = self._offers.pop(message.number, None)
                 if offer is not None:
-                    offer.on_end(message.error)
+                    self._on_end(offer, message.error)
             elif isinstance(message, snapshots.HeldThere):
                 question = self._questions.pop(message.number, None)
                 if question is not None:
-                    question.on_end(message.held, "")
+                    question.held = message.held
+                    self._on_end(question, "")
             elif isinstance(message, snapshots.Piece) and message.number in self._pulls:
                 pull, offset, nbytes = self._pulls.pop(message.number)
                 self._take(pull, offset, nbytes, message, frames[1] if len(frames) > 1 else b"")
             if self._peers.get(peer.url) is not peer:
                 return
 
-    def _ask(self, pull: _Pull) -> None:
+    def _ask(self, pull: SnapshotPull) -> None:
         offset = pull.num_asked
-        nbytes = min(snapshots.PIECE_BYTES, pull.length - offset)
+        nbytes = min(snapshots.PIECE_BYTES, pull.wanted.length - offset)
         if nbytes <= 0:
             return
         number = next(self._numbers)
         pull.num_asked += nbytes
         self._pulls[number] = (pull, offset, nbytes)
         asked = snapshots.ReadPiece(
-            number=number, token=pull.source.token, series=pull.series, stamp=pull.stamp, offset=offset, nbytes=nbytes
+            number=number,
+            token=pull.source.token,
+            series=pull.wanted.series,
+            stamp=pull.wanted.stamp,
+            offset=offset,
+            nbytes=nbytes,
         )
         self._send(pull.peer.socket, [snapshots.encode_snapshot_message(asked)])
 
-    def _take(self, pull: _Pull, offset: int, nbytes: int, answer: snapshots.Piece, data: bytes) -> None:
+    def _take(self, pull: SnapshotPull, offset: int, nbytes: int, answer: snapshots.Piece, data: bytes) -> None:
         error = answer.error
         if not error and len(data) != nbytes:
             error = f"the snapshot server at {pull.peer.url} sent {len(data)} bytes instead of {nbytes}"
@@ -295,16 +304,16 @@ class SnapshotTransfers:
                 error = f"a snapshot cannot be written into memory: {reason.strerror}"
         if error:
             self._drop(pull)
-            pull.on_end(error)
+            self._on_end(pull, error)
             return
         pull.num_received += nbytes
         pull.deadline = time.monotonic() + STALLED_S
-        if pull.num_received == pull.length:
-            pull.on_end("")
+        if pull.num_received == pull.wanted.length:
+            self._on_end(pull, "")
         else:
             self._ask(pull)
 
-    def _drop(self, pull: _Pull) -> None:
+    def _drop(self, pull: SnapshotPull) -> None:
         self._pulls = {number: each for number, each in self._pulls.items() if each[0] is not pull}
 
     # Connections
@@ -344,16 +353,17 @@ class SnapshotTransfers:
         offers = [number for number, offer in self._offers.items() if offer.peer is peer]
         for pull in pulls:
             self._drop(pull)
-            pull.on_end(error)
+            self._on_end(pull, error)
         questions = [number for number, question in self._questions.items() if question.peer is peer]
         for number in offers:
-            self._offers.pop(number).on_end(error)
+            self._on_end(self._offers.pop(number), error)
         for number in questions:
-            self._questions.pop(number).on_end([], error)
+            self._on_end(self._questions.pop(number), error)
 
     def _hang_up(self, peer: _Peer) -> None:
         self._peers.pop(peer.url, None)
         peer.socket.disable_monitor()
+        peer.monitor.close(0)
         peer.socket.close(0)
 
     def _receive(self, socket: Socket) -> list[bytes] | None:

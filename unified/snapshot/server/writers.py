@@ -15,29 +15,32 @@ from dataclasses import dataclass
 from typing import IO
 
 from unified.protocol.snapshots import StorageTarget
+from unified.snapshot.core.inventory import SnapshotBuffer
 from unified.snapshot.storage import write_within_s
 
 MAX_WRITERS = 2
-OnEnd = Callable[[str], None]
 
 
 @dataclass(eq=False)
-class _Order:
+class WriteOrder:
+    """A snapshot on its way to storage."""
+
+    buffer: SnapshotBuffer
     descriptor: int
-    length: int
     target: StorageTarget
     name: str
-    on_end: OnEnd
 
     @property
     def within_s(self) -> float:
         """Time after which its writer is killed."""
-        return write_within_s(self.length)
+        return write_within_s(self.buffer.length)
 
 
 @dataclass(eq=False)
-class _Writer:
-    order: _Order
+class StorageWriter:
+    """One writer at work."""
+
+    order: WriteOrder
     process: subprocess.Popen[bytes]
     pidfd: int
     errors: IO[bytes]
@@ -45,11 +48,12 @@ class _Writer:
 
 
 class StorageWriters:
-    """Writers at work, and orders that wait for one."""
+    """Writers at work, and orders that wait for one. `on_end` gets each order in the end, and the error, or ""."""
 
-    def __init__(self) -> None:
-        self._waiting: deque[_Order] = deque()
-        self._writers: dict[int, _Writer] = {}
+    def __init__(self, on_end: Callable[[WriteOrder, str], None]) -> None:
+        self._on_end = on_end
+        self._waiting: deque[WriteOrder] = deque()
+        self._writers: dict[int, StorageWriter] = {}
 
     @property
     def is_idle(self) -> bool:
@@ -60,16 +64,13 @@ class StorageWriters:
         """Time of the monotonic clock at which `tick` is due."""
         return min((writer.deadline for writer in self._writers.values()), default=None)
 
-    def watched(self) -> dict[int, Callable[[], None]]:
-        """Return the descriptors to poll, with the functions to call."""
-        return {
-            pidfd: lambda writer=writer: self._on_ended(writer)  # type: ignore[misc]
-            for pidfd, writer in self._writers.items()
-        }
+    def watched(self) -> dict[int, StorageWriter]:
+        """Return the descriptors to poll, with the writers that have ended when they can be read."""
+        return dict(self._writers)
 
-    def write(self, descriptor: int, length: int, target: StorageTarget, name: str, on_end: OnEnd) -> None:
-        """Have the first `length` bytes of a buffer written; `on_end` gets the error, or ""."""
-        self._waiting.append(_Order(descriptor, length, target, name, on_end))
+    def write(self, order: WriteOrder) -> None:
+        """Have a snapshot written."""
+        self._waiting.append(order)
         self._go_on()
 
     def tick(self) -> None:
@@ -85,7 +86,7 @@ class StorageWriters:
         self._waiting.clear()
         for writer in list(self._writers.values()):
             writer.process.kill()
-            self._on_ended(writer)
+            self.end(writer)
 
     def _go_on(self) -> None:
         while self._waiting and len(self._writers) < MAX_WRITERS:
@@ -93,16 +94,17 @@ class StorageWriters:
             try:
                 self._start(order)
             except OSError as error:
-                order.on_end(f"a process to write it cannot be started: {error.strerror}")
+                self._on_end(order, f"a process to write it cannot be started: {error.strerror}")
 
-    def _start(self, order: _Order) -> None:
+    def _start(self, order: WriteOrder) -> None:
         target = order.target
         with contextlib.ExitStack() as undo:
             errors = undo.enter_context(tempfile.TemporaryFile())
             running = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "unified.snapshot.storage", str(order.descriptor), str(order.length)),
-                    *(target.location, target.folder, order.name, "--parent", str(os.getpid())),
+                    *(sys.executable, "-m", "unified.snapshot.storage", str(order.descriptor)),
+                    *(str(order.buffer.length), target.location, target.folder, order.name),
+                    *("--parent", str(os.getpid())),
                 ],
                 pass_fds=[order.descriptor],
                 stdin=subprocess.DEVNULL,
@@ -114,9 +116,10 @@ class StorageWriters:
             undo.callback(running.kill)
             pidfd = os.pidfd_open(running.pid)
             undo.pop_all()
-        self._writers[pidfd] = _Writer(order, running, pidfd, errors, time.monotonic() + order.within_s)
+        self._writers[pidfd] = StorageWriter(order, running, pidfd, errors, time.monotonic() + order.within_s)
 
-    def _on_ended(self, writer: _Writer) -> None:
+    def end(self, writer: StorageWriter) -> None:
+        """Take the result of a writer that has ended."""
         code = writer.process.wait()
         del self._writers[writer.pidfd]
         os.close(writer.pidfd)
@@ -124,9 +127,10 @@ class StorageWriters:
             errors.seek(0)
             lines = errors.read().decode(errors="replace").strip().splitlines()
         if code == 0:
-            writer.order.on_end("")
+            error = ""
         elif code == -signal.SIGKILL:
-            writer.order.on_end(f"it was killed, or took longer than {writer.order.within_s:.0f} s")
+            error = f"it was killed, or took longer than {writer.order.within_s:.0f} s"
         else:
-            writer.order.on_end(lines[-1] if lines else f"its writer ended with code {code}")
+            error = lines[-1] if lines else f"its writer ended with code {code}"
+        self._on_end(writer.order, error)
         self._go_on()

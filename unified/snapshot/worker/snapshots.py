@@ -198,7 +198,6 @@ class Snapshots:
                 buffer=target.number,
                 stamp=stamp,
                 length=image.length,
-                floor=here.floor,
                 partner=partner,
                 to_copy_node=to_copy_node,
                 to_storage=to_storage,
