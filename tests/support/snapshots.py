@@ -118,11 +118,9 @@ class SnapshotThread(SnapshotNode):
         assert isinstance(orders[0], ServeSnapshots)
         listener.setblocking(False)
         server = SnapshotServer(orders[0], listener, peers, agent.say)
-        silent, other = socket.socketpair()
-        with silent, other:
-            while not agent.is_over or server._connections:
-                if server.step((silent if agent.is_over else control).fileno()):
-                    orders.extend(agent.receive())
+        while not agent.is_over or server._connections:
+            if server.step((listener if agent.is_over else control).fileno()):
+                orders.extend(agent.receive())
         server.close()
         control.close()
 
