@@ -47,9 +47,9 @@ class Client:
         self._process = spawn.Process(target=serve, args=(theirs, pair), daemon=True)
         self._process.start()
         self._context: zmq.Context[Socket] = zmq.Context()
-        self._gate = Gatekeeper(self._context, key, name="client")
+        self._gatekeeper = Gatekeeper(self._context, key, name="client")
         self.pull = self._context.socket(zmq.PULL)
-        self._gate.guard(self.pull)
+        self._gatekeeper.guard(self.pull)
         self.pull.bind("tcp://127.0.0.1:*")
         ours.send(self.pull.get_string(zmq.LAST_ENDPOINT))
         address = ours.recv()
@@ -67,7 +67,7 @@ class Client:
     def close(self) -> None:
         self.push.send(END)
         self._process.join(10)
-        self._gate.close()
+        self._gatekeeper.close()
         self._context.destroy(0)
 
 
@@ -75,9 +75,9 @@ def serve(pipe: multiprocessing.connection.Connection, pair: tuple[str, str] | N
     """The answering side: an echo gets its payload back, of messages that count only the last has an answer."""
     key = None if pair is None else ClusterKey(*pair)
     context: zmq.Context[Socket] = zmq.Context()
-    gate = Gatekeeper(context, key, name="server")
+    gatekeeper = Gatekeeper(context, key, name="server")
     pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    gate.guard(pull)
+    gatekeeper.guard(pull)
     pull.bind("tcp://127.0.0.1:*")
     secure_client(push, key)
     push.connect(pipe.recv())
@@ -90,7 +90,7 @@ def serve(pipe: multiprocessing.connection.Connection, pair: tuple[str, str] | N
             break
         elif rest:
             push.send(b"")
-    gate.close()
+    gatekeeper.close()
     context.destroy(0)
 
 

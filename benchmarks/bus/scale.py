@@ -38,7 +38,7 @@ from unified.protocol.records import DirectoryEntry, Inbox, Reachability
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 MARK = "<!-- filled from benchmarks/bus/scale.py -->"
-PATIENCE_S = 240.0
+DEADLINE_S = 240.0
 CALM_S = 5.0
 WINDOW_S = 10.0
 POLL_S = 0.05
@@ -230,7 +230,7 @@ def load(
 
 
 def until(is_true: Callable[[], object], what: str, told: Callable[[], dict[str, Any]]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + DEADLINE_S
     while not is_true():
         if time.monotonic() > deadline or told().get("has_ended"):
             raise SystemExit(f"it did not come to this: {what}; the load process says {told()}")

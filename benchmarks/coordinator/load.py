@@ -25,10 +25,10 @@ from unified.protocol.framing import Codec
 Socket = zmq.Socket[bytes]
 LOADERS = 2
 """Processes; what they do themselves is not to be what limits the master."""
-PATIENCE_S = 30.0
+DEADLINE_S = 30.0
 WARM_UP = 20
 _codec: Codec[BarrierResponse] = Codec(BarrierResponse)
-_gate: Barrier | None = None
+_barrier: Barrier | None = None
 
 
 class Said(NamedTuple):
@@ -63,7 +63,7 @@ class Loaders:
     def rate(self, address: str, said: Sequence[Said], times: int) -> float:
         """Answers a second, when each worker asks so often."""
         parts = [(address, said[loader::LOADERS], times) for loader in range(LOADERS)]
-        found = self._pool.starmap_async(storm, parts, chunksize=1).get(PATIENCE_S * 2)
+        found = self._pool.starmap_async(storm, parts, chunksize=1).get(DEADLINE_S * 2)
         return len(said) * times / (max(ended for _, ended in found) - min(began for began, _ in found))
 
 
@@ -73,8 +73,8 @@ def storm(address: str, said: Sequence[Said], times: int) -> tuple[float, float]
         turns = [(socket, each.request, each.answer) for socket, each in zip(sockets, said, strict=True)]
         for socket, each in zip(sockets, said, strict=True):
             ask(socket, each, 1)
-        if _gate is not None:
-            _gate.wait(PATIENCE_S)
+        if _barrier is not None:
+            _barrier.wait(DEADLINE_S)
         began = time.monotonic()  # the same clock in all processes
         head = header(1)
         for socket, request, _ in turns:
@@ -136,12 +136,12 @@ def header(number: int) -> bytes:
 
 @contextmanager
 def connected(address: str, number: int) -> Iterator[list[Socket]]:
-    """So many connections. One that gets no answer for `PATIENCE_S` raises `zmq.Again`."""
+    """So many connections. One that gets no answer for `DEADLINE_S` raises `zmq.Again`."""
     context: zmq.Context[Socket] = zmq.Context()
     try:
         sockets = [context.socket(zmq.DEALER) for _ in range(number)]
         for socket in sockets:
-            socket.set(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
+            socket.set(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
             socket.connect(address)
         yield sockets
     finally:
@@ -161,7 +161,7 @@ def echo(answer: bytes, gather: int = 1) -> Iterator[str]:
     process = spawn.Process(target=_serve_echo, args=(theirs, answer, gather), daemon=True)
     process.start()
     try:
-        if not ours.poll(PATIENCE_S):
+        if not ours.poll(DEADLINE_S):
             raise TimeoutError("the bare echo did not start")
         yield ours.recv()
     finally:
@@ -187,6 +187,6 @@ def _serve_echo(pipe: Connection, answer: bytes, gather: int) -> None:
             asked.clear()
 
 
-def _join(gate: Barrier) -> None:
-    global _gate
-    _gate = gate
+def _join(barrier: Barrier) -> None:
+    global _barrier
+    _barrier = barrier

@@ -43,7 +43,7 @@ def master(folder: Path) -> Iterator[str]:
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
     try:
-        deadline = time.monotonic() + load.PATIENCE_S
+        deadline = time.monotonic() + load.DEADLINE_S
         while not address.exists():
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the master did not start: {log.read_text()[-1000:]}")
@@ -51,7 +51,7 @@ def master(folder: Path) -> Iterator[str]:
         yield address.read_text().strip()
     finally:
         process.terminate()
-        process.wait(load.PATIENCE_S)
+        process.wait(load.DEADLINE_S)
 
 
 class Populace:

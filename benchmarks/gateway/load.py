@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-PATIENCE_S = 10.0
+DEADLINE_S = 10.0
 WARM_UP = 200
 _LENGTH = re.compile(rb"\r\ncontent-length: (\d+)\r\n", re.IGNORECASE)
 
@@ -24,7 +24,7 @@ class HttpClient:
     def __init__(self, port: int, path: str, token: str = "") -> None:
         shown = f"X-TRAINER-TOKEN: {token}\r\n" if token else ""
         self._request = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n{shown}\r\n".encode()
-        self.socket = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._received = b""
         self.body = b""
@@ -71,9 +71,9 @@ def rate(clients: list[HttpClient], seconds: float) -> float:
             each.send()
         began = time.perf_counter()
         while (now := time.perf_counter()) < began + seconds:
-            ready = selector.select(PATIENCE_S)
+            ready = selector.select(DEADLINE_S)
             if not ready:
-                raise TimeoutError(f"nobody was answered for {PATIENCE_S:g} s")
+                raise TimeoutError(f"nobody was answered for {DEADLINE_S:g} s")
             for key, _ in ready:
                 if key.data.receive():
                     answered += 1

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 BROWSERS = ("/usr/bin/chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-PATIENCE_S = 60.0
+DEADLINE_S = 60.0
 WATCH = """(() => {
   const watch = window.watch = { usable: 0, told: [] };
   const painted = (then) => requestAnimationFrame(() => setTimeout(then));
@@ -39,7 +39,7 @@ def sign_in(port: int, token: str) -> str:
         data=json.dumps({"ticket": token}).encode(),
         headers={"X-Unified": "1", "Origin": f"http://127.0.0.1:{port}"},
     )
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+    with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
         return str(answer.headers["set-cookie"]).partition(";")[0]
 
 
@@ -66,7 +66,7 @@ class Streams:
 
     def open(self, job_id: str = "") -> None:
         """Look at a job, or at the cluster."""
-        opened = socket.create_connection(("127.0.0.1", self._port), timeout=PATIENCE_S)
+        opened = socket.create_connection(("127.0.0.1", self._port), timeout=DEADLINE_S)
         head = f"GET /page/stream?job={job_id} HTTP/1.1\r\nHost: 127.0.0.1:{self._port}\r\nCookie: {self.cookie}\r\n"
         opened.sendall(f"{head}Sec-Fetch-Site: same-origin\r\n\r\n".encode())
         first = opened.recv(65536)
@@ -113,7 +113,7 @@ class Tab:
         self._devtools.send("Page.enable")
         self.page.goto(url, wait_until="commit")
         try:
-            deadline = time.monotonic() + PATIENCE_S
+            deadline = time.monotonic() + DEADLINE_S
             while (found := self.page.evaluate("window.watch?.usable ?? 0")) <= 0:
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"{url} did not show {selector}: {self.page.inner_text('body')[:500]}")

@@ -2,7 +2,7 @@
 
     ray_link.py HOST:PORT MARK
 
-Its actor lives on the other host, which is the one that has the resource `callee`.
+Its actor runs on the other host, which is the one that has the resource `callee`.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def build_data() -> tuple[Tensor, Tensor]:
 
 
 class Journal:
-    """What a rank has done, a JSON object a line; lives in the folder that the job was given."""
+    """What a rank has done, a JSON object a line, in the folder that the job was given."""
 
     def __init__(self, config: Any, rank: int) -> None:
         self.total = config.steps

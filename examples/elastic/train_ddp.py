@@ -1,6 +1,6 @@
 """Data-parallel training that goes on in its processes when others die.
 
-The model lives outside of the loop, and outlives rounds. What binds it to one round, DistributedDataParallel, is made
+The model is made outside of the loop, and outlives rounds. What binds it to one round, DistributedDataParallel, is made
 in the loop, which is called once a round. Snapshots are for the case that no rank is left to take the state from.
 """
 

@@ -1,4 +1,4 @@
-"""A parameter server, and four workers that train one model with it, each at its own pace."""
+"""A parameter server, and four workers that train one model with it, each at its own speed."""
 
 import numpy as np
 

@@ -60,7 +60,7 @@ class Actor:
 
     @rpc
     def send_weights(self) -> None:
-        """Send the policy to all rollouts; one that was born since the last time asks for it."""
+        """Send the policy to all rollouts; one that started since the last time asks for it."""
         with self.settled:
             if self.version > 0:
                 RoleGroup("ROLLOUT").sync_weights(self.policy, version=self.version)

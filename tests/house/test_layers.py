@@ -1,4 +1,4 @@
-"""Imports point down and in no circle, cores are pure, and importing our package loads nothing heavy."""
+"""Imports point down and in no cycle, cores are pure, and importing our package loads nothing heavy."""
 
 import ast
 import json
@@ -63,7 +63,7 @@ def imports() -> dict[str, set[str]]:
     return found
 
 
-def test_no_imports_go_in_a_circle() -> None:
+def test_no_imports_go_in_a_cycle() -> None:
     try:
         TopologicalSorter(imports()).prepare()
     except CycleError as error:

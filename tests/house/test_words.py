@@ -9,6 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = [ROOT / "unified", ROOT / "agent", ROOT / "gateway", ROOT / "master", ROOT / "simulator"]
+BESIDE = [ROOT / "benchmarks", ROOT / "examples", ROOT / "scripts", ROOT / "tests"]
 NO_SUBJECT = frozenset(
     """
     As By How If It Its Nor Of So That Their There They This Those To Under What When Where Whether Which Who Whoever
@@ -33,6 +34,11 @@ OTHER_SENSES = {
     "tickets": "the same",
 }
 """Names and words in a sense that the glossary does not mean."""
+IN_TESTS = OTHER_SENSES | {
+    "homes": "home folders of users, and of clusters in a program",
+    "staged": "a state dict of which `stage_state` makes a copy",
+}
+"""Such names of tests, benchmarks and examples."""
 STRINGS = {tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
 """Text; from Python 3.12 on that of an f-string has a kind of its own."""
 OF_SIGN_IN = {"gateway/unified_gateway/", "unified/cli/ui.py"}
@@ -80,9 +86,9 @@ def banned_words() -> set[str]:
     return banned
 
 
-def product_files() -> Iterator[tuple[str, str]]:
-    """Path and text of each module of the product."""
-    for package in PRODUCT:
+def modules(folders: list[Path] = PRODUCT) -> Iterator[tuple[str, str]]:
+    """Path and text of each module."""
+    for package in folders:
         for file in sorted(package.rglob("*.py")):
             yield str(file.relative_to(ROOT)), file.read_text()
 
@@ -108,7 +114,7 @@ def test_names_of_modules_and_classes_are_those_of_the_glossary() -> None:
     banned = banned_words()
     found = [
         f"{path}: {name}"
-        for path, text in product_files()
+        for path, text in modules()
         for name in [
             Path(path).stem,
             *(node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)),
@@ -122,7 +128,7 @@ def test_names_of_functions_and_variables_are_those_of_the_glossary() -> None:
     banned = banned_words() | {"life", "lives"}
     found = {
         f"{path}: {name}"
-        for path, text in product_files()
+        for path, text in modules()
         for name in names_of(ast.parse(text))
         if words(name) & (banned - IN_NAMES) and is_meant(path, name)
     }
@@ -133,10 +139,34 @@ def test_messages_and_comments_have_the_words_of_the_glossary() -> None:
     banned = banned_words() - ORDINARY | {"life"}
     found = [
         f"{path}:{token.start[0]}: {word}"
-        for path, text in product_files()
+        for path, text in modules()
         for token in tokenize.generate_tokens(io.StringIO(text).readline)
         if token.type in STRINGS | {tokenize.COMMENT}
         for word in re.findall("[a-z]+", token.string.lower())
         if word in banned and is_meant(path, word)
+    ]
+    assert not found, f"the glossary of CONTRIBUTING.md has other words: {found}"
+
+
+def test_names_in_tests_benchmarks_and_examples_are_those_of_the_glossary() -> None:
+    banned = banned_words() - ORDINARY - IN_TESTS.keys()
+    found = {
+        f"{path}: {name}"
+        for path, text in modules(BESIDE)
+        for tree in [ast.parse(text)]
+        for name in [*names_of(tree), *(node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]
+        if words(name) & banned
+    }
+    assert not found, f"the glossary of CONTRIBUTING.md has other words for {sorted(found)}"
+
+
+def test_pages_have_the_words_of_the_glossary() -> None:
+    banned = banned_words() - ORDINARY - OTHER_SENSES.keys() | {"life"}
+    found = [
+        f"{page.relative_to(ROOT)}:{number}: {word}"
+        for page in [ROOT / "README.md", *ROOT.glob("*/README.md"), *sorted((ROOT / "docs").rglob("*.md"))]
+        for number, line in enumerate(page.read_text().splitlines(), 1)
+        for word in re.findall("[a-z]+", line.lower())
+        if word in banned
     ]
     assert not found, f"the glossary of CONTRIBUTING.md has other words: {found}"

@@ -189,7 +189,7 @@ class Site:
         """Have all nodes that there are nothing to do?"""
         return {state for state in self.slurm.states().values() if not state.startswith("down")} == {"idle"}
 
-    def leftovers(self, slurm_id: str) -> list[str]:
+    def orphans(self, slurm_id: str) -> list[str]:
         """Processes, sockets and folders that nobody removed."""
         paths = [path for path in self.run_dir.rglob("*") if path.name != "agents"]
         return [*map(str, self.processes(slurm_id)), *map(str, paths)]

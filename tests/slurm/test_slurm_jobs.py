@@ -73,7 +73,7 @@ def test_the_exit_code_is_that_of_the_job(site: Site) -> None:
     story = next((site.folder / ".unified" / slurm_id).glob("explain-*.txt"))
     assert f"next     less {story}" in site.output(slurm_id)
     assert "exited with code 7" in story.read_text()
-    eventually(lambda: site.leftovers(slurm_id) == [], timeout=100)
+    eventually(lambda: site.orphans(slurm_id) == [], timeout=100)
 
 
 def test_a_worker_that_fails_for_good_frees_all_nodes_within_ten_seconds(site: Site) -> None:
@@ -82,7 +82,7 @@ def test_a_worker_that_fails_for_good_frees_all_nodes_within_ten_seconds(site: S
     eventually(site.are_free, timeout=100)
     took_s = time.time() - max(float(words[1]) for words in site.notes("fails") if words[0] == "1")
     assert took_s < 10, site.output(slurm_id)
-    assert site.leftovers(slurm_id) == []
+    assert site.orphans(slurm_id) == []
 
 
 def test_the_doctor_says_what_is_wrong_with_a_node_and_both_are_in_the_image(site: Site) -> None:
@@ -207,7 +207,7 @@ def test_at_the_time_limit_a_job_saves_and_goes_on_elsewhere_twice(site: Site) -
     (site.folder / "finish").touch()
     site.until_ended(slurm_id)
     assert site.warnings(slurm_id) == []
-    eventually(lambda: site.leftovers(slurm_id) == [], timeout=100)
+    eventually(lambda: site.orphans(slurm_id) == [], timeout=100)
 
 
 def test_a_job_that_the_user_requeues_saves_and_goes_on(site: Site) -> None:
@@ -233,7 +233,7 @@ def test_without_requeues_a_job_at_its_time_limit_has_failed(site: Site) -> None
     site.until_ended(slurm_id, "FAILED 75:0")
     assert "the job has not ended, and --requeues 0 are used up" in site.output(slurm_id)
     assert site.notes("at"), "it has saved"
-    eventually(lambda: site.leftovers(slurm_id) == [], timeout=100)
+    eventually(lambda: site.orphans(slurm_id) == [], timeout=100)
 
 
 def test_a_job_that_is_cancelled_at_its_time_limit_does_not_come_back(site: Site) -> None:
@@ -287,7 +287,7 @@ def test_scancel_leaves_nothing(site: Site) -> None:
     assert shared, "both ranks hold an array"
     site.slurm.run("scancel", slurm_id)
     eventually(lambda: not site.slurm.run("squeue", "-h", "-j", slurm_id), timeout=100, message=site.output(slurm_id))
-    eventually(lambda: site.leftovers(slurm_id) == [], timeout=100)
+    eventually(lambda: site.orphans(slurm_id) == [], timeout=100)
     eventually(lambda: not [path for path in shared if Path(path).exists()], timeout=100)
     folder = site.folder / ".unified" / slurm_id
     assert not (folder / "master.address").exists()
@@ -444,7 +444,7 @@ def test_an_allocation_that_will_not_do_is_said_before_anything_starts(
     assert re.search(message, done.stderr)
     slurm_id = re.search(r"job allocation (\d+)", done.stderr)
     assert slurm_id is not None, done.stderr
-    assert site.leftovers(slurm_id[1]) == []
+    assert site.orphans(slurm_id[1]) == []
 
 
 def test_without_slurm_it_says_what_is_needed(site: Site) -> None:

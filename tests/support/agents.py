@@ -40,9 +40,9 @@ from unified.protocol.records import Failure, WorkerState
 from unified.security.curve import Gatekeeper
 from unified.security.keys import ClusterKey
 
-PATIENCE_S = met(100.0)
+DEADLINE_S = met(100.0)
 ROOT = Path(__file__).parents[2]
-eventually = functools.partial(testing.eventually, timeout=PATIENCE_S)
+eventually = functools.partial(testing.eventually, timeout=DEADLINE_S)
 M = TypeVar("M", bound=msgspec.Struct)
 
 
@@ -66,9 +66,9 @@ class PlayedMaster:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
-        self.gate = Gatekeeper(self._context, self.key, name="played")
-        self.gate.guard(self._socket)
-        deadline = time.monotonic() + PATIENCE_S
+        self.gatekeeper = Gatekeeper(self._context, self.key, name="played")
+        self.gatekeeper.guard(self._socket)
+        deadline = time.monotonic() + DEADLINE_S
         while True:
             try:
                 self._socket.bind(address or self.address)
@@ -81,12 +81,12 @@ class PlayedMaster:
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def hang_up(self) -> None:
-        self.gate.close()
+        self.gatekeeper.close()
         self._context.destroy(0)  # of a test that failed, sockets may be open
 
     def hear(self, kind: type[M], is_so: Callable[[M], bool] = lambda message: True) -> M:
         """The next message of a kind of which something is so; heartbeats are answered meanwhile."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + DEADLINE_S
         last: object = None
         while (left := deadline - time.monotonic()) > 0 and self._socket.poll(int(left * 1000)):
             peer, *frames = self._socket.recv_multipart()
@@ -103,7 +103,7 @@ class PlayedMaster:
                 last = message
                 if is_so(message):
                     return message
-        raise AssertionError(f"no such {kind.__name__} within {PATIENCE_S} s; the last was {last}")
+        raise AssertionError(f"no such {kind.__name__} within {DEADLINE_S} s; the last was {last}")
 
     def say(self, message: object, request_id: int = 0, version: int = PROTOCOL_VERSION) -> None:
         self._socket.send_multipart([self.peer, *master_to_agent.encode(message, request_id, version=version)])
@@ -160,7 +160,7 @@ class AgentProcess:
         return self._stderr.read_text()
 
     def wait(self) -> int:
-        return self.process.wait(PATIENCE_S)
+        return self.process.wait(DEADLINE_S)
 
     def inbox_file(self, worker: ObservedWorker) -> Path:
         """The socket of a worker's inbox."""

@@ -31,7 +31,7 @@ from unified.security.keys import ClusterKey
 from unified.testing import eventually
 from unified_master.relay import BusRelay
 
-PATIENCE_S = met(100.0)
+DEADLINE_S = met(100.0)
 HOST_ID = "host"
 PEER = str(Path(__file__).parent / "programs/bus_peer.py")
 
@@ -43,7 +43,7 @@ def entry(
 
 
 def call(bus: BusEndpoint, method: str, *args: Any, target: str = "b", **kwargs: Any) -> Any:
-    return bus.call(target, method, args, kwargs).result(PATIENCE_S)
+    return bus.call(target, method, args, kwargs).result(DEADLINE_S)
 
 
 def pass_deadlines(bus: BusEndpoint) -> None:
@@ -72,7 +72,7 @@ class Process:
         if number == signal.SIGKILL:
             self.popen.wait()
         elif number == signal.SIGSTOP:
-            eventually(lambda: states(self.popen.pid) == {"T"}, PATIENCE_S)  # a thread on another core runs on a little
+            eventually(lambda: states(self.popen.pid) == {"T"}, DEADLINE_S)  # a thread on another core runs on a little
 
     def close(self) -> None:
         for stream in (self.popen.stdin, self.popen.stdout):
@@ -80,7 +80,7 @@ class Process:
                 stream.close()
         if self.popen.poll() is None:
             self.popen.send_signal(signal.SIGCONT)
-            self.popen.wait(PATIENCE_S)
+            self.popen.wait(DEADLINE_S)
 
 
 def states(pid: int) -> set[str]:
@@ -131,7 +131,7 @@ class World:
         """Wait until the relay knows all: calls on their way while it learns of a callee may overtake the first ones,
         which it gives back."""
         if self.route == "relay":
-            eventually(lambda: all(each._connections._is_known_to_relay for each in self.endpoints), PATIENCE_S)
+            eventually(lambda: all(each._connections._is_known_to_relay for each in self.endpoints), DEADLINE_S)
 
     def cast(self, methods: Mapping[str, dict[str, Callable[..., Any]]]) -> dict[str, BusEndpoint]:
         """Workers that all know one another, with these methods."""
@@ -272,7 +272,7 @@ class Hub:
             socket.set(getattr(zmq, option), value)
         socket.set(zmq.IDENTITY, identity.encode())
         socket.set(zmq.LINGER, 0)
-        socket.set(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
+        socket.set(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
         secure_client(socket, key)
         socket.connect(self.address)
         return socket

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.deadlines import met
 
-PATIENCE_S = met(100.0)
+DEADLINE_S = met(100.0)
 TOKEN = "trainer-demo-token"
 PAYLOAD: dict[str, Any] = {
     "framework": "meta",
@@ -43,7 +43,7 @@ class GatewayUnderTest:
 
     @property
     def url(self) -> str:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + DEADLINE_S
         while not self.address_file.exists():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise AssertionError(f"the gateway is not ready: {self.log.read_text()}")
@@ -61,7 +61,7 @@ class GatewayUnderTest:
             self._client.close()
         self.process.terminate()
         try:
-            self.process.wait(PATIENCE_S)
+            self.process.wait(DEADLINE_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait(100)

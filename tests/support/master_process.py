@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.ports import unused_port
 
-PATIENCE_MS = 60_000
+DEADLINE_MS = 60_000
 
 
 class MasterProcess:
@@ -36,7 +36,7 @@ class MasterProcess:
 
     @property
     def address(self) -> str:
-        deadline = time.monotonic() + PATIENCE_MS / 1000
+        deadline = time.monotonic() + DEADLINE_MS / 1000
         while not self.address_file.exists():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise AssertionError(f"the master is not ready: {self.log.read_text()}")

@@ -94,7 +94,7 @@ class Story:
         self.journal = JournalModel()
         self.open: set[int] = set()
         """Tickets without an answer."""
-        self._ticket = 0
+        self._request_id = 0
 
     def tell(self, event: Event, after_s: float = 0.0) -> list[Action]:
         self.now += after_s
@@ -104,7 +104,7 @@ class Story:
         assert check(self.core) == []
         for action in actions:
             if isinstance(action, AnswerPut | AnswerGet):
-                self.open.remove(action.request_id)  # KeyError: a ticket was answered twice, or never given out
+                self.open.remove(action.request_id)  # KeyError: a request was answered twice, or never given out
             else:
                 self.journal.write(action)
         return actions
@@ -115,10 +115,10 @@ class Story:
     def put(
         self, handle: int, number: int, *items: str, wait_s: float | None = None, below: int = 0, **options: Any
     ) -> list[tuple[int, Any]]:
-        """Ask, and the answers that this brought: pairs of ticket and what `said` makes of it."""
-        self._ticket += 1
+        """Ask, and the answers that this brought: pairs of request id and what `said` makes of it."""
+        self._request_id += 1
         event = PutAsked(
-            request_id=self._ticket,
+            request_id=self._request_id,
             handle=handle,
             number=number,
             below=below,
@@ -138,9 +138,9 @@ class Story:
         wait_s: float | None = None,
     ) -> list[tuple[int, Any]]:
         """Ask for consumer 12 through handle 1, and so on. If not said, all earlier gets were received."""
-        self._ticket += 1
+        self._request_id += 1
         event = GetAsked(
-            request_id=self._ticket,
+            request_id=self._request_id,
             handle=consumer // 10,
             consumer=consumer,
             number=number,
@@ -167,7 +167,7 @@ class Story:
 
 
 def said(actions: list[Action]) -> list[tuple[int, Any]]:
-    """The answers among actions: by ticket, the items that it brought, or how it ended and how many went in."""
+    """The answers among actions: by request id, the items that it brought, or how it ended and how many went in."""
     found: list[tuple[int, Any]] = []
     for action in actions:
         match action:

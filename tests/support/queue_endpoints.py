@@ -20,7 +20,7 @@ from unified.queue.core.messages import Outcome
 from unified.queue.owner_lookup import OwnerLookup, PutQuestion
 from unified.queue.producer import QueueProducer
 
-PATIENCE_S = met(100.0)
+DEADLINE_S = met(100.0)
 WAITING = [int(Outcome.WAITING), 0]
 UNKNOWN = [int(Outcome.UNKNOWN), 0]
 LOST = RouteLostError("the connection broke")
@@ -113,4 +113,4 @@ def put(how: str, which: QueueProducer) -> None:
     if how == "put":
         which.put([b"a"], None)
     else:
-        which.put_async([b"a"]).result(PATIENCE_S)
+        which.put_async([b"a"]).result(DEADLINE_S)

@@ -23,7 +23,7 @@ from unified.queue.server import host_of
 from unified.worker.context import Worker, set_current_worker
 from unified.worker.names import Names
 
-PATIENCE_S = met(100.0)
+DEADLINE_S = met(100.0)
 
 
 def begun(work: Callable[..., Any], *arguments: Any, **options: Any) -> Future[Any]:

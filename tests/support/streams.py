@@ -10,7 +10,7 @@ from unified.bus.streams.generator import AnyGenerator, Step, StreamSource
 from unified.bus.streams.stream import StreamFeed
 from unified.protocol.envelope import Kind
 
-PATIENCE_S = met(100.0)
+DEADLINE_S = met(100.0)
 WHAT = "the call of 'tokens' to worker b"
 
 

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.bus import PATIENCE_S, World, entry
+from tests.support.bus import DEADLINE_S, World, entry
 from unified.bus.endpoint import BusEndpoint
 from unified.protocol.records import DirectoryEntry, Inbox, Reachability
 from unified.weights.receiver import WeightsReceiver
 from unified.weights.sender import SyncOptions, WeightsSender
 
 ORDER = SyncOptions(
-    version=None, dtype=None, bucket_bytes=1 << 20, timeout=PATIENCE_S, wait=True, force=False, collective=None
+    version=None, dtype=None, bucket_bytes=1 << 20, timeout=DEADLINE_S, wait=True, force=False, collective=None
 )
 
 

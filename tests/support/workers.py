@@ -38,7 +38,7 @@ from unified.protocol.worker_agent import (
 )
 
 W = TypeVar("W", bound=WorkerWord)
-PATIENCE_S = met(150.0)
+DEADLINE_S = met(150.0)
 HOST_ID = "host"
 
 
@@ -50,7 +50,7 @@ class Talk:
         self.output = folder / f"{self.name}.out"
         self.errors = folder / f"{self.name}.err"
         self._control, self._theirs = socket.socketpair()
-        self._control.settimeout(PATIENCE_S)
+        self._control.settimeout(DEADLINE_S)
         self._buffer = StreamBuffer()
         self._words: list[WorkerWord] = []
         with self._theirs, self.output.open("wb") as out, self.errors.open("wb") as err:
@@ -89,7 +89,7 @@ class Talk:
         return hello
 
     def until_printed(self, text: str) -> None:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + DEADLINE_S
         while text not in self.output.read_text():
             assert not self.has_hung_up(), self.errors.read_text()
             assert time.monotonic() < deadline, self.output.read_text()
@@ -133,7 +133,7 @@ class Child(Talk):
             self.process.send_signal(signal.SIGTERM)
 
     def exit_code(self) -> int:
-        return self.process.wait(PATIENCE_S)
+        return self.process.wait(DEADLINE_S)
 
     def ends(self) -> int:
         """Its exit code, once it was stopped."""
@@ -237,7 +237,7 @@ class Forker:
 
     def close(self) -> None:
         self._control.close()
-        assert self._process.wait(PATIENCE_S) == 0
+        assert self._process.wait(DEADLINE_S) == 0
         for child in self._children:
             child.hang_up()
 

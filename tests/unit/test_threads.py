@@ -11,7 +11,7 @@ from tests.support.deadlines import met
 from unified.testing import eventually
 from unified.threads import DelayedCalls, SerialWorker, TimerThread, after_fork
 
-PATIENCE_S = met(100.0)
+DEADLINE_S = met(100.0)
 
 
 def test_timer_rings_once_the_system_has_a_thread_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,7 +22,7 @@ def test_timer_rings_once_the_system_has_a_thread_for_it(monkeypatch: pytest.Mon
         patch.setattr(threading.Thread, "start", _no_thread)
         timer.set(due)
     timer.set(due)
-    assert rung.wait(PATIENCE_S)
+    assert rung.wait(DEADLINE_S)
     timer.close()
 
 
@@ -41,7 +41,7 @@ def test_interrupt_while_a_timer_starts_leaves_no_thread_behind(monkeypatch: pyt
             timer.set(time.monotonic())
     eventually(lambda: not _is_running("timer"))
     timer.set(time.monotonic())
-    assert rung.wait(PATIENCE_S)
+    assert rung.wait(DEADLINE_S)
     timer.close()
     assert not _is_running("timer")
 
@@ -61,7 +61,7 @@ def test_timer_goes_on_when_ringing_fails() -> None:
     timer = TimerThread("timer", ring, stays=True)
     for _ in range(3):
         timer.set(time.monotonic())
-        assert rung.acquire(timeout=PATIENCE_S)
+        assert rung.acquire(timeout=DEADLINE_S)
     timer.close()
     timer.set(time.monotonic())
     assert not _is_running("timer")
@@ -146,7 +146,7 @@ def test_fork_has_timers_of_its_own() -> None:
     child = os.fork()
     if not child:
         timer.set(time.monotonic() + 0.01)
-        os._exit(0 if rung.wait(PATIENCE_S) else 1)
+        os._exit(0 if rung.wait(DEADLINE_S) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     timer.close()
     assert not rung.is_set()

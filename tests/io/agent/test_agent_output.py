@@ -28,7 +28,7 @@ from unified_agent.logs.output import (
 )
 from unified_agent.logs.series import MAX_SERIES_BYTES
 
-PATIENCE_MS = 60_000
+DEADLINE_MS = 60_000
 INCARNATION = JobWorkerIncarnation("job-1", "w-0", 2)
 FOLLOWED = Destination(is_followed=True)
 
@@ -52,7 +52,7 @@ class Output:
         while not self._results:
             poll = select.poll()
             poll.register(self.reader.ready, select.POLLIN)
-            assert poll.poll(PATIENCE_MS), "no answer"
+            assert poll.poll(DEADLINE_MS), "no answer"
             for result in self.reader.take():
                 if isinstance(result, TailsRead):
                     self.tails += result.tails

@@ -16,7 +16,7 @@ import torch
 import zmq
 from msgspec.structs import replace
 
-from tests.support.bus import HOST_ID, PATIENCE_S, World, call, entry, pass_deadlines
+from tests.support.bus import DEADLINE_S, HOST_ID, World, call, entry, pass_deadlines
 from tests.support.deadlines import missed
 from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.inbound import CURRENT
@@ -58,14 +58,14 @@ def test_async_handlers_run_together(world: World) -> None:
     a, _ = world.pair({"wait": wait, "meet": meet})
     waiting = a.call("b", "wait", (), {})
     assert call(a, "meet") == "bus-loop"
-    assert waiting.result(PATIENCE_S) == "met"
+    assert waiting.result(DEADLINE_S) == "met"
 
 
 def test_sync_handlers_run_together(world: World) -> None:
     barrier = threading.Barrier(8)
-    a, _ = world.pair({"meet": lambda: barrier.wait(PATIENCE_S)})
+    a, _ = world.pair({"meet": lambda: barrier.wait(DEADLINE_S)})
     meetings = [a.call("b", "meet", (), {}) for _ in range(8)]
-    assert sorted(each.result(PATIENCE_S) for each in meetings) == list(range(8))
+    assert sorted(each.result(DEADLINE_S) for each in meetings) == list(range(8))
 
 
 def test_sync_function_that_returns_a_coroutine(world: World) -> None:
@@ -87,15 +87,15 @@ def test_deadline_and_a_callee_that_is_told(world: World) -> None:
             cancelled.set()
 
     a, _ = world.pair({"forever": forever, "ping": lambda: 1})
-    future = a.call("b", "forever", (), {}, timeout=PATIENCE_S)
-    assert began.wait(PATIENCE_S)
+    future = a.call("b", "forever", (), {}, timeout=DEADLINE_S)
+    assert began.wait(DEADLINE_S)
     pass_deadlines(a)
     with pytest.raises(
         RpcTimeoutError,
-        match=rf"worker b did not answer 'forever' within {PATIENCE_S:g} s: incarnation 0 has had the call",
+        match=rf"worker b did not answer 'forever' within {DEADLINE_S:g} s: incarnation 0 has had the call",
     ):
-        future.result(PATIENCE_S)
-    assert cancelled.wait(PATIENCE_S)
+        future.result(DEADLINE_S)
+    assert cancelled.wait(DEADLINE_S)
     assert call(a, "ping") == 1
 
 
@@ -118,13 +118,13 @@ def test_cancel_stops_an_async_handler_and_drops_a_queued_one(world: World) -> N
         finally:
             cancelled.set()
 
-    a, b = world.pair({"forever": forever, "hold": lambda: release.wait(PATIENCE_S), "note": ran.append})
+    a, b = world.pair({"forever": forever, "hold": lambda: release.wait(DEADLINE_S), "note": ran.append})
     future = a.call("b", "forever", (), {})
-    assert began.wait(PATIENCE_S)
+    assert began.wait(DEADLINE_S)
     assert future.cancel()
     with pytest.raises(RpcCancelledError):
         future.result()
-    assert cancelled.wait(PATIENCE_S)
+    assert cancelled.wait(DEADLINE_S)
     holding = [a.call("b", "hold", (), {}) for _ in range(32)]  # as many as there are threads
     eventually(lambda: b._pool._num_busy == 32)
     queued = a.call("b", "note", (1,), {})
@@ -132,17 +132,17 @@ def test_cancel_stops_an_async_handler_and_drops_a_queued_one(world: World) -> N
     behind = a.call("b", "note", (2,), {})
     eventually(lambda: len(b._server._known) == 34)  # the last has arrived, so the cancellation before it has too
     release.set()
-    behind.result(PATIENCE_S)
-    assert all(each.result(PATIENCE_S) for each in holding)
+    behind.result(DEADLINE_S)
+    assert all(each.result(DEADLINE_S) for each in holding)
     assert ran == [2]
 
 
 def test_call_before_the_target_is_up_waits(world: World) -> None:
     a, _ = world.endpoint("a")
-    early = a.call("b", "ping", (), {}, timeout=PATIENCE_S)
+    early = a.call("b", "ping", (), {}, timeout=DEADLINE_S)
     _, inbox = world.endpoint("b", {"ping": lambda: "up"})
     a.update_directory([entry("b", inbox)])
-    assert early.result(PATIENCE_S) == "up"
+    assert early.result(DEADLINE_S) == "up"
 
 
 def test_call_before_the_exports_are_open_waits(world: World) -> None:
@@ -154,7 +154,7 @@ def test_call_before_the_exports_are_open_waits(world: World) -> None:
         early.result(missed(0.05))
     b._server._registry["ping"] = lambda: "open"
     b.open()
-    assert early.result(PATIENCE_S) == "open"
+    assert early.result(DEADLINE_S) == "open"
 
 
 def test_death_fails_pending_calls_at_once(world: World) -> None:
@@ -171,7 +171,7 @@ def test_death_fails_pending_calls_at_once(world: World) -> None:
     next_incarnation = a.call("b", "pid", (), {})
     second = world.process("b", 1)
     a.update_directory([entry("b", second.inbox, 1)])
-    assert next_incarnation.result(PATIENCE_S) == second.popen.pid
+    assert next_incarnation.result(DEADLINE_S) == second.popen.pid
 
 
 def test_calls_for_one_incarnation_end_before_its_death_is_told(world: World) -> None:
@@ -189,7 +189,7 @@ def test_calls_for_one_incarnation_end_before_its_death_is_told(world: World) ->
     for each in pending:
         with pytest.raises(WorkerDiedError):
             each.result(0)
-    assert early.result(PATIENCE_S) == "second"
+    assert early.result(DEADLINE_S) == "second"
     with pytest.raises(WorkerDiedError, match=r"worker b \(incarnation 0\) died before 'm' was called"):
         a.call("b", "m", (), {}, incarnation=0).result(0)
     done.set()
@@ -207,7 +207,7 @@ def test_new_incarnation_never_gets_the_old_ones_mail(world: World) -> None:
     assert new_inbox.inbox_id != old_inbox.inbox_id
     a.update_directory([entry("b", new_inbox, 1)])
     with pytest.raises(WorkerDiedError):
-        lost.result(PATIENCE_S)
+        lost.result(DEADLINE_S)
     call(a, "note", "3")
     assert heard == ["old 1", "new 3"]
 
@@ -263,13 +263,13 @@ async def test_await_and_wait(world: World) -> None:
     assert await a.call("b", "double", (2,), {}) == 4
     assert await asyncio.wrap_future(a.call("b", "double", (3,), {})) == 6
     futures = [a.call("b", "double", (i,), {}) for i in range(20)]
-    assert not concurrent.futures.wait(futures, PATIENCE_S).not_done
+    assert not concurrent.futures.wait(futures, DEADLINE_S).not_done
     assert [each.result() for each in futures] == list(range(0, 40, 2))
 
 
 def test_waiting_inside_a_callback_is_refused_instead_of_hanging(world: World) -> None:
     release = threading.Event()  # else the answer may be there before the callback
-    a, _ = world.pair({"ping": lambda: 1, "hold": lambda: release.wait(PATIENCE_S)})
+    a, _ = world.pair({"ping": lambda: 1, "hold": lambda: release.wait(DEADLINE_S)})
     caught: RpcFuture[str] = RpcFuture()
 
     def on_done(_: object) -> None:
@@ -280,13 +280,13 @@ def test_waiting_inside_a_callback_is_refused_instead_of_hanging(world: World) -
 
     a.call("b", "hold", (), {}).add_done_callback(on_done)
     release.set()
-    assert "would wait for ever" in caught.result(PATIENCE_S)
+    assert "would wait for ever" in caught.result(DEADLINE_S)
     assert call(a, "ping") == 1
 
 
 def test_bytes_in_flight_are_bounded(world: World) -> None:
     release = threading.Event()
-    a, _ = world.pair({"hold": lambda data: release.wait(PATIENCE_S)}, limit_bytes=100_000)
+    a, _ = world.pair({"hold": lambda data: release.wait(DEADLINE_S)}, limit_bytes=100_000)
     first = a.call("b", "hold", (b"x" * 80_000,), {})
     with pytest.raises(BusOverloadedError, match=r"80... of 100000 bytes are in flight to it already"):
         a.call("b", "hold", (b"x" * 80_000,), {}, block=False)
@@ -296,8 +296,8 @@ def test_bytes_in_flight_are_bounded(world: World) -> None:
         blocked = pool.submit(lambda: a.call("b", "hold", (b"x" * 80_000,), {}))
         assert not concurrent.futures.wait([blocked], missed(0.05)).done
         release.set()
-        assert blocked.result(PATIENCE_S).result(PATIENCE_S)
-    assert first.result(PATIENCE_S)
+        assert blocked.result(DEADLINE_S).result(DEADLINE_S)
+    assert first.result(DEADLINE_S)
     assert call(a, "hold", b"x" * 300_000)  # larger than the limit, and alone
     assert not a._client._flow_control._held
 
@@ -308,7 +308,7 @@ def test_closing_ends_open_calls_and_refuses_new_ones(world: World) -> None:
     a.close()
     a.close()
     with pytest.raises(RpcCancelledError, match="the bus of worker a was closed"):
-        waiting.result(PATIENCE_S)
+        waiting.result(DEADLINE_S)
     with pytest.raises(RpcCancelledError):
         call(a, "ping")
 

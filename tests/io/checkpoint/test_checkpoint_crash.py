@@ -118,7 +118,7 @@ def test_kill_9_at_random_points_leaves_the_latest_loadable(tmp_path: Path) -> N
         os.utime(path, (path.stat().st_mtime - 10_000,) * 2)
     with CheckpointManager(place, keep_last_n=2) as manager:
         manager.save_bytes(b"the end", found["latest"] + 1)
-    assert len(list(place.iterdir())) == 4, "leftovers stay"
+    assert len(list(place.iterdir())) == 4, "files of killed saves stay"
 
 
 @pytest.mark.slow

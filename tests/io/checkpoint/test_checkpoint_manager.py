@@ -362,7 +362,7 @@ def test_ranks_that_all_save_a_step_leave_one_checkpoint(tmp_path: Path) -> None
     assert len(names(tmp_path)) == 4
 
 
-def test_leftovers_of_a_crashed_save_are_removed_when_they_are_old(tmp_path: Path) -> None:
+def test_files_of_a_crashed_save_are_removed_when_they_are_old(tmp_path: Path) -> None:
     for name, age_s in (("step-000001.dead.bin", 10_000), ("step-000002.live.bin", 0)):
         path = tmp_path / name
         path.write_bytes(b"left")

@@ -42,7 +42,7 @@ from unified.protocol.client_master import (
 from unified.protocol.records import Failure, Progress, Stage, WorkerState
 from unified.testing import Belongings, eventually, left_behind
 
-PATIENCE_S = met(100.0)
+DEADLINE_S = met(100.0)
 SPEC = JobSpec(
     name="gpt",
     roles=[RoleSpec(name="trainer", kind="simple", entry_point=EntryPoint(kind="script", target="t.py"))],
@@ -161,7 +161,7 @@ def test_a_handle_waits_reads_and_stops(job: Job) -> None:
         with pytest.raises(TimeoutError, match=r"still runs after 0\.05 s"):
             handle.wait(timeout=missed(0.05))
         handle.stop()
-        assert handle.wait(timeout=PATIENCE_S) == 130
+        assert handle.wait(timeout=DEADLINE_S) == 130
         assert list(handle.logs(follow=True)) == ["[trainer-0] one", "[trainer-0] two"]
 
 
@@ -197,7 +197,7 @@ def test_a_wait_survives_a_master_that_comes_back(job: Job, fake_master: FakeMas
             job.finish(0)
             again.respond = job.respond
             again.start()
-            waiting.join(PATIENCE_S)
+            waiting.join(DEADLINE_S)
             assert codes == [0]
 
 
@@ -205,7 +205,7 @@ def test_a_master_that_is_away_is_told_once_and_its_return_too(
     job: Job, fake_master: FakeMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A slow answer of a busy machine is no silence: only the one that the test makes is as short as this.
-    monkeypatch.setattr("unified.client.foreground.SILENT_S", PATIENCE_S)
+    monkeypatch.setattr("unified.client.foreground.SILENT_S", DEADLINE_S)
     monkeypatch.setattr("unified.client.foreground.POLL_S", 0.0)
     monkeypatch.setattr("unified.client.connection.RESEND_S", 0.02)
     asked = 0
@@ -214,7 +214,7 @@ def test_a_master_that_is_away_is_told_once_and_its_return_too(
         nonlocal asked
         asked += isinstance(message, WatchCluster)
         is_silent = asked >= 3 and (asked < 40 or not err.getvalue())  # several requests are given up meanwhile
-        monkeypatch.setattr("unified.client.foreground.SILENT_S", missed(0.1) if is_silent else PATIENCE_S)
+        monkeypatch.setattr("unified.client.foreground.SILENT_S", missed(0.1) if is_silent else DEADLINE_S)
         if is_silent:
             return None
         if asked == 50:
@@ -259,7 +259,7 @@ def test_ctrl_c_and_sigterm_stop_in_order_and_a_second_one_at_once(
             driver.send_signal(number)
         if f"{name} again" in line and is_stubborn:
             driver.send_signal(number)
-    assert driver.wait(PATIENCE_S) == code
+    assert driver.wait(DEADLINE_S) == code
     driver.communicate()
     assert [stop.force for stop in job.stops] == ([False, True] if is_stubborn else [False])
     assert "Traceback" not in said
@@ -274,9 +274,9 @@ def test_signals_for_workers_go_to_the_master_and_the_driver_goes_on(job: Job, f
         if "RUNNING  all workers run" in line:
             driver.send_signal(signal.SIGUSR1)
         if "SIGUSR1 goes to the workers that handle it" in line:
-            eventually(lambda: fake_master.requests_of(SignalWorkers), timeout=PATIENCE_S)
+            eventually(lambda: fake_master.requests_of(SignalWorkers), timeout=DEADLINE_S)
             job.finish(0)
-    assert driver.wait(PATIENCE_S) == 0
+    assert driver.wait(DEADLINE_S) == 0
     driver.communicate()
     assert [(each.job, each.signal) for each in fake_master.requests_of(SignalWorkers)] == [("gpt-1", signal.SIGUSR1)]
 
@@ -349,7 +349,7 @@ def test_a_wait_on_a_handle_that_is_closed_ends(job: Job, fake_master: FakeMaste
     waiter.start()
     eventually(lambda: fake_master.requests_of(WatchCluster), message="nobody waits")
     handle.close()
-    waiter.join(PATIENCE_S)
+    waiter.join(DEADLINE_S)
     assert [str(error).endswith("is closed.") for error in ended] == [True]
 
 

@@ -31,7 +31,7 @@ from unified_gateway.schemas import TrainingRequest
 
 pytestmark = pytest.mark.processes
 
-PATIENCE_S = met(100.0)
+DEADLINE_S = met(100.0)
 OPTIONS = KubeflowOptions(image="registry/trainer:1", service_account="trainer", secret="store")
 
 
@@ -63,7 +63,7 @@ class Cluster:
             api = api_of(url or self.server.url)
             backend: TrainingBackend = KubeflowBackend(namespaces=namespaces, options=OPTIONS, api=api)
             try:
-                async with asyncio.timeout(PATIENCE_S):
+                async with asyncio.timeout(DEADLINE_S):
                     await test(backend)
             finally:
                 await backend.close()

@@ -24,7 +24,7 @@ from unified_gateway.schemas import TrainingRequest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-PATIENCE_S = met(200.0)
+DEADLINE_S = met(200.0)
 MODEL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 STEPS = 6
 SMALL = {"save_steps": 2, "batch_size": 2, "max_seq_len": 16}
@@ -60,7 +60,7 @@ class Pods:
             self.processes.append(process)
 
     def wait(self) -> list[int]:
-        return [process.wait(PATIENCE_S) for process in self.processes]
+        return [process.wait(DEADLINE_S) for process in self.processes]
 
     def kill(self) -> None:
         """Kill launchers first, so that no rank is started again, then the ranks, which have groups of their own."""
@@ -73,7 +73,7 @@ class Pods:
                 os.kill(rank, signal.SIGKILL)
 
     def wait_for_step(self, step: int) -> int:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
             found = steps(self.folder)
             if found and int(found[-1][5:11]) >= step:
@@ -145,7 +145,7 @@ def test_ranks_of_both_pods_begin_anew_when_one_dies(data: Path) -> None:
     try:
         before = pods.wait_for_step(1)
         os.kill(ranks_of(pods.processes[1].pid)[0], signal.SIGKILL)
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + DEADLINE_S
         while config(data)["resumed_from_step"] is None and time.monotonic() < deadline:
             time.sleep(0.1)
         resumed_from = config(data)["resumed_from_step"]
@@ -176,7 +176,7 @@ def test_pods_that_are_told_to_end_save_a_checkpoint_first(data: Path) -> None:
     """SIGTERM reaches the launchers alone, as it does when Kubernetes removes pods; they pass it on."""
     pods = Pods(job(data, "a1", extra_args={**SMALL, "max_steps": 100_000, "save_steps": 1000}), data)
     try:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + DEADLINE_S
         while "step 10/" not in logs(data) and time.monotonic() < deadline:
             time.sleep(0.1)
         for process in pods.processes:

@@ -19,7 +19,7 @@ import zmq
 
 from tests.support.deadlines import missed
 from tests.support.full_disk import MountDisk
-from tests.support.master_process import PATIENCE_MS, StartMaster
+from tests.support.master_process import DEADLINE_MS, StartMaster
 from tests.support.sim.sim_agent import Said, SimAgent, resources
 from unified.errors import InvariantError, UnifiedError
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
@@ -63,7 +63,7 @@ class Peer:
         self.socket.connect(address)
 
     def frames(self) -> list[bytes]:
-        assert self.socket.poll(PATIENCE_MS), "no answer"
+        assert self.socket.poll(DEADLINE_MS), "no answer"
         return self.socket.recv_multipart()
 
     def ask(self, request: ClientToMaster, request_id: int = 7) -> MasterToClient:
@@ -81,7 +81,7 @@ class FakeAgent:
         self._say(self.agent.begin(time.monotonic()))
 
     def until(self, is_true: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE_MS / 1000
+        deadline = time.monotonic() + DEADLINE_MS / 1000
         while not is_true():
             assert time.monotonic() < deadline, f"still not; heard {self.heard[-3:]}"
             due = self.agent.next_deadline
@@ -335,7 +335,7 @@ def test_a_defect_is_answered_and_the_core_rebuilt_from_the_store(
 
     def ask(core: MasterCore, request: ClientToMaster) -> tuple[MasterCore, MasterToClient]:
         client.socket.send_multipart(master_to_client.encode(request, 4))
-        assert router.poll(PATIENCE_MS)
+        assert router.poll(DEADLINE_MS)
         core = daemon._handle(core, daemon._take_in(router), router, store)
         return core, master_to_client.decode(client.frames()).message
 

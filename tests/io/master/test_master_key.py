@@ -38,7 +38,7 @@ SPEC = JobSpec(
     name="train",
     roles=[RoleSpec(name="t", kind="simple", entry_point=EntryPoint(kind="attribute", target="m"), total=1)],
 )
-PATIENCE_MS = 60_000
+DEADLINE_MS = 60_000
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ def test_frames_of_a_newer_version_are_logged_once_and_disturb_nobody(master: Ma
     with dealer(master.address) as newer, MasterConnection(master.address, key=KEY) as member:
         for request_id in range(1, 21):
             newer.send_multipart(master_to_client.encode(ListNodes(), request_id, version=PROTOCOL_VERSION + 1))
-            assert newer.poll(PATIENCE_MS)
+            assert newer.poll(DEADLINE_MS)
             header, body = newer.recv_multipart()
             refused = master_to_client.decode_body(body)
             assert isinstance(refused, Refused)
@@ -179,7 +179,7 @@ def test_a_replayed_request_is_answered_again_and_done_once(master: MasterProces
     with dealer(master.address) as client:
         for _ in range(3):
             client.send_multipart(master_to_client.encode(SubmitJob(spec=SPEC), 7))
-            assert client.poll(PATIENCE_MS)
+            assert client.poll(DEADLINE_MS)
             request_id, answer = master_to_client.decode(client.recv_multipart())
             assert request_id == 7
             codes.append(answer.code if isinstance(answer, Refused) else type(answer).__name__)

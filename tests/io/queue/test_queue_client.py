@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.deadlines import missed
-from tests.support.queue_members import PATIENCE_S, Member, begun
+from tests.support.queue_members import DEADLINE_S, Member, begun
 from unified.errors import (
     ProtocolError,
     QueueClosedError,
@@ -41,12 +41,12 @@ def test_a_get_waits_for_an_item_and_a_put_for_room(owner: Member, producer: Mem
     got = begun(ours.get, 5)
     eventually(lambda: theirs.stats().waiting_consumers == 1)
     theirs.put(1)
-    assert got.result(PATIENCE_S) == [1]
+    assert got.result(DEADLINE_S) == [1]
     put = begun(theirs.put, 2, 3, 4, 5, 6)
     eventually(lambda: ours.stats().waiting_producers == 1)
     assert ours.qsize() == 2
     assert [ours.get(5) for _ in range(3)] == [[2, 3], [4, 5], [6]]
-    put.result(PATIENCE_S)
+    put.result(DEADLINE_S)
 
 
 def test_a_get_whose_time_is_over_returns_nothing(owner: Member, consumer: Member) -> None:
@@ -55,7 +55,7 @@ def test_a_get_whose_time_is_over_returns_nothing(owner: Member, consumer: Membe
     assert ours.get(1, timeout=missed(0.05)) == []
     assert mine.get(1, timeout=missed(0.05)) == []
     mine.put(1)
-    assert ours.get(1, timeout=PATIENCE_S) == [1]
+    assert ours.get(1, timeout=DEADLINE_S) == [1]
 
 
 def test_a_put_whose_time_is_over_says_how_much_went_in(owner: Member, producer: Member) -> None:
@@ -70,10 +70,10 @@ async def test_futures_of_puts_end_when_they_are_in(owner: Member, producer: Mem
     mine = owner.queue(is_master=True, size=2)
     theirs = producer.queue()
     futures = [theirs.put_async(number) for number in range(4)]
-    assert [each.result(PATIENCE_S) for each in futures[:2]] == [None, None]
+    assert [each.result(DEADLINE_S) for each in futures[:2]] == [None, None]
     assert not futures[2].done()
     assert [mine.get(1) for _ in range(4)] == [[0], [1], [2], [3]]
-    assert [each.result(PATIENCE_S) for each in futures[2:]] == [None, None]
+    assert [each.result(DEADLINE_S) for each in futures[2:]] == [None, None]
     assert theirs.put_async().done()
     await theirs.put_async(4)
     assert mine.get(1) == [4]
@@ -87,7 +87,7 @@ def test_the_owner_puts_and_takes_as_everybody_does(owner: Member) -> None:
     waiting = also_mine.put_async("next")
     (taken,) = also_mine.get(1)
     assert taken[0] == 0
-    assert waiting.result(PATIENCE_S) is None
+    assert waiting.result(DEADLINE_S) is None
     assert mine.get(1) == ["next"]
 
 
@@ -125,10 +125,10 @@ def test_a_closed_queue_is_drained_and_ends_iteration(owner: Member, producer: M
     eventually(lambda: mine.stats().waiting_producers == 1)
     ours.close()
     with pytest.raises(QueueClosedError, match="1 of 3 items went in") as caught:
-        late.result(PATIENCE_S)
+        late.result(DEADLINE_S)
     assert caught.value.num_put == 1
     with pytest.raises(QueueClosedError):
-        theirs.put_async(9).result(PATIENCE_S)
+        theirs.put_async(9).result(DEADLINE_S)
     assert list(ours) == [1, 2, 3]
     assert list(mine.batches(3)) == []
     with pytest.raises(QueueClosedError, match="nothing more will come"):
@@ -145,7 +145,7 @@ def test_iteration_waits_for_what_another_consumer_has(owner: Member, producer: 
     items = begun(list, consumer.queue())
     eventually(lambda: mine.stats().waiting_consumers == 1)
     producer.die()
-    assert items.result(PATIENCE_S) == [2, 1]
+    assert items.result(DEADLINE_S) == [2, 1]
 
 
 def test_what_a_dead_consumer_had_goes_to_the_others(owner: Member, first: Member, second: Member) -> None:
@@ -187,7 +187,7 @@ def test_threads_are_consumers_of_their_own_and_end_as_such(owner: Member, consu
 
     def take() -> None:
         ours.get(1)
-        go_on.wait(PATIENCE_S)
+        go_on.wait(DEADLINE_S)
 
     threads = [threading.Thread(target=take) for _ in range(2)]
     for thread in threads:
@@ -262,10 +262,10 @@ def test_producers_and_consumers_in_many_threads(owner: Member, producer: Member
     producers = [begun(produce, which) for which in range(6)]
     consumers = [begun(consume, which) for which in range(6)]
     for each in producers:
-        each.result(PATIENCE_S)
+        each.result(DEADLINE_S)
     mine.close()
     for each in consumers:
-        each.result(PATIENCE_S)
+        each.result(DEADLINE_S)
     assert sorted(taken) == [(which, number) for which in range(6) for number in range(120)]
 
 
@@ -300,8 +300,8 @@ def test_a_client_waits_for_its_owner(owner: Member, producer: Member, consumer:
     assert ours.get(1, timeout=missed(0.02)) == []
     owner.queue(is_master=True)
     for future in futures:
-        future.result(PATIENCE_S)
-    assert len(got.result(PATIENCE_S)) >= 1
+        future.result(DEADLINE_S)
+    assert len(got.result(DEADLINE_S)) >= 1
     assert theirs.stats().num_put == 3
 
 
@@ -309,11 +309,11 @@ def test_a_queue_that_nobody_makes_is_missed(owner: Member) -> None:
     queue = owner.queue("absent", owner_timeout=missed(0.1))
     with pytest.raises(QueueNotFoundError, match="no worker of the job has made it"):
         queue.put(1)
-    for timeout in (None, PATIENCE_S):
+    for timeout in (None, DEADLINE_S):
         with pytest.raises(QueueNotFoundError):
             queue.get(1, timeout=timeout)
     with pytest.raises(QueueNotFoundError):
-        queue.put_async(1).result(PATIENCE_S)
+        queue.put_async(1).result(DEADLINE_S)
     with pytest.raises(QueueNotFoundError):
         queue.qsize()
     assert queue._producer._open == {}
@@ -352,7 +352,7 @@ def test_statistics_over_the_bus(owner: Member, consumer: Member) -> None:
     stats = ours.stats()
     assert (stats.name, stats.size, stats.depth, stats.leased, stats.num_put, stats.num_taken) == ("q", 5, 1, 1, 2, 1)
     assert 0 < stats.nbytes < 100
-    assert 0 < stats.oldest_age_s < PATIENCE_S
+    assert 0 < stats.oldest_age_s < DEADLINE_S
     assert stats.puts_per_s > 0 < stats.gets_per_s
     assert not stats.is_closed
     assert not stats.is_durable

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.support.deadlines import missed
-from tests.support.queue_members import PATIENCE_S, Member, QueueWorld, begun
+from tests.support.queue_members import DEADLINE_S, Member, QueueWorld, begun
 from unified.core.directory import IncarnationDied
 from unified.errors import (
     QueueClosedError,
@@ -45,8 +45,8 @@ def test_owner_that_dies_takes_the_queue_with_it(
     eventually(lambda: mine.stats().waiting_consumers == 1)
     owner.die("killed by SIGKILL")
     with pytest.raises(QueueLostError, match=r"incarnation 0 of its owner, worker a, ended \(killed by SIGKILL\)"):
-        waiting.result(PATIENCE_S)
-    for use in (lambda: theirs.put(4), lambda: theirs.put_async(5).result(PATIENCE_S), lambda: theirs_too.get(1)):
+        waiting.result(DEADLINE_S)
+    for use in (lambda: theirs.put(4), lambda: theirs.put_async(5).result(DEADLINE_S), lambda: theirs_too.get(1)):
         with pytest.raises(WorkerDiedError, match="what was in it is gone"):
             use()
     again = world.worker("a", 1).queue(is_master=True)
@@ -66,7 +66,7 @@ def test_blocked_puts_end_with_the_owner(owner: Member, producer: Member) -> Non
     owner.die()
     for future in [*blocked, waiting]:
         with pytest.raises(QueueLostError):
-            future.result(PATIENCE_S)
+            future.result(DEADLINE_S)
 
 
 def test_a_put_that_waits_dies_with_its_producer(owner: Member, producer: Member, other: Member) -> None:
@@ -77,9 +77,9 @@ def test_a_put_that_waits_dies_with_its_producer(owner: Member, producer: Member
     eventually(lambda: mine.stats().waiting_producers == 2)
     producer.die()
     with pytest.raises(Exception, match="closed"):
-        lost.result(PATIENCE_S)
+        lost.result(DEADLINE_S)
     assert [mine.get(1), mine.get(1)] == [[1], [3]]
-    behind.result(PATIENCE_S)
+    behind.result(DEADLINE_S)
 
 
 def test_an_incarnation_that_was_declared_dead_is_told(owner: Member, consumer: Member) -> None:
@@ -112,7 +112,7 @@ def test_durable_queue_goes_on_in_the_owners_next_incarnation(
     owner.die()
     got = begun(ours.get, 2)  # done with "mine"
     again = world.worker("a", 1).queue(size=4, **durable)
-    array, text = got.result(PATIENCE_S)
+    array, text = got.result(DEADLINE_S)
     np.testing.assert_array_equal(array, np.arange(50_000))
     assert text == "a"
     rest: list[Any] = []
@@ -122,7 +122,7 @@ def test_durable_queue_goes_on_in_the_owners_next_incarnation(
     assert sorted(rest[1:]) == [0, 1, 2, 3, 4]
     assert rest.index(0) < rest.index(1) < rest.index(2)
     for future in [*blocked, waiting]:
-        assert future.result(PATIENCE_S) is None
+        assert future.result(DEADLINE_S) is None
     ours.task_done()
     eventually(lambda: again.stats().leased == 0)
     assert again.qsize() == 0
@@ -192,7 +192,7 @@ def test_a_journal_that_did_not_come_along_is_missed(
         worker.die()
     world.worker("a", 3).queue(**{**elsewhere, "durable": "anew"})
     with pytest.raises(QueueLostError, match="without its journal"):
-        pending.result(PATIENCE_S)
+        pending.result(DEADLINE_S)
 
 
 def test_an_owner_that_ended_for_good_is_not_waited_for(
@@ -240,7 +240,7 @@ def test_a_disk_that_fails_ends_the_queue_with_an_error(
     journal_file(owner)._database.execute("drop table items")
     with pytest.raises(QueueJournalError, match="cannot be written: no such table"):
         theirs.put(2)
-    ended = [each.exception(PATIENCE_S) or each.result() for each in waiting]
+    ended = [each.exception(DEADLINE_S) or each.result() for each in waiting]
     assert sorted(type(each).__name__ for each in ended)[1] == "list"
     assert any(isinstance(each, QueueJournalError) for each in ended)
     with pytest.raises(QueueJournalError):
@@ -253,11 +253,11 @@ def test_an_item_that_is_too_large_for_a_journal_is_refused_and_the_queue_goes_o
     mine, theirs = owner.queue(**durable), producer.queue()
     journal_file(owner).most_bytes = 1000
     for queue in (mine, theirs):
-        for put in (queue.put, lambda item, queue=queue: queue.put_async(item).result(PATIENCE_S)):
+        for put in (queue.put, lambda item, queue=queue: queue.put_async(item).result(DEADLINE_S)):
             with pytest.raises(UsageError, match="bytes in one piece cannot be put into queue 'q'"):
                 put(bytes(2000))
         queue.put(b"small")
-    assert mine.get(9, PATIENCE_S) == [b"small", b"small"]
+    assert mine.get(9, DEADLINE_S) == [b"small", b"small"]
 
 
 def test_a_disk_that_hangs_holds_nobody_longer_than_the_time_he_gave(
@@ -272,7 +272,7 @@ def test_a_disk_that_hangs_holds_nobody_longer_than_the_time_he_gave(
 
     def hang(records: Any) -> None:
         hangs.set()
-        goes_on.wait(PATIENCE_S)
+        goes_on.wait(DEADLINE_S)
         commit(records)
 
     file.commit = hang
@@ -280,14 +280,14 @@ def test_a_disk_that_hangs_holds_nobody_longer_than_the_time_he_gave(
         while_it_hangs.setattr(owner_lookup, "GRACE_S", missed(0.2))
         for queue in (also_mine, mine, theirs):
             with pytest.raises(QueueNotFoundError, match=r"worker a, .* its journal's disk hangs"):
-                begun(queue.put, "b", timeout=missed(0.1)).result(PATIENCE_S / 2)
+                begun(queue.put, "b", timeout=missed(0.1)).result(DEADLINE_S / 2)
         assert hangs.is_set()
-        assert begun(mine.get, 1, missed(0.1)).result(PATIENCE_S / 2) == []
+        assert begun(mine.get, 1, missed(0.1)).result(DEADLINE_S / 2) == []
         with pytest.raises(QueueNotFoundError):
-            begun(mine.close).result(PATIENCE_S / 2)
+            begun(mine.close).result(DEADLINE_S / 2)
     goes_on.set()
     mine.put("c")
-    assert theirs.get(9, PATIENCE_S) == ["a", "b", "b", "c"], "the owner never heard of one"
+    assert theirs.get(9, DEADLINE_S) == ["a", "b", "b", "c"], "the owner never heard of one"
 
 
 def test_what_is_put_while_the_death_gets_about_stays_behind_what_was_on_its_way(
@@ -295,9 +295,9 @@ def test_what_is_put_while_the_death_gets_about_stays_behind_what_was_on_its_way
 ) -> None:
     """The bus, which hears of it first, keeps what it is given from there on for the next incarnation."""
     is_about = threading.Event()
-    owner.bus.registry["wait"] = lambda: is_about.wait(PATIENCE_S)
+    owner.bus.registry["wait"] = lambda: is_about.wait(DEADLINE_S)
     first = producer.bus.call("a", "wait", (), {})
-    first.add_done_callback(lambda _: is_about.wait(PATIENCE_S))  # holds up what all others are told
+    first.add_done_callback(lambda _: is_about.wait(DEADLINE_S))  # holds up what all others are told
     mine = owner.queue(size=1, **durable)
     mine.put("full")
     theirs = producer.queue()
@@ -310,7 +310,7 @@ def test_what_is_put_while_the_death_gets_about_stays_behind_what_was_on_its_way
     eventually(lambda: len(theirs._producer._parked) == 10)
     again = world.worker("a", 1).queue(size=99, **durable)
     for future in futures:
-        future.result(PATIENCE_S)
+        future.result(DEADLINE_S)
     assert again.get(99) == ["full", *range(10)]
 
 
@@ -331,7 +331,7 @@ def test_many_deaths_of_a_durable_owner_lose_and_double_nothing(
         owner = world.worker("a", incarnation)
         owner.queue(size=5, **durable)
     for future in futures:
-        future.result(PATIENCE_S)
+        future.result(DEADLINE_S)
     theirs.close()
     thread.join()
     assert taken == [100 * incarnation + number for incarnation in range(1, 5) for number in range(21)]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.queue_members import PATIENCE_S, QueueWorld
+from tests.support.queue_members import DEADLINE_S, QueueWorld
 from unified.queue import producer
 
 NUM_ASKED = 10
@@ -32,8 +32,8 @@ def test_a_cancelled_put_is_not_asked_for_again(world: QueueWorld, who: str, mon
     given_up.cancel()
     before = len(numbers)
     for _ in range(before + NUM_ASKED):
-        assert asked.acquire(timeout=PATIENCE_S)
+        assert asked.acquire(timeout=DEADLINE_S)
     assert numbers[before:].count(1) <= 1, "on its way when it was given up"
     assert mine.stats().waiting_producers == 1
     assert [mine.get(1), mine.get(1)] == [["full"], ["kept"]]
-    kept.result(PATIENCE_S)
+    kept.result(DEADLINE_S)

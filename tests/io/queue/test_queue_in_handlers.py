@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.queue_members import PATIENCE_S, QueueWorld
+from tests.support.queue_members import DEADLINE_S, QueueWorld
 from unified.bus.calls.server import MAX_HANDLER_THREADS
 from unified.testing import eventually
 
@@ -22,7 +22,7 @@ def test_handlers_that_wait_for_items_leave_room_for_one_that_puts(
     mine = owner.queue(is_master=True, **options)
 
     def take() -> int:
-        [item] = mine.get(1, PATIENCE_S)
+        [item] = mine.get(1, DEADLINE_S)
         mine.task_done()
         return int(item)
 
@@ -31,8 +31,8 @@ def test_handlers_that_wait_for_items_leave_room_for_one_that_puts(
     takes = [other.bus.call("owner", "take", (), {}) for _ in range(MAX_HANDLER_THREADS)]
     assert eventually(lambda: mine.stats().waiting_consumers == MAX_HANDLER_THREADS)
     for number in range(MAX_HANDLER_THREADS):
-        other.bus.call("owner", "put", (number,), {}, timeout=PATIENCE_S).result()
-    assert sorted(each.result(PATIENCE_S) for each in takes) == list(range(MAX_HANDLER_THREADS))
+        other.bus.call("owner", "put", (number,), {}, timeout=DEADLINE_S).result()
+    assert sorted(each.result(DEADLINE_S) for each in takes) == list(range(MAX_HANDLER_THREADS))
 
 
 @on_one_route
@@ -40,13 +40,13 @@ def test_handlers_that_wait_for_room_leave_some_for_one_that_takes(world: QueueW
     owner, other = world.worker("owner"), world.worker("other")
     mine = owner.queue(is_master=True, size=1)
     mine.put(-1)
-    owner.bus.registry["put"] = lambda number: mine.put(number, timeout=PATIENCE_S)
-    owner.bus.registry["take"] = lambda: mine.get(1, PATIENCE_S)
+    owner.bus.registry["put"] = lambda number: mine.put(number, timeout=DEADLINE_S)
+    owner.bus.registry["take"] = lambda: mine.get(1, DEADLINE_S)
     puts = [other.bus.call("owner", "put", (number,), {}) for number in range(MAX_HANDLER_THREADS)]
     assert eventually(lambda: mine.stats().waiting_producers == MAX_HANDLER_THREADS)
     taken: list[int] = []
     for _ in range(MAX_HANDLER_THREADS + 1):
-        taken += other.bus.call("owner", "take", (), {}, timeout=PATIENCE_S).result()
+        taken += other.bus.call("owner", "take", (), {}, timeout=DEADLINE_S).result()
     assert sorted(taken) == list(range(-1, MAX_HANDLER_THREADS))
     for each in puts:
-        each.result(PATIENCE_S)
+        each.result(DEADLINE_S)

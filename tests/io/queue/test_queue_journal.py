@@ -35,7 +35,7 @@ from unified.queue.journal import ROW_BYTES, Journal, JournalClocks, JournalFile
 from unified.queue.server import QueueService
 from unified.testing import eventually
 
-PATIENCE_S = met(100.0)
+DEADLINE_S = met(100.0)
 
 
 class Written(Story):
@@ -167,7 +167,7 @@ def test_nobody_is_told_before_the_commit_and_everybody_after_it(tmp_path: Path)
     commit, may_commit = file.commit, threading.Event()
 
     def slow(records: list[Record]) -> None:
-        may_commit.wait(PATIENCE_S)
+        may_commit.wait(DEADLINE_S)
         commit(records)
 
     file.commit = slow  # type: ignore[method-assign,assignment]
@@ -184,7 +184,7 @@ def test_nobody_is_told_before_the_commit_and_everybody_after_it(tmp_path: Path)
     assert not journal.is_idle
     assert not seen
     may_commit.set()
-    assert done.wait(PATIENCE_S)
+    assert done.wait(DEADLINE_S)
     assert [number for number, _ in seen] == list(range(50))
     assert all(count > number for number, count in seen)
     journal.close()
@@ -211,7 +211,7 @@ def test_a_failure_is_told_once_and_nobody_waits_for_ever(tmp_path: Path) -> Non
     told = [threading.Event() for _ in range(3)]
     for each in told:
         journal.write([SaveItems(items=[Item(1, b"x", 1, 0.0)])], each.set)
-    assert all(each.wait(PATIENCE_S) for each in told)
+    assert all(each.wait(DEADLINE_S) for each in told)
     journal.close()
     assert len(failures) == 1
     assert "cannot be written" in str(failures[0])
@@ -223,7 +223,7 @@ def test_what_the_file_cannot_hold_fails_the_queue_and_not_the_thread(tmp_path: 
     told = [threading.Event() for _ in range(2)]
     journal.write([SaveHandle(handle=2**63, worker="w", incarnation=0)], told[0].set)  # no sqlite3.Error
     journal.write([SaveItems(items=[Item(1, b"x", 1, 0.0)])], told[1].set)
-    assert all(each.wait(PATIENCE_S) for each in told)
+    assert all(each.wait(DEADLINE_S) for each in told)
     assert eventually(lambda: journal.is_idle)
     journal.close()
     [failure] = failures
@@ -238,10 +238,10 @@ def test_a_callback_that_ends_its_thread_does_not_end_that_of_the_journal(tmp_pa
     journal = Journal(JournalFile(tmp_path / "q.sqlite", "q"), "q", on_failure=end_thread)
     journal.write([SaveItems(items=[Item(1, b"x", 1, 0.0)])], end_thread)
     journal.write([SaveItems(items=[Item(2, b"x", 1, 0.0)])], told.set)
-    assert told.wait(PATIENCE_S)
+    assert told.wait(DEADLINE_S)
     told.clear()
     journal.write([SaveItems(items=[Item(2, b"x", 1, 0.0)])], told.set)  # there is one with this id
-    assert told.wait(PATIENCE_S)
+    assert told.wait(DEADLINE_S)
     journal.close()
     again = JournalFile(tmp_path / "q.sqlite", "q")
     assert [item.item_id for item in again.memory().items] == [1, 2]
@@ -250,15 +250,15 @@ def test_a_callback_that_ends_its_thread_does_not_end_that_of_the_journal(tmp_pa
 
 def test_whoever_is_told_first_keeps_nobody_from_being_told(tmp_path: Path) -> None:
     service = QueueService("q", size=1, journal=tmp_path / "q.sqlite")
-    service.attach(1, "w", 0).result(PATIENCE_S)
-    service.put(1, 0, 0, [b"0"], 0.0, False).result(PATIENCE_S)
-    waiting = [service.put(1, number, 0, [b"x"], PATIENCE_S, False) for number in (1, 2)]
+    service.attach(1, "w", 0).result(DEADLINE_S)
+    service.put(1, 0, 0, [b"0"], 0.0, False).result(DEADLINE_S)
+    waiting = [service.put(1, number, 0, [b"x"], DEADLINE_S, False) for number in (1, 2)]
     waiting[0].add_done_callback(lambda _: sys.exit("of a user's"))
     service.close()  # answers both at once
     for each in waiting:
-        assert each.result(PATIENCE_S) == [int(Outcome.CLOSED), 0]
+        assert each.result(DEADLINE_S) == [int(Outcome.CLOSED), 0]
     assert service.stats()["is_closed"]
-    service.get(1, 11, 1, 0, 1, 0.0).result(PATIENCE_S)
+    service.get(1, 11, 1, 0, 1, 0.0).result(DEADLINE_S)
     service.shut_down()
 
 
@@ -268,12 +268,12 @@ def test_an_item_that_is_too_large_for_a_row_does_not_come_into_the_queue(tmp_pa
     file = service._journal._file
     file._database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 100_000)  # it takes 1 GB otherwise
     file.most_bytes = 100_000 - ROW_BYTES
-    service.attach(1, "w", 0).result(PATIENCE_S)
+    service.attach(1, "w", 0).result(DEADLINE_S)
     fits, does_not = ([np.zeros(size, "u1"), np.zeros(70_000, "u1")] for size in (file.most_bytes, file.most_bytes + 1))
     for too_large in (pack(does_not), bytes(100_000)):
         with pytest.raises(UsageError, match=r"cannot be put into queue 'q', .* its journal holds 99900"):
             service.put(1, 0, 0, [b"small", too_large], 0.0, False)
-    service.put(1, 1, 0, [pack(fits)], 0.0, False).result(PATIENCE_S)
+    service.put(1, 1, 0, [pack(fits)], 0.0, False).result(DEADLINE_S)
     assert service.stats()["depth"] == 1
     service.shut_down()
 

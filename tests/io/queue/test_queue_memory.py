@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.queue_members import PATIENCE_S, QueueWorld
+from tests.support.queue_members import DEADLINE_S, QueueWorld
 from tests.support.queue_owner import Own, OwnerProcess
 from unified.bus.shm.pool import default_limit
 
@@ -36,14 +36,14 @@ def test_the_owner_does_not_hold_what_lies_in_shared_memory(world: QueueWorld, o
         pytest.skip(f"a process may hold only {default_limit()} bytes of shared memory here")
     theirs, ours = world.worker("producer").queue(), world.worker("consumer").queue()
     theirs.put(item(0))  # with the first one the owner loads what it needs
-    assert ours.get(1, timeout=PATIENCE_S)[0].nbytes == ITEM_BYTES
+    assert ours.get(1, timeout=DEADLINE_S)[0].nbytes == ITEM_BYTES
     ours.task_done()
     before = own_bytes(owner)
     for number in range(NUM_ITEMS):
-        theirs.put(item(number), timeout=PATIENCE_S)
+        theirs.put(item(number), timeout=DEADLINE_S)
     assert ours.qsize() == NUM_ITEMS
     assert own_bytes(owner) - before < 8 * MIB
-    got = ours.get(NUM_ITEMS, timeout=PATIENCE_S)
+    got = ours.get(NUM_ITEMS, timeout=DEADLINE_S)
     assert own_bytes(owner) - before < 8 * MIB
     assert [(each.min(), each.max(), each.nbytes) for each in got] == [
         (number, number, ITEM_BYTES) for number in range(NUM_ITEMS)

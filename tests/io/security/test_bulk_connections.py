@@ -36,7 +36,7 @@ MARK = b"a secret that is easy to find. "
 DATA = MARK * (6_000_000 // len(MARK))
 RECORD_BYTES = MAX_RECORD_BYTES + TAG_BYTES
 Mangle = Callable[[bytes, bytes], bytes]
-PATIENCE_S = met(100.0)
+DEADLINE_S = met(100.0)
 
 
 class Proxy:
@@ -61,7 +61,7 @@ class Proxy:
     def close(self) -> None:
         self.listener.shutdown(socket.SHUT_RDWR)
         self.listener.close()
-        self._thread.join(PATIENCE_S)
+        self._thread.join(DEADLINE_S)
 
     def _run(self) -> None:
         with contextlib.suppress(OSError):
@@ -73,7 +73,7 @@ class Proxy:
                     back.start()
                     self._pass(client, server)
                     server.shutdown(socket.SHUT_WR)
-                    back.join(PATIENCE_S)
+                    back.join(DEADLINE_S)
 
     def _pass(self, client: socket.socket, server: socket.socket) -> None:
         self._send(server, client.recv(ID_BYTES + CHUNK_HEADER.size + TAG_BYTES, socket.MSG_WAITALL))
@@ -148,7 +148,7 @@ class Link:
 def link(tmp_path: Path) -> Iterator[Link]:
     with contextlib.closing(Link(tmp_path)) as link:
         yield link
-    eventually(lambda: not bulk_threads(), PATIENCE_S, message="a thread is left")
+    eventually(lambda: not bulk_threads(), DEADLINE_S, message="a thread is left")
 
 
 def bulk_threads() -> list[str]:
@@ -201,8 +201,8 @@ def test_who_changes_something_on_the_way_is_refused(
     link.join(mangle)
     with caplog.at_level(logging.WARNING):
         link.send()
-        eventually(lambda: link.num_refused == 1, PATIENCE_S, message="it was not counted")
-        eventually(lambda: "event=key-refused" in caplog.text, PATIENCE_S, message="it was not logged")
+        eventually(lambda: link.num_refused == 1, DEADLINE_S, message="it was not counted")
+        eventually(lambda: "event=key-refused" in caplog.text, DEADLINE_S, message="it was not logged")
     (refused,) = [each.getMessage() for each in caplog.records if "event=key-refused" in each.getMessage()]
     assert "peer=127.0.0.1 reason='a record" in refused
     assert "event=bulk-lost address=" in caplog.text
@@ -243,7 +243,7 @@ def test_a_recorded_connection_cannot_be_played_again(
     with caplog.at_level(logging.WARNING), socket.create_connection(("127.0.0.1", link.port)) as replayed:
         with contextlib.suppress(OSError):
             replayed.sendall(proxy.passed)
-        eventually(lambda: "that no member announced" in caplog.text, PATIENCE_S, message="it was not logged")
+        eventually(lambda: "that no member announced" in caplog.text, DEADLINE_S, message="it was not logged")
     assert link.order == [len(DATA)]
 
 
@@ -256,11 +256,11 @@ def test_a_stranger_is_refused(
     link.send()
     with caplog.at_level(logging.WARNING), socket.create_connection(("127.0.0.1", link.port)) as stranger:
         stranger.sendall(says)
-        eventually(lambda: link.num_refused == 1, PATIENCE_S, message="it was not counted")
-        stranger.settimeout(PATIENCE_S)
+        eventually(lambda: link.num_refused == 1, DEADLINE_S, message="it was not counted")
+        stranger.settimeout(DEADLINE_S)
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b"", "it was told something"
-        eventually(lambda: "event=key-refused" in caplog.text, PATIENCE_S, message="it was not logged")
+        eventually(lambda: "event=key-refused" in caplog.text, DEADLINE_S, message="it was not logged")
     link.send()
 
 
@@ -270,7 +270,7 @@ def test_many_strangers_keep_no_member_out(link: Link) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(MAX_PENDING + 20):
             stack.enter_context(socket.create_connection(("127.0.0.1", link.port)))
-        eventually(lambda: link.num_refused >= 20, PATIENCE_S, message="the oldest were not ended")
+        eventually(lambda: link.num_refused >= 20, DEADLINE_S, message="the oldest were not ended")
         assert len(link.b._dispatcher.bulk._open) <= MAX_PENDING + 1
         connection_of(link.a)._disconnect()
         link.send()
@@ -292,7 +292,7 @@ def test_what_follows_a_large_call_waits_for_it(link: Link, monkeypatch: pytest.
         calls.append(link.a.call("b", "digest", [DATA[number:]], {}))
         calls.extend(link.a.call("b", "note", [each], {}) for each in range(3))
     for each in calls:
-        each.result(PATIENCE_S)
+        each.result(DEADLINE_S)
     assert arrived == sorted(arrived)
     assert len(arrived) == len(calls)
 
@@ -301,10 +301,10 @@ def test_an_idle_connection_is_closed_and_the_next_has_other_keys(link: Link, mo
     monkeypatch.setattr(bulk_sender, "IDLE_S", 0.05)
     proxy = link.join()
     link.send()
-    eventually(lambda: "bus-bulk-send" not in bulk_threads(), PATIENCE_S, message="its thread stays")
+    eventually(lambda: "bus-bulk-send" not in bulk_threads(), DEADLINE_S, message="its thread stays")
     first, proxy.passed = proxy.passed, bytearray()
     link.send()
-    eventually(lambda: proxy.num_connections == 2, PATIENCE_S)
+    eventually(lambda: proxy.num_connections == 2, DEADLINE_S)
     assert first[:ID_BYTES] != proxy.passed[:ID_BYTES]
     assert first[-RECORD_BYTES:] != proxy.passed[-RECORD_BYTES:], "the same bytes, sealed with the same key"
 
@@ -314,7 +314,7 @@ def test_memory_of_what_was_received_comes_back(link: Link) -> None:
     for _ in range(3):
         link.send()
     pieces = link.b._dispatcher.pieces
-    eventually(lambda: gc.collect() + 1 and not pieces._used, PATIENCE_S, message="something refers to it")
+    eventually(lambda: gc.collect() + 1 and not pieces._used, DEADLINE_S, message="something refers to it")
     assert len(pieces._idle) <= 2, "it was not used again"
 
 
@@ -324,7 +324,7 @@ def test_the_connections_of_the_dead_are_closed(link: Link) -> None:
     connected = connection_of(link.a)._socket
     assert connected is not None
     link.b.peer_gone(link.a.inbox_id)
-    connected.settimeout(PATIENCE_S)
+    connected.settimeout(DEADLINE_S)
     assert connected.recv(1) == b""
 
 

@@ -16,10 +16,10 @@ from unified.testing import eventually
 
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
-PATIENCE_MS = 10_000
+DEADLINE_MS = 10_000
 KEY, OTHER = new_key(), new_key()
 PUBLIC_ONLY = ClusterKey(public=KEY.public, secret=OTHER.secret)
-GATE_LOGGER = "unified.security.curve"
+CURVE_LOGGER = "unified.security.curve"
 
 
 class Server:
@@ -27,18 +27,18 @@ class Server:
 
     def __init__(self, key: ClusterKey | None) -> None:
         self.context: Context = zmq.Context()
-        self.gate = Gatekeeper(self.context, key, name="server")
+        self.gatekeeper = Gatekeeper(self.context, key, name="server")
         self.socket: Socket = self.context.socket(zmq.PULL)
-        self.gate.guard(self.socket)
+        self.gatekeeper.guard(self.socket)
         self.socket.bind("tcp://127.0.0.1:*")
         self.address = self.socket.get_string(zmq.LAST_ENDPOINT)
 
     def take(self) -> list[bytes]:
-        assert self.socket.poll(PATIENCE_MS), "nothing came"
+        assert self.socket.poll(DEADLINE_MS), "nothing came"
         return self.socket.recv_multipart()
 
     def close(self) -> None:
-        self.gate.close()
+        self.gatekeeper.close()
         self.socket.close(0)
         self.context.term()
 
@@ -58,7 +58,7 @@ class Client:
         self.socket.send(b"hello")
 
     def told(self) -> str:
-        deadline = time.monotonic() + PATIENCE_MS / 1000
+        deadline = time.monotonic() + DEADLINE_MS / 1000
         while self.handshakes.refusal is None:
             assert time.monotonic() < deadline, "it is told nothing"
             if self.monitor.poll(100):
@@ -83,7 +83,7 @@ def serve() -> Iterator[Callable[[ClusterKey | None], Server]]:
     yield start
     for server in servers:
         server.close()
-    assert eventually(lambda: not gates(), message="the gatekeeper's thread is left")
+    assert eventually(lambda: not gatekeepers(), message="the gatekeeper's thread is left")
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ Serve = Callable[[ClusterKey | None], Server]
 Join = Callable[..., Client]
 
 
-def gates() -> list[threading.Thread]:
+def gatekeepers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "bus-gatekeeper"]
 
 
@@ -111,10 +111,10 @@ def test_the_same_key_is_let_in(serve: Serve, join: Join) -> None:
     server = serve(KEY)
     client = join(server.address, KEY)
     assert server.take() == [b"hello"]
-    assert client.monitor.poll(PATIENCE_MS)
+    assert client.monitor.poll(DEADLINE_MS)
     assert client.handshakes.read(client.monitor)
     assert client.handshakes.refusal is None
-    assert server.gate.num_refused == 0
+    assert server.gatekeeper.num_refused == 0
 
 
 @pytest.mark.parametrize(
@@ -137,10 +137,10 @@ def test_whoever_has_not_the_key_is_refused_and_told(
     client_is_told: str,
 ) -> None:
     server = serve(KEY)
-    with caplog.at_level(logging.WARNING, GATE_LOGGER):
+    with caplog.at_level(logging.WARNING, CURVE_LOGGER):
         stranger = join(server.address, key, claims=claims)
         assert client_is_told in stranger.told()
-        eventually(lambda: server.gate.num_refused, message="the server did not count it")
+        eventually(lambda: server.gatekeeper.num_refused, message="the server did not count it")
         member = join(server.address, KEY)
         assert server.take() == [b"hello"]
         assert member.handshakes.refusal is None
@@ -154,10 +154,10 @@ def test_what_is_refused_again_and_again_is_logged_once(
     serve: Serve, join: Join, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = serve(KEY)
-    with caplog.at_level(logging.WARNING, GATE_LOGGER):
+    with caplog.at_level(logging.WARNING, CURVE_LOGGER):
         join(server.address, OTHER)
         join(server.address, OTHER)
-        eventually(lambda: server.gate.num_refused >= 6, message="libzmq does not try again")
+        eventually(lambda: server.gatekeeper.num_refused >= 6, message="libzmq does not try again")
         eventually(lambda: "peer=127.0.0.1 " in caplog.text, message="it is not said who knocks")
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == len(set(lines)) <= 2, "one for the address, and one more if its first look was too late"
@@ -169,7 +169,7 @@ def test_a_client_with_a_key_is_told_of_a_server_that_has_none(serve: Serve, joi
     server = serve(None)
     told = join(server.address, KEY).told()
     assert "has no cluster key, and this side has SHA256:" in told or "refused this side's cluster key" in told
-    assert not gates(), "without a key nothing runs"
+    assert not gatekeepers(), "without a key nothing runs"
 
 
 def test_without_a_gatekeeper_a_secured_server_lets_nobody_in(join: Join) -> None:
@@ -184,33 +184,33 @@ def test_without_a_gatekeeper_a_secured_server_lets_nobody_in(join: Join) -> Non
     context.term()
 
 
-@pytest.mark.parametrize("first", ["gate", "socket"])
+@pytest.mark.parametrize("first", ["gatekeeper", "socket"])
 def test_it_closes_in_either_order_with_connections_open(join: Join, first: str) -> None:
     server = Server(KEY)
     join(server.address, KEY)
     join(server.address, OTHER)
     assert server.take() == [b"hello"]
-    if first == "gate":
-        server.gate.close()
+    if first == "gatekeeper":
+        server.gatekeeper.close()
         server.socket.close(0)
     else:
         server.socket.close(0)
-        server.gate.close()
+        server.gatekeeper.close()
     server.context.term()
-    assert not gates()
+    assert not gatekeepers()
 
 
 def test_one_gatekeeper_guards_several_sockets(serve: Serve, join: Join) -> None:
     server = serve(KEY)
     second = server.context.socket(zmq.PULL)
-    server.gate.guard(second)
+    server.gatekeeper.guard(second)
     second.bind("tcp://127.0.0.1:*")
     join(second.get_string(zmq.LAST_ENDPOINT), OTHER)
     join(second.get_string(zmq.LAST_ENDPOINT), KEY)
-    assert second.poll(PATIENCE_MS)
+    assert second.poll(DEADLINE_MS)
     assert second.recv() == b"hello"
-    eventually(lambda: server.gate.num_refused, message="nobody counted")
-    assert len(gates()) == 1
+    eventually(lambda: server.gatekeeper.num_refused, message="nobody counted")
+    assert len(gatekeepers()) == 1
     second.close(0)
 
 
@@ -222,4 +222,4 @@ def test_who_says_nothing_or_rubbish_disturbs_nobody(serve: Serve, join: Join) -
         join(server.address, KEY)
         assert server.take() == [b"hello"]
         silent.close()
-    eventually(lambda: server.gate.num_refused, message="the silent one was not counted")
+    eventually(lambda: server.gatekeeper.num_refused, message="the silent one was not counted")

@@ -15,7 +15,7 @@ from unified.testing import eventually
 
 Socket = zmq.Socket[bytes]
 KEY, OTHER = new_key(), new_key()
-PATIENCE_MS = 10_000
+DEADLINE_MS = 10_000
 
 
 class KeyedHub(Hub):
@@ -52,7 +52,7 @@ def newer(target: str) -> list[bytes]:
 
 
 def take(socket: Socket) -> list[bytes]:
-    assert socket.poll(PATIENCE_MS), "nothing came"
+    assert socket.poll(DEADLINE_MS), "nothing came"
     return socket.recv_multipart()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.bus import PATIENCE_S
+from tests.support.bus import DEADLINE_S
 from tests.support.deadlines import missed
 from tests.support.weights import SMALL, Cast, fill, model_of, one_route, values_of
 from unified.errors import UsageError, WeightsError, WeightsMismatchError, WeightsTimeoutError
@@ -98,11 +98,11 @@ def test_waiting_for_a_version(cast: Cast, pool: ThreadPoolExecutor) -> None:
     with pytest.raises(WeightsTimeoutError, match="newest complete: none"):
         receiver.state_dict()
     sender = cast.sender()
-    waiting = pool.submit(receiver.wait, 2, PATIENCE_S)
+    waiting = pool.submit(receiver.wait, 2, DEADLINE_S)
     cast.send(sender, model_of(1))
     assert not waiting.done()
     cast.send(sender, model_of(2))
-    assert waiting.result(PATIENCE_S) == 2
+    assert waiting.result(DEADLINE_S) == 2
 
 
 @one_route
@@ -114,13 +114,13 @@ def test_news_of_versions(cast: Cast) -> None:
     def callback(version: int) -> None:
         told.append(version)
         busy.set()
-        release.wait(PATIENCE_S)
+        release.wait(DEADLINE_S)
         raise KeyError("logged, and no harm")
 
     receiver.on_version(callback)
     sender = cast.sender()
     cast.send(sender, model_of(1))
-    assert busy.wait(PATIENCE_S)
+    assert busy.wait(DEADLINE_S)
     for number in (2, 3):
         cast.send(sender, model_of(number))
     release.set()
@@ -159,7 +159,7 @@ def test_a_closed_receiver(cast: Cast, pool: ThreadPoolExecutor) -> None:
         receiver.close()
         receiver.close()
         with pytest.raises(WeightsError, match="was closed"):
-            waiting.result(PATIENCE_S)
+            waiting.result(DEADLINE_S)
     with pytest.raises(WeightsTimeoutError, match="no WeightsReceiver"):
         cast.send(cast.sender(), model_of(1), timeout=3.0)  # so long that a busy machine can answer that there is none
     with type(receiver)(bus=cast.buses["r0"]) as again:

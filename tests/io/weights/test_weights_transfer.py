@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.bus import PATIENCE_S
+from tests.support.bus import DEADLINE_S
 from tests.support.deadlines import missed
 from tests.support.weights import SMALL, Cast, fill, model_of, one_route, values_of
 from unified.errors import WeightsError, WeightsTimeoutError, WeightsVersionError
@@ -68,11 +68,11 @@ def test_the_sender_waits_for_receivers_that_are_not_there_yet(cast: Cast, pool:
 
     bus.call_many = spy  # type: ignore[method-assign]  # it looks on
     sent = pool.submit(cast.send, sender, model_of(1), "r0", "r1", "r2")
-    assert asked.acquire(timeout=PATIENCE_S)
+    assert asked.acquire(timeout=DEADLINE_S)
     cast.receiver("r2")  # it begins only now
-    assert asked.acquire(timeout=PATIENCE_S)
+    assert asked.acquire(timeout=DEADLINE_S)
     cast.receivers["r1"] = WeightsReceiver(bus=cast.buses["r1"])
-    assert sent.result(PATIENCE_S) == 1
+    assert sent.result(DEADLINE_S) == 1
     assert {receiver.version for receiver in cast.receivers.values()} == {1}
 
 
@@ -128,7 +128,7 @@ class Holdup:
         def held(*args: Any, **kwargs: Any) -> Any:
             if next(calls) == at:
                 self.reached.set()
-                self.release.wait(PATIENCE_S)
+                self.release.wait(DEADLINE_S)
             return handler(*args, **kwargs)
 
         registry[method("default", verb)] = held
@@ -147,7 +147,7 @@ def begin_and_hold(cast: Cast, pool: ThreadPoolExecutor, worker: str, verb: str,
     assert cast.send(sender, model_of(1)) == 1
     holdup = Holdup(cast, worker, verb, at)
     sent = pool.submit(cast.send, sender, model_of(2), bucket_bytes=SMALL)
-    assert holdup.reached.wait(PATIENCE_S)
+    assert holdup.reached.wait(DEADLINE_S)
     return sent, holdup
 
 
@@ -162,7 +162,7 @@ def test_a_receiver_that_dies_on_the_way_gets_it_in_its_next_incarnation(
     cast.die("r1")
     holdup.release.set()
     fresh = cast.receiver("r1", 1)
-    assert sent.result(PATIENCE_S) == 2
+    assert sent.result(DEADLINE_S) == 2
     assert values_of(fresh.state_dict()) == values_of(first.state_dict()) == {2}
 
 
@@ -174,7 +174,7 @@ def test_a_receiver_that_ends_for_good_is_named_and_the_others_have_it(cast: Cas
     cast.die("r1", Reachability.ENDED)
     holdup.release.set()
     with pytest.raises(WeightsError, match=r"(?s)version 2 .*|r1: worker r1 has ended for good"):
-        sent.result(PATIENCE_S)
+        sent.result(DEADLINE_S)
     assert first.version == 2
 
 
@@ -186,7 +186,7 @@ def test_one_of_those_that_share_a_node_may_die_too(cast: Cast, pool: ThreadPool
     cast.die(worker)
     holdup.release.set()
     cast.receiver(worker, 1)
-    assert sent.result(PATIENCE_S) == 2
+    assert sent.result(DEADLINE_S) == 2
     assert [values_of(receiver.state_dict()) for receiver in cast.receivers.values()] == [{2}] * 3
 
 
@@ -206,7 +206,7 @@ def opened(
         senders=(WorkerIncarnation(sender, 0),),
         children={},
         stays_shared=True,
-        timeout_s=PATIENCE_S,
+        timeout_s=DEADLINE_S,
         force=False,
     )
     assert told(cast, sender, "begin", plan) == ""
@@ -214,7 +214,7 @@ def opened(
 
 
 def told(cast: Cast, sender: str, verb: str, *args: Any) -> Any:
-    return cast.buses[sender].call("r0", method("default", verb), args, {}).result(PATIENCE_S)
+    return cast.buses[sender].call("r0", method("default", verb), args, {}).result(DEADLINE_S)
 
 
 def test_a_sender_that_dies_on_the_way_leaves_no_trace(cast: Cast) -> None:
@@ -264,12 +264,12 @@ def test_two_senders(cast: Cast) -> None:
 
 
 @one_route
-def test_who_passes_buckets_on_is_overtaken(cast: Cast, pool: ThreadPoolExecutor) -> None:
+def test_a_relay_of_buckets_is_superseded(cast: Cast, pool: ThreadPoolExecutor) -> None:
     set_up_fan_out(cast)
     sent, holdup = begin_and_hold(cast, pool, "r0", "bucket", 2)
     assert cast.send(cast.sender("other"), model_of(7), "r0", version=7) == 7
     holdup.release.set()
-    assert sent.result(PATIENCE_S) == 2
+    assert sent.result(DEADLINE_S) == 2
     assert [values_of(receiver.state_dict()) for receiver in cast.receivers.values()] == [{7}, {2}, {2}]
 
 
@@ -298,7 +298,7 @@ def test_sending_behind_the_back(cast: Cast) -> None:
         assert cast.send(sender, model, bucket_bytes=SMALL, wait=False) == number
         fill(model, -1)
     for receiver in receivers:
-        assert receiver.wait(3, timeout=PATIENCE_S) == 3
+        assert receiver.wait(3, timeout=DEADLINE_S) == 3
         assert values_of(receiver.state_dict()) == {3}
     assert cast.send(sender, model_of(4)) == 4  # and the thread has ended well
 

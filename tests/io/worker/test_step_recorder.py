@@ -16,7 +16,7 @@ from unified.worker import step_recorder
 from unified.worker.progress import Reporter
 from unified.worker.step_recorder import StepRecorder
 
-PATIENCE_S = 100.0
+DEADLINE_S = 100.0
 
 
 class Recorded:
@@ -33,7 +33,7 @@ class Recorded:
         self.reporter.report(number, None, {"loss": 0.5})
 
     def answer(self) -> str:
-        return self.answers.get(timeout=PATIENCE_S)
+        return self.answers.get(timeout=DEADLINE_S)
 
     def names(self) -> list[str]:
         trace = json.loads(gzip.decompress((self.folder / "0.profile").read_bytes()))
@@ -47,7 +47,7 @@ def recorded(tmp_path: Path) -> Recorded:
 
 def test_it_records_from_one_new_step_to_the_next(recorded: Recorded) -> None:
     recorded.step(1)
-    recorded.recorder.begin(PATIENCE_S)
+    recorded.recorder.begin(DEADLINE_S)
     recorded.step(1)
     torch.ones(2).neg()
     recorded.step(2)
@@ -73,11 +73,11 @@ def test_a_step_that_does_not_come_or_does_not_end_in_time(recorded: Recorded) -
     recorded.recorder.begin(missed(0.5))
     recorded.step(2)
     assert "did not end the step that it had begun within" in recorded.answer()
-    recorded.recorder.begin(PATIENCE_S)
+    recorded.recorder.begin(DEADLINE_S)
     assert "has not ended yet" in recorded.answer()
     recorded.step(3)
     assert recorded.recorder.is_idle
-    recorded.recorder.begin(PATIENCE_S)
+    recorded.recorder.begin(DEADLINE_S)
     recorded.step(4)
     recorded.step(5)
     assert recorded.answer() == ""
@@ -85,18 +85,18 @@ def test_a_step_that_does_not_come_or_does_not_end_in_time(recorded: Recorded) -
 
 def test_what_keeps_it_from_recording_is_said(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        recorded.recorder.begin(PATIENCE_S)
+        recorded.recorder.begin(DEADLINE_S)
         recorded.step(1)
         assert recorded.answer() == "torch.profiler: the program itself runs a profiler already"
     with monkeypatch.context() as patched:
         patched.setattr(step_recorder, "MAX_PROFILE_BYTES", 10)
-        recorded.recorder.begin(PATIENCE_S)
+        recorded.recorder.begin(DEADLINE_S)
         recorded.step(2)
         recorded.step(3)
         assert "MiB, more than" in recorded.answer()
     assert list(recorded.folder.iterdir()) == []
     monkeypatch.delitem(sys.modules, "torch")
-    recorded.recorder.begin(PATIENCE_S)
+    recorded.recorder.begin(DEADLINE_S)
     assert recorded.answer() == "it has not imported torch"
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.io.worker.test_worker_incarnation import calling
 from tests.support.deadlines import missed
-from tests.support.workers import PATIENCE_S, Agent, Child, Forker, Talk, attribute
+from tests.support.workers import DEADLINE_S, Agent, Child, Forker, Talk, attribute
 from unified.job.spec import EntryPoint
 from unified.protocol.worker_agent import Failed, Finished, Running, Stop
 from unified.testing import eventually
@@ -108,7 +108,7 @@ def test_a_program_that_is_called_ends_when_it_is_let_go(agent: Agent) -> None:
         agent.write("go", "")
         child.expect(Finished)
         assert "exit function" not in child.output.read_text()
-        assert call("ask").result(PATIENCE_S) == "7"
+        assert call("ask").result(DEADLINE_S) == "7"
     assert child.ends() == 0
     check_end(agent, child)
 
@@ -154,7 +154,7 @@ def test_an_end_that_a_stop_cuts_short_is_a_failure(agent: Agent, when: str) -> 
         child.expect(Finished)
         (agent.folder / "go").unlink()
         with calling(agent, hello) as call:
-            call("ask").result(PATIENCE_S)
+            call("ask").result(DEADLINE_S)
         child.stop(grace_s=missed(0.5))
     failure = child.expect(Failed).failure
     assert failure.is_cut

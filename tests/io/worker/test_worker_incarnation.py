@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.workers import HOST_ID, PATIENCE_S, Agent, Forker, attribute
+from tests.support.workers import DEADLINE_S, HOST_ID, Agent, Forker, attribute
 from unified.bus.calls.future import RpcFuture
 from unified.bus.endpoint import BusEndpoint
 from unified.bus.identity import BusIdentity, BusNetwork
@@ -146,10 +146,10 @@ def test_calls_wait_until_the_entry_point_is_ready(agent: Agent) -> None:
     with calling(agent, child.expect(Hello)) as call:
         early = call("double", 21)
         child.say(Run(order=RunOrder(round=1, rank=0, world_size=1)))
-        assert early.result(PATIENCE_S) == 42
+        assert early.result(DEADLINE_S) == 42
         child.expect(Running)
         child.expect(Finished)
-        assert call("whoami").result(PATIENCE_S) == "Service"
+        assert call("whoami").result(DEADLINE_S) == "Service"
         assert child.ends() == 0
 
 
@@ -193,16 +193,16 @@ def test_a_script_answers_calls_of_what_it_has_defined_while_it_runs(agent: Agen
         unknown = call("dubble", 21)
         assert not early.done()
         agent.write("define", "")
-        assert early.result(PATIENCE_S) == ["wrapped", 42], "as the script's own code would call it"
-        assert call("double", 4).result(PATIENCE_S) == ["wrapped", 8]
+        assert early.result(DEADLINE_S) == ["wrapped", 42], "as the script's own code would call it"
+        assert call("double", 4).result(DEADLINE_S) == ["wrapped", 8]
         assert not late.done()
         assert not unknown.done()
         agent.write("end", "")
         child.expect(Finished)
-        assert late.result(PATIENCE_S) == "late"
+        assert late.result(DEADLINE_S) == "late"
         with pytest.raises(RpcNotFoundError, match=r"Did you mean 'double'.*Registered there: double, late"):
-            unknown.result(PATIENCE_S)
-        assert call("late").result(PATIENCE_S) == "late"
+            unknown.result(DEADLINE_S)
+        assert call("late").result(DEADLINE_S) == "late"
         assert child.ends() == 0
 
 

@@ -20,7 +20,7 @@ from unified.worker.zygote import QUIET_S, SPARE_S
 
 pytestmark = pytest.mark.processes
 
-PATIENCE_S = met(100.0)
+DEADLINE_S = met(100.0)
 ENTRY = """
 import os, signal, subprocess, sys, time
 
@@ -110,7 +110,7 @@ class ZygoteProcess:
             if text:
                 (folder / f"{module}.py").write_text(text)
         self.control, theirs = socket.socketpair()
-        self.control.settimeout(PATIENCE_S)
+        self.control.settimeout(DEADLINE_S)
         self._buffer = StreamBuffer()
         self._words: list[ZygoteToAgent] = []
         self.children: list[Child] = []
@@ -158,11 +158,11 @@ class ZygoteProcess:
         self.control.close()
         for child in self.children:
             child.close()
-        assert self.process.wait(PATIENCE_S) in (0, -signal.SIGKILL)
+        assert self.process.wait(DEADLINE_S) in (0, -signal.SIGKILL)
 
 
 def gone(pid: int) -> bool:
-    return eventually(lambda: not process.is_alive(pid), PATIENCE_S)
+    return eventually(lambda: not process.is_alive(pid), DEADLINE_S)
 
 
 Start = Callable[..., ZygoteProcess]
@@ -255,7 +255,7 @@ def test_no_worker_outlives_its_zygote(zygote: ZygoteProcess, how: str, fresh: b
         zygote.control.close()
     else:
         zygote.process.send_signal(getattr(signal, how))
-    zygote.process.wait(PATIENCE_S)
+    zygote.process.wait(DEADLINE_S)
     assert all(gone(child.pid) for child in children)
 
 

@@ -43,7 +43,7 @@ LONGEST_INCARNATION = 1.25
 """In times of the slowest save: else a large one would never come to an end."""
 AIM = 0.1
 """How long after it has begun at most, in times of the slowest save."""
-PATIENCE_S = 20.0
+DEADLINE_S = 20.0
 ADAPT = 1.03
 """An incarnation that saved nothing makes the next ones longer by this, one that did shorter again: so enough save,
 however busy the machine becomes."""
@@ -156,11 +156,11 @@ def amid_a_part(place: Place, unfinished: set[str], delay_s: float) -> Callable[
     """So long after something new is being written: how often a random moment is such a one depends on the machine."""
 
     def wait(_: TextIO) -> None:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + DEADLINE_S
         while not place.unfinished() - unfinished and time.monotonic() < deadline:
             time.sleep(0.0005)
         if time.monotonic() >= deadline:
-            raise SystemExit(f"nothing was written within {PATIENCE_S:g} s")
+            raise SystemExit(f"nothing was written within {DEADLINE_S:g} s")
         time.sleep(delay_s)
 
     return wait

@@ -29,7 +29,7 @@ def test_the_end_of_a_worker_that_failed_is_sent_in_large() -> None:
     assert feed.take(5.0) == []
 
 
-def test_the_pace_is_bounded_and_every_stream_has_its_turn() -> None:
+def test_the_rate_is_bounded_and_every_stream_has_its_turn() -> None:
     feed = TailFeed()
     paths = [Path(f"/logs/job/w-{number}/0.out") for number in range(1000)]
     sent: dict[Path, int] = {}

@@ -12,7 +12,7 @@ from unified.queue.core.messages import Outcome
 from unified.queue.items import pack
 from unified.queue.owner_lookup import GetQuestion, OwnerLookup
 
-PATIENCE_S = 300.0
+DEADLINE_S = 300.0
 
 
 class ScriptedOwner:
@@ -55,7 +55,7 @@ def taker_of(owner: ScriptedOwner) -> QueueConsumer:
         detach=nothing,
         check_process=nothing,
         end_consumer=nothing,
-        owner_timeout_s=PATIENCE_S,
+        owner_timeout_s=DEADLINE_S,
     )
     lookup.silent = lambda holder, *_: QueueNotFoundError(f"{holder.worker} is silent")
     return QueueConsumer(cast(OwnerLookup, lookup))
@@ -109,7 +109,7 @@ def test_takes_with_little_time_from_an_owner_that_is_silent_do_not_go_on_for_ev
     taker = taker_of(owner)
     for _ in range(5):
         assert taker.take(1, 0.0) == []
-        clock[0] += PATIENCE_S / 2 + 1
+        clock[0] += DEADLINE_S / 2 + 1
     with pytest.raises(QueueNotFoundError, match="a is silent"):
         taker.take(1, 0.0)
     assert [number for number, _ in owner.asked] == [1, 1, 1, 2, 2, 2]
@@ -121,7 +121,7 @@ def test_an_owner_that_does_not_answer_is_asked_for_as_long_as_one_would_wait_fo
     taker = taker_of(owner)
 
     def pause(*_: Any) -> None:
-        clock[0] += PATIENCE_S / 2
+        clock[0] += DEADLINE_S / 2
 
     taker._lookup.pause = pause  # type: ignore[assignment,method-assign]
     assert taker.ask("stats") == {"depth": 1}
@@ -130,7 +130,7 @@ def test_an_owner_that_does_not_answer_is_asked_for_as_long_as_one_would_wait_fo
     assert not owner.script
 
 
-def test_patience_with_an_owner_begins_anew_with_each_time_that_it_is_missed(clock: list[float]) -> None:
+def test_the_wait_for_an_owner_begins_anew_with_each_time_that_it_is_missed(clock: list[float]) -> None:
     owner = ScriptedOwner([pack("a")], [pack("b")])
     taker = taker_of(owner)
     lookup: Any = taker._lookup

@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 
 from tests.support.queue_endpoints import (
+    DEADLINE_S,
     DIED,
     LOST,
-    PATIENCE_S,
     UNKNOWN,
     WAITING,
     FakeEndpoint,
@@ -49,12 +49,12 @@ def test_what_is_open_is_what_the_owner_has_to_remember() -> None:
     endpoint = FakeEndpoint("later", "later")
     ours = producer_of(endpoint)
     first, second, third = puts(ours, 3)
-    third.result(PATIENCE_S)
+    third.result(DEADLINE_S)
     endpoint.later[1].succeed(None)
-    second.result(PATIENCE_S)
+    second.result(DEADLINE_S)
     ours.put([b"x"], None)
     endpoint.later[0].succeed(None)
-    first.result(PATIENCE_S)
+    first.result(DEADLINE_S)
     ours.put([b"y"], None)
     assert [(number, below) for _, number, below, *_ in endpoint.asked] == [(0, 0), (1, 0), (2, 0), (3, 0), (4, 4)]
 
@@ -119,7 +119,7 @@ def test_puts_keep_their_order_over_the_owners_death() -> None:
     for call in old.later:  # a death ends calls in the order in which they were made
         call.fail(DIED)
     for future in futures:
-        future.result(PATIENCE_S)
+        future.result(DEADLINE_S)
     ours.put([b"next"], None)
     assert new.numbers == [0, 1, 2, 3, 4]
     assert not ours._open
@@ -136,8 +136,8 @@ def test_what_is_put_meanwhile_stays_behind_what_waits() -> None:
     eventually(lambda: new.numbers == [0, 1])
     assert not first.done()
     new.later[0].succeed(None)
-    first.result(PATIENCE_S)
-    arrived[0].result(PATIENCE_S)
+    first.result(DEADLINE_S)
+    arrived[0].result(DEADLINE_S)
 
 
 def test_a_queue_that_is_lost_ends_all_of_its_puts() -> None:
@@ -148,7 +148,7 @@ def test_a_queue_that_is_lost_ends_all_of_its_puts() -> None:
         call.fail(DIED)
     for future in futures:
         with pytest.raises(QueueLostError):
-            future.result(PATIENCE_S)
+            future.result(DEADLINE_S)
     assert not ours._open
 
 
@@ -156,7 +156,7 @@ def test_no_owner_in_time_ends_all_that_have_waited() -> None:
     ours = producer_of(None)
     for future in puts(ours, 5):
         with pytest.raises(QueueNotFoundError):
-            future.result(PATIENCE_S)
+            future.result(DEADLINE_S)
     with pytest.raises(QueueNotFoundError):
         ours.put([b"a"], 0.5)
     assert not ours._open
@@ -180,14 +180,14 @@ def test_a_put_has_no_more_time_behind_one_that_has(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(owner_lookup, "GRACE_S", 0.05)
     endpoint, found = FakeEndpoint(), threading.Event()
     lookup: Any = FakeLookup(None, endpoint)
-    lookup.before_attach = lambda: found.wait(PATIENCE_S)
+    lookup.before_attach = lambda: found.wait(DEADLINE_S)
     lookup.not_found = lambda begun: QueueNotFoundError("nobody came")
     ours = QueueProducer(cast(OwnerLookup, lookup))
     first = ours.put_async([b"a"])
     with pytest.raises(QueueNotFoundError, match="nobody came"):
         ours.put([b"b"], 0.05)
     found.set()
-    first.result(PATIENCE_S)
+    first.result(DEADLINE_S)
     assert eventually(lambda: ours._helper is None)
     assert [question[3] for question in endpoint.asked] == [[b"a"]]
 
@@ -212,7 +212,7 @@ def test_a_put_that_is_cancelled_while_it_waits_for_an_owner_is_not_made() -> No
 
     lookup.before_attach = put_and_cancel
     old.later[0].fail(DIED)
-    kept.result(PATIENCE_S)
+    kept.result(DEADLINE_S)
     assert cancelled[0].cancelled()
     assert eventually(lambda: ours._helper is None)
     assert new.numbers == [0]
@@ -235,16 +235,16 @@ def test_what_is_put_before_those_on_their_way_come_back_stays_behind_them() -> 
 
     def wait_for_the_owner() -> None:
         looks.set()
-        is_there.wait(PATIENCE_S)
+        is_there.wait(DEADLINE_S)
 
     lookup.before_attach = wait_for_the_owner
     futures += puts(ours, 1)
-    assert looks.wait(PATIENCE_S)
+    assert looks.wait(DEADLINE_S)
     for call in old.later:
         call.fail(DIED)
     is_there.set()
     for each in futures:
-        each.result(PATIENCE_S)
+        each.result(DEADLINE_S)
     assert new.numbers == [0, 1, 2]
 
 
@@ -264,7 +264,7 @@ def test_an_owner_that_is_back_sooner_than_they_are_gets_them_first(how: str) ->
     for call in old.later:
         call.fail(DIED)
     for each in futures:
-        each.result(PATIENCE_S)
+        each.result(DEADLINE_S)
     assert new.numbers == [0, 1, 2, 3]
     assert eventually(lambda: ours._helper is None)
 
@@ -272,14 +272,14 @@ def test_an_owner_that_is_back_sooner_than_they_are_gets_them_first(how: str) ->
 def test_those_on_their_way_come_back_one_by_one() -> None:
     ours, _, old, new, futures = dying(3)
     old.later[0].fail(DIED)
-    futures[0].result(PATIENCE_S)
+    futures[0].result(DEADLINE_S)
     assert eventually(lambda: ours._helper is None)
     futures += puts(ours, 1)
     assert new.numbers == [0], "what is not back does not keep from going what was put before"
     old.later[1].fail(DIED)
-    futures[1].result(PATIENCE_S)
+    futures[1].result(DEADLINE_S)
     old.later[2].succeed(None)  # it had been answered before the death
-    futures[3].result(PATIENCE_S)
+    futures[3].result(DEADLINE_S)
     assert new.numbers == [0, 1, 3]
     ours.put([b"straight again"], None)
     assert new.numbers == [0, 1, 3, 4]
@@ -294,7 +294,7 @@ def test_a_put_that_is_cancelled_while_it_waits_for_room_is_not_asked_for_again(
     endpoint.later[0].succeed(WAITING)
     assert endpoint.numbers == [0, 1]
     endpoint.later[1].succeed(WAITING)
-    second.result(PATIENCE_S)
+    second.result(DEADLINE_S)
     assert [question[1:3] for question in endpoint.asked] == [(0, 0), (1, 0), (1, 1)], (
         "the owner hears that 0 is given up"
     )
@@ -314,7 +314,7 @@ def test_a_put_that_is_cancelled_just_before_it_is_sent_is_not_sent() -> None:
 
     ours._ask = cancel_and_ask  # type: ignore[method-assign]
     future = ours.put_async([b"a"])
-    assert cancelled.wait(PATIENCE_S)
+    assert cancelled.wait(DEADLINE_S)
     assert eventually(lambda: ours._helper is None)
     assert future.cancelled()
     assert endpoint.asked == []
@@ -328,23 +328,23 @@ def test_puts_go_on_when_the_system_has_a_thread_again(monkeypatch: pytest.Monke
         with pytest.raises(RuntimeError, match="can't start new thread"):
             ours.put([b"a"], None)
         with pytest.raises(RuntimeError, match="can't start new thread"):
-            ours.put_async([b"a"]).result(PATIENCE_S)
+            ours.put_async([b"a"]).result(DEADLINE_S)
     assert not ours._open
-    ours.put([b"b"], PATIENCE_S)
+    ours.put([b"b"], DEADLINE_S)
     assert endpoint.numbers == [2]
 
 
 def test_a_callback_that_ends_its_thread_does_not_end_that_of_the_puts() -> None:
     lookup: Any = FakeLookup(None, FakeEndpoint([int(Outcome.CLOSED), 0]))
     is_there = threading.Event()
-    lookup.before_attach = lambda: is_there.wait(PATIENCE_S)
+    lookup.before_attach = lambda: is_there.wait(DEADLINE_S)
     ours = QueueProducer(cast(OwnerLookup, lookup))
     first, second = puts(ours, 2)
     first.add_done_callback(lambda _: sys.exit("of a user's"))
     is_there.set()
     with pytest.raises(QueueClosedError):
-        first.result(PATIENCE_S)
-    second.result(PATIENCE_S)
+        first.result(DEADLINE_S)
+    second.result(DEADLINE_S)
     assert eventually(lambda: ours._helper is None)
 
 
@@ -361,8 +361,8 @@ def test_an_owner_in_this_process_that_fails_ends_the_put_and_no_other() -> None
     ours = producer_of(None, endpoint)
     first, second = puts(ours, 2)
     with pytest.raises(QueueJournalError):
-        first.result(PATIENCE_S)
-    second.result(PATIENCE_S)
+        first.result(DEADLINE_S)
+    second.result(DEADLINE_S)
     assert not ours._open
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.bus import PATIENCE_S, World, entry
+from tests.support.bus import DEADLINE_S, World, entry
 from unified.bus.codec.codec import encode_arguments
 from unified.bus.shm.files import DIRECTORY, inbox_of
 from unified.bus.shm.reader import borrowed_behind
@@ -40,7 +40,7 @@ def test_arguments_are_encoded_and_laid_into_shared_memory_once(world: World, mo
     array = np.arange(1 << 17)
     assert array.nbytes == 1 << 20
     for each in a.call_many(TARGETS, "keep", (array,), {}):
-        each.result(PATIENCE_S)
+        each.result(DEADLINE_S)
     assert sorted(got) == TARGETS
     for received in got.values():
         np.testing.assert_array_equal(received, array)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.bus import PATIENCE_S, World
+from tests.support.bus import DEADLINE_S, World
 from unified.bus.calls.deadlock import monitor
 from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.registry import rpc
@@ -28,17 +28,17 @@ class Cast:
 
 
 def ask(future: concurrent.futures.Future[Any]) -> Any:
-    return future.result(PATIENCE_S)
+    return future.result(DEADLINE_S)
 
 
 def look_on(future: concurrent.futures.Future[Any]) -> Any:
-    concurrent.futures.wait([future], PATIENCE_S)
+    concurrent.futures.wait([future], DEADLINE_S)
     return future.result(0)
 
 
 def ends_of(calls: list[concurrent.futures.Future[Any]]) -> list[BaseException | None]:
-    """What each ended in, long before any of `PATIENCE_S` is over."""
-    assert not concurrent.futures.wait(calls, PATIENCE_S / 2).not_done
+    """What each ended in, long before any of `DEADLINE_S` is over."""
+    assert not concurrent.futures.wait(calls, DEADLINE_S / 2).not_done
     return [each.exception() for each in calls]
 
 
@@ -66,7 +66,7 @@ def meeting(
         def m(is_root: bool) -> str:
             if not is_root:
                 return me
-            all_in.wait(PATIENCE_S)
+            all_in.wait(DEADLINE_S)
             return str(then(cast))
 
         return {"m": m}
@@ -108,7 +108,7 @@ def test_line_that_moves_refuses_nobody(world: World) -> None:
     def serving(cast: Cast) -> dict[str, Callable[..., Any]]:
         @rpc(concurrency=1)
         def slow(i: int) -> int:
-            release.wait(PATIENCE_S)
+            release.wait(DEADLINE_S)
             return i
 
         return {"slow": slow}
@@ -198,14 +198,14 @@ def test_task_that_waits_for_whoever_is_in_line_behind_its_stream(world: World) 
             with pytest.raises(RpcError, match="'count' in worker a \\(waits\\) -> its reader"):
                 await cast.call("b", "a", "double", 1)
             with pytest.raises(RpcError, match="'count' in worker a \\(waits\\) -> its reader"):
-                cast.call("b", "a", "double", 1).result(PATIENCE_S)  # as does its whole thread
+                cast.call("b", "a", "double", 1).result(DEADLINE_S)  # as does its whole thread
 
     async def read_on(numbers: Any) -> list[int]:
         await asyncio.sleep(0.6)  # more than two looks
         return [number async for number in numbers]
 
-    asyncio.run(asyncio.wait_for(both(), PATIENCE_S))
-    asyncio.run(asyncio.wait_for(alone(), PATIENCE_S))
+    asyncio.run(asyncio.wait_for(both(), DEADLINE_S))
+    asyncio.run(asyncio.wait_for(alone(), DEADLINE_S))
 
 
 @pytest.mark.parametrize("is_handler", [True, False])
@@ -225,7 +225,7 @@ def test_stream_whose_reader_waits_for_a_worker_that_is_in_line_behind_it(world:
     here = concurrent.futures.ThreadPoolExecutor(1)
     call = cast.call("x", "b", "read") if is_handler else here.submit(reading(cast)["read"])
     with pytest.raises(RpcError, match="a call from worker b was given up: calls wait for one another") as caught:
-        call.result(PATIENCE_S / 2)
+        call.result(DEADLINE_S / 2)
     here.shutdown(wait=False)
     for words in ("'hand_on' in worker c (waits)", "'double' in worker a (in line)", "'count' in worker a (waits)"):
         assert words in str(caught.value)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.bus import PATIENCE_S, World
+from tests.support.bus import DEADLINE_S, World
 from unified.bus.endpoint import BusEndpoint
 from unified.errors import RemoteError
 
@@ -58,13 +58,13 @@ def chain(world: World) -> BusEndpoint:
     """`a`, which calls `b`, which calls `c`, where it fails."""
 
     def ask(method: str, what: str) -> Any:
-        return b.call("c", method, (what,), {}).result(PATIENCE_S)
+        return b.call("c", method, (what,), {}).result(DEADLINE_S)
 
     async def ask_async(method: str, what: str) -> Any:
         return await b.call("c", method, (what,), {})
 
     def pass_on(what: str) -> Iterator[str]:
-        yield from b.call("c", "yield_one", (what,), {}).result(PATIENCE_S)
+        yield from b.call("c", "yield_one", (what,), {}).result(DEADLINE_S)
 
     async def pass_on_async(what: str) -> AsyncIterator[str]:
         async for each in await b.call("c", "yield_one", (what,), {}):
@@ -91,7 +91,7 @@ def in_order(text: list[str], *wanted: str) -> None:
 
 @pytest.mark.parametrize("method", ["ask", "ask_async"])
 def test_every_worker_on_the_way_is_shown_from_the_caller_to_the_cause(chain: BusEndpoint, method: str) -> None:
-    error, text = printed(lambda: chain.call("b", method, ("look_up", "w1"), {}).result(PATIENCE_S))
+    error, text = printed(lambda: chain.call("b", method, ("look_up", "w1"), {}).result(DEADLINE_S))
     assert isinstance(error, ValueError)
     assert (error.worker, error.type_name, error.message) == ("b", "ValueError", "no weight 'w1'")
     in_order(
@@ -117,7 +117,7 @@ def test_every_worker_on_the_way_is_shown_from_the_caller_to_the_cause(chain: Bu
 
 @pytest.mark.parametrize("method", ["pass_on", "pass_on_async"])
 def test_stream_of_a_stream(chain: BusEndpoint, method: str) -> None:
-    items = chain.call("b", method, ("word",), {}).result(PATIENCE_S)
+    items = chain.call("b", method, ("word",), {}).result(DEADLINE_S)
     assert next(items) == "word"
     error, text = printed(lambda: next(items))
     assert error.type_name == f"{__name__}.Unpicklable"
@@ -134,14 +134,14 @@ def test_stream_of_a_stream(chain: BusEndpoint, method: str) -> None:
 
 
 def test_exception_that_cannot_be_pickled_arrives(chain: BusEndpoint) -> None:
-    error, text = printed(lambda: chain.call("b", "ask", ("hold", "a lock"), {}).result(PATIENCE_S))
+    error, text = printed(lambda: chain.call("b", "ask", ("hold", "a lock"), {}).result(DEADLINE_S))
     assert type(error) is RemoteError
     assert (str(error), error.type_name) == ("a lock", f"{__name__}.Unpicklable")
     in_order(text, "RemoteError: a lock", "in ask", "in hold", f"{__name__}.Unpicklable: a lock")
 
 
 def test_exception_that_can_be_neither_pickled_nor_printed_arrives(chain: BusEndpoint) -> None:
-    error, text = printed(lambda: chain.call("b", "ask", ("hide", ""), {}).result(PATIENCE_S))
+    error, text = printed(lambda: chain.call("b", "ask", ("hide", ""), {}).result(DEADLINE_S))
     assert "its __str__ raised RuntimeError" in str(error)
     in_order(text, "in ask", "in hide")
 

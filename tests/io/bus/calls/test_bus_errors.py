@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.bus import PATIENCE_S, World, call, entry
+from tests.support.bus import DEADLINE_S, World, call, entry
 from unified.errors import ProtocolError, RemoteError, RpcError, RpcNotFoundError, UsageError
 
 
@@ -97,7 +97,7 @@ def misuse(timeout: float = 0) -> Any:
 def test_option_that_went_to_the_handler_is_pointed_out(world: World, option: str, handler: Any) -> None:
     a, _ = world.pair({"method": handler})
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{option}'") as caught:
-        a.call("b", "method", (1,), {option: 2}).result(PATIENCE_S)
+        a.call("b", "method", (1,), {option: 2}).result(DEADLINE_S)
     assert any(f"It is written `_{option}=`" in note for note in getattr(caught.value, "__notes__", []))
 
 
@@ -105,7 +105,7 @@ def test_other_arguments_that_do_not_fit_are_no_options(world: World) -> None:
     a, _ = world.pair({"echo": echo, "misuse": misuse})
     for method, kwargs in (("echo", {"time": 2}), ("misuse", {"timeout": 2})):
         with pytest.raises(TypeError, match="unexpected keyword argument 'time") as caught:
-            a.call("b", method, (), kwargs).result(PATIENCE_S)
+            a.call("b", method, (), kwargs).result(DEADLINE_S)
         assert "Did you mean the option" not in "".join(caught.value.__notes__)
 
 
@@ -156,5 +156,5 @@ def test_argument_that_cannot_be_sent_keeps_the_whole_group_from_being_called(wo
     with pytest.raises(UsageError, match="cannot be sent"):
         a.call_each(["b", "b"], "note", [((1,), {}), ((threading.Lock(),), {})])
     each = a.call_each(["b", "b"], "note", [((2,), {}), ((3,), {})])
-    assert [future.result(PATIENCE_S) for future in each] == [None, None]
+    assert [future.result(DEADLINE_S) for future in each] == [None, None]
     assert sorted(ran) == [2, 3]

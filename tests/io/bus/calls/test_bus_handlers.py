@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.bus import PATIENCE_S, World, call
+from tests.support.bus import DEADLINE_S, World, call
 from tests.support.deadlines import missed
 from unified.bus.calls.inbound import current_call
 from unified.bus.calls.registry import rpc
@@ -42,21 +42,21 @@ def test_inline_handler_keeps_the_others_waiting_for_a_moment_and_not_for_ever(
     @rpc(inline=True)
     def hold() -> bool:
         began.set()
-        return release.wait(PATIENCE_S)
+        return release.wait(DEADLINE_S)
 
     a, b = world.pair({"hold": hold, "ping": rpc(inline=True)(lambda: 1)})
     monkeypatch.setattr(b._io._timer, "set", lambda at: None)  # the test ticks
     held = a.call("b", "hold", (), {})
-    assert began.wait(PATIENCE_S)
+    assert began.wait(DEADLINE_S)
     ping = a.call("b", "ping", (), {})
     for _ in range(10):
         b._io.tick()
     assert not concurrent.futures.wait([ping], missed(0.05)).done
     for _ in range(INLINE_TICKS):
         b._io.tick()
-    assert ping.result(PATIENCE_S) == 1
+    assert ping.result(DEADLINE_S) == 1
     release.set()
-    assert held.result(PATIENCE_S)
+    assert held.result(DEADLINE_S)
 
 
 def test_short_handler_comes_to_run_where_it_is_received_and_a_long_one_leaves_again(world: World) -> None:
@@ -77,14 +77,14 @@ def test_short_handler_comes_to_run_where_it_is_received_and_a_long_one_leaves_a
 
 def test_handler_that_was_short_and_blocks_holds_up_nobody(world: World) -> None:
     release = threading.Event()
-    a, _ = world.pair({"wait": lambda is_long: release.wait(PATIENCE_S if is_long else 0), "ping": lambda: 1})
+    a, _ = world.pair({"wait": lambda is_long: release.wait(DEADLINE_S if is_long else 0), "ping": lambda: 1})
     for _ in range(20):
         call(a, "wait", False)
         call(a, "ping")
     stuck = [a.call("b", "wait", (True,), {}) for _ in range(3)]
     assert call(a, "ping") == 1
     release.set()
-    assert all(each.result(PATIENCE_S) for each in stuck)
+    assert all(each.result(DEADLINE_S) for each in stuck)
 
 
 _read: list[int] = []
@@ -110,7 +110,7 @@ def note_read(i: int, ballast: list[Any]) -> int:
 def call_numbered(a: BusEndpoint, method: str) -> None:
     _read.clear()
     calls = [a.call("b", method, (Numbered(i),), {}) for i in range(300)]
-    assert not concurrent.futures.wait(calls, PATIENCE_S).not_done
+    assert not concurrent.futures.wait(calls, DEADLINE_S).not_done
 
 
 def test_calls_of_one_caller_start_in_order(world: World) -> None:
@@ -168,7 +168,7 @@ def test_concurrency_and_group(world: World) -> None:
 
     a, _ = world.pair({"alone": alone, "left": left, "right": right})
     futures = [a.call("b", method, (), {}) for _ in range(20) for method in ("alone", "left", "right")]
-    assert not concurrent.futures.wait(futures, PATIENCE_S).not_done
+    assert not concurrent.futures.wait(futures, DEADLINE_S).not_done
     assert all(each.exception() is None for each in futures)
     assert most == {"alone": 2, "group": 1}
 
@@ -179,7 +179,7 @@ def test_cancelled_call_in_line_lets_the_next_through(world: World) -> None:
     @rpc(concurrency=1)
     def alone(i: int) -> int:
         ran.append(i)
-        release.wait(PATIENCE_S)
+        release.wait(DEADLINE_S)
         return i
 
     a, b = world.pair({"alone": alone})
@@ -188,7 +188,7 @@ def test_cancelled_call_in_line_lets_the_next_through(world: World) -> None:
     assert second.cancel()
     eventually(lambda: len(b._server._known) == 2)
     release.set()
-    assert (first.result(PATIENCE_S), third.result(PATIENCE_S)) == (0, 2)
+    assert (first.result(DEADLINE_S), third.result(DEADLINE_S)) == (0, 2)
     assert ran == [0, 2]
     with pytest.raises(RpcCancelledError):
         second.result()
@@ -207,9 +207,9 @@ def test_answer_may_come_later(world: World) -> None:
     eventually(lambda: len(waiting) == 2)
     waiting[0].set_result("now")
     waiting[1].set_exception(KeyError("k"))
-    assert good.result(PATIENCE_S) == "now"
+    assert good.result(DEADLINE_S) == "now"
     with pytest.raises(KeyError):
-        bad.result(PATIENCE_S)
+        bad.result(DEADLINE_S)
 
 
 def test_handler_knows_its_caller(world: World) -> None:
@@ -222,7 +222,7 @@ def ring(world: World) -> tuple[BusEndpoint, BusEndpoint]:
     """Two workers that call one another: ``down(n)`` in each calls ``down(n - 1)`` in the other, and waits."""
 
     def down(me: str, other: str) -> Any:
-        return lambda n: 0 if n == 0 else 1 + ends[me].call(other, "down", (n - 1,), {}, timeout=PATIENCE_S).result()
+        return lambda n: 0 if n == 0 else 1 + ends[me].call(other, "down", (n - 1,), {}, timeout=DEADLINE_S).result()
 
     ends: dict[str, BusEndpoint] = {}
     ends |= world.cast({me: {"down": down(me, other)} for me, other in (("a", "b"), ("b", "a"))})
@@ -240,13 +240,13 @@ def test_cycle_of_calls_works_until_it_is_absurd(world: World) -> None:
 
 def test_call_to_oneself(world: World) -> None:
     a, _ = ring(world)
-    assert a.call("a", "down", (1,), {}, timeout=PATIENCE_S).result() == 1
+    assert a.call("a", "down", (1,), {}, timeout=DEADLINE_S).result() == 1
 
 
 def test_serialised_method_that_calls_itself_is_told_so(world: World) -> None:
     @rpc(concurrency=1)
     def alone(n: int) -> int:
-        return 0 if n == 0 else 1 + int(b.call("b", "alone", (n - 1,), {}, timeout=PATIENCE_S).result())
+        return 0 if n == 0 else 1 + int(b.call("b", "alone", (n - 1,), {}, timeout=DEADLINE_S).result())
 
     a, b = world.cast({"a": {}, "b": {"alone": alone}}).values()
     with pytest.raises(RpcError, match="wait for one another there"):
@@ -257,8 +257,8 @@ def test_serialised_method_that_calls_itself_is_told_so(world: World) -> None:
 def test_calls_that_no_thread_is_left_for_are_refused(world: World) -> None:
     def ask(me: str, other: str, method: str) -> Any:
         def handler() -> Any:
-            assert me == "a" or are_all_waiting.wait(PATIENCE_S)
-            return ends[me].call(other, method, (), {}, timeout=PATIENCE_S).result()
+            assert me == "a" or are_all_waiting.wait(DEADLINE_S)
+            return ends[me].call(other, method, (), {}, timeout=DEADLINE_S).result()
 
         return handler
 
@@ -270,26 +270,26 @@ def test_calls_that_no_thread_is_left_for_are_refused(world: World) -> None:
     calls = [ends["b"].call("a", "f", (), {}) for _ in range(60)]
     assert eventually(lambda: ends["a"]._pool._num_waiting == 40)
     are_all_waiting.set()
-    assert not concurrent.futures.wait(calls, PATIENCE_S / 2).not_done  # before the deadlines of the inner calls
+    assert not concurrent.futures.wait(calls, DEADLINE_S / 2).not_done  # before the deadlines of the inner calls
     errors = [error for error in (each.exception() for each in calls) if error is not None]
     assert all("all 40 threads for handlers there wait" in str(error) for error in errors), errors
     assert errors
-    assert ends["b"].call("a", "f", (), {}, timeout=PATIENCE_S).result() == 1
+    assert ends["b"].call("a", "f", (), {}, timeout=DEADLINE_S).result() == 1
 
 
 def test_threads_that_wait_as_for_any_future_keep_no_others_from_theirs(world: World) -> None:
     all_in = threading.Barrier(MAX_HANDLER_THREADS)
 
     def f() -> int:
-        all_in.wait(PATIENCE_S)
+        all_in.wait(DEADLINE_S)
         future = ends["a"].call("b", "g", (), {})
-        assert not concurrent.futures.wait([future], PATIENCE_S).not_done
+        assert not concurrent.futures.wait([future], DEADLINE_S).not_done
         return int(future.result(0))
 
     ends: dict[str, BusEndpoint] = {}
     ends |= world.cast({"a": {"f": f, "h": lambda: 1}, "b": {"g": lambda: call(ends["b"], "h", target="a")}})
     calls = [ends["b"].call("a", "f", (), {}) for _ in range(MAX_HANDLER_THREADS)]
-    assert [each.result(PATIENCE_S / 2) for each in calls] == [1] * MAX_HANDLER_THREADS
+    assert [each.result(DEADLINE_S / 2) for each in calls] == [1] * MAX_HANDLER_THREADS
     assert eventually(lambda: ends["a"]._pool._num_presumed == 0)
 
 
@@ -314,27 +314,27 @@ def test_call_that_nobody_waits_for_is_made_all_the_same(world: World) -> None:
 
 def test_deadline_wakes_whoever_receives(world: World) -> None:
     release = threading.Event()
-    a, _ = world.pair({"wait": lambda: release.wait(PATIENCE_S)})
+    a, _ = world.pair({"wait": lambda: release.wait(DEADLINE_S)})
     threads = [
         threading.Thread(target=lambda: a.call("b", "wait", (), {}, timeout=missed(0.2)).exception()) for _ in range(3)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(PATIENCE_S)
+        thread.join(DEADLINE_S)
         assert not thread.is_alive()
     release.set()
 
 
 def test_cancelling_from_another_thread_wakes_whoever_receives(world: World) -> None:
     release = threading.Event()
-    a, b = world.pair({"wait": lambda: release.wait(PATIENCE_S)})
+    a, b = world.pair({"wait": lambda: release.wait(DEADLINE_S)})
     future = a.call("b", "wait", (), {})
     waiter = threading.Thread(target=future.exception)
     waiter.start()
     eventually(lambda: b._server._known)
     future.cancel()
-    waiter.join(PATIENCE_S)
+    waiter.join(DEADLINE_S)
     assert not waiter.is_alive()
     release.set()
 
@@ -343,7 +343,7 @@ def test_link_that_breaks_without_a_death_ends_the_call(world: World) -> None:
     if world.route != "auto":
         pytest.skip("what goes through ZeroMQ has tests of its own: test_bus_direct, test_bus_relay")
     release = threading.Event()
-    a, b = world.pair({"wait": lambda: release.wait(PATIENCE_S), "ping": lambda: 1})
+    a, b = world.pair({"wait": lambda: release.wait(DEADLINE_S), "ping": lambda: 1})
     assert call(a, "ping") == 1
     future = a.call("b", "wait", (), {})
     eventually(lambda: any(method.method == "wait" for method in b._server._known.values()))
@@ -351,7 +351,7 @@ def test_link_that_breaks_without_a_death_ends_the_call(world: World) -> None:
     assert isinstance(link, UnixConnection)
     link._socket.shutdown(2)
     with pytest.raises(RpcError, match="were lost while 'wait' was open"):
-        future.result(PATIENCE_S)
+        future.result(DEADLINE_S)
     release.set()
     assert call(a, "ping") == 1  # over a new one
 

@@ -9,7 +9,7 @@ import pytest
 import zmq
 from msgspec.structs import replace
 
-from tests.support.bus import PATIENCE_S, World
+from tests.support.bus import DEADLINE_S, World
 from unified.bus.codec.codec import encode_arguments
 from unified.bus.transport.framing import pack
 from unified.protocol.envelope import BUS_VERSION, Envelope, Kind, encode_envelope, encode_record
@@ -50,7 +50,7 @@ def test_calls_of_another_job_and_repeated_calls_are_not_run(world: World, caplo
     def note(word: str) -> bytes:
         return encode_arguments((word,), {}).body
 
-    a.call("b", "note", ("before",), {}).result(PATIENCE_S)  # now the relay knows it
+    a.call("b", "note", ("before",), {}).result(DEADLINE_S)  # now the relay knows it
     with connected(world, inbox) as send:
         send(hello, encode_record(STRANGER))
         for _ in range(3):
@@ -59,7 +59,7 @@ def test_calls_of_another_job_and_repeated_calls_are_not_run(world: World, caplo
             send(first, note(word))
         send(replace(first, call_id=2, count=2), note("second"))
         eventually(lambda: b.num_rejected >= 5 and len(ran) >= 3)
-        a.call("b", "note", ("afterwards",), {}).result(PATIENCE_S)
+        a.call("b", "note", ("afterwards",), {}).result(DEADLINE_S)
     assert sorted(ran) == ["afterwards", "before", "first", "second"]
     assert b.num_rejected == 5
     rejections = [each.getMessage() for each in caplog.records if "event=mail-rejected" in each.getMessage()]

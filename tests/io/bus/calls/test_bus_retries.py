@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.bus import PATIENCE_S, World, entry, pass_deadlines
+from tests.support.bus import DEADLINE_S, World, entry, pass_deadlines
 from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.retry import RetryPolicy, with_retries
 from unified.bus.endpoint import BusEndpoint
@@ -26,35 +26,35 @@ def retried(
 
 def test_next_incarnation_answers_when_the_first_died_with_the_call(world: World) -> None:
     a, first = world.pair_with_process()
-    assert retried(a, "pid").result(PATIENCE_S) == first.popen.pid
+    assert retried(a, "pid").result(DEADLINE_S) == first.popen.pid
     first.kill(signal.SIGSTOP)
     future = retried(a, "pid")
     first.kill()
     a.update_directory([entry("b", None, 0, Reachability.DEAD, "killed by SIGKILL")])
     second = world.process("b", 1)
     a.update_directory([entry("b", second.inbox, 1)])
-    assert future.result(PATIENCE_S) == second.popen.pid
+    assert future.result(DEADLINE_S) == second.popen.pid
 
 
 def test_worker_that_ended_for_good_is_not_called_again(world: World) -> None:
     a, _ = world.pair({})
     a.update_directory([entry("b", None, 0, Reachability.ENDED, "it is not to be called.")])
     with pytest.raises(WorkerDiedError, match=r"has ended for good.* called\. `unified explain b` says more") as caught:
-        retried(a, "ping").result(PATIENCE_S)
+        retried(a, "ping").result(DEADLINE_S)
     assert caught.value.is_final
     assert not getattr(caught.value, "__notes__", None)
 
 
 def test_deadline_ends_the_wait_for_a_next_incarnation_that_does_not_come(world: World) -> None:
     release = threading.Event()
-    a, _ = world.pair({"hold": lambda: release.wait(PATIENCE_S)})
-    future = retried(a, "hold", timeout=PATIENCE_S)
+    a, _ = world.pair({"hold": lambda: release.wait(DEADLINE_S)})
+    future = retried(a, "hold", timeout=DEADLINE_S)
     first = future.parts[0]
     a.update_directory([entry("b", None, 0, Reachability.DEAD, "killed")])
     eventually(lambda: future.parts[0] is not first)
     pass_deadlines(a)
     with pytest.raises(RpcTimeoutError, match="worker b did not answer 'hold'") as caught:
-        future.result(PATIENCE_S)
+        future.result(DEADLINE_S)
     assert caught.value.__notes__ == ["That was attempt 2 of at most 4."]
     release.set()
 
@@ -68,7 +68,7 @@ def test_cancelling_reaches_the_attempt_that_runs(world: World) -> None:
 
 def test_full_window_is_tried_again(world: World) -> None:
     release = threading.Event()
-    a, _ = world.pair({"hold": lambda data: release.wait(PATIENCE_S), "ping": lambda data: "pong"}, limit_bytes=100_000)
+    a, _ = world.pair({"hold": lambda data: release.wait(DEADLINE_S), "ping": lambda data: "pong"}, limit_bytes=100_000)
     filling = a.call("b", "hold", (b"x" * 80_000,), {})
 
     def again(left_s: float | None) -> RpcFuture[Any]:
@@ -80,5 +80,5 @@ def test_full_window_is_tried_again(world: World) -> None:
 
     failed: RpcFuture[Any] = RpcFuture("the first attempt")
     failed.fail(BusOverloadedError("full"))
-    assert with_retries(failed, again, RetryPolicy(retries=8)).result(PATIENCE_S) == "pong"
-    assert filling.result(PATIENCE_S)
+    assert with_retries(failed, again, RetryPolicy(retries=8)).result(DEADLINE_S) == "pong"
+    assert filling.result(DEADLINE_S)

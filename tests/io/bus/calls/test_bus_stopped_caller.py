@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.bus import PATIENCE_S, World, entry
+from tests.support.bus import DEADLINE_S, World, entry
 from unified.bus.calls.registry import rpc
 from unified.bus.codec.codec import encode
 from unified.bus.endpoint import BusEndpoint
@@ -44,7 +44,7 @@ class Stopped:
         """The ids of the next so many calls that were answered."""
         reader = FrameReader()
         ids: list[int] = []
-        self._socket.settimeout(PATIENCE_S)
+        self._socket.settimeout(DEADLINE_S)
         while len(ids) < number:
             wanted = reader.wanted
             if wanted is None:
@@ -110,12 +110,12 @@ def test_answers_that_are_not_taken(world_of_links: World, method: str) -> None:
     assert eventually(lambda: any(link.is_full for link in b._io.connections))
     assert not any(link.watched & select.EPOLLIN for link in b._io.connections if link.is_full)
     for _ in range(50):
-        assert a.call("b", "ping", (), {}).result(PATIENCE_S) == 1
+        assert a.call("b", "ping", (), {}).result(DEADLINE_S) == 1
     if method != "coroutine":  # of those any number may be under way already
         assert len(began) < NUM_CALLS
         assert backlog(b) <= LIMIT_BYTES + 40 * ANSWER_BYTES
     ids = stopped.answers(NUM_CALLS)
-    writer.join(PATIENCE_S)
+    writer.join(DEADLINE_S)
     assert sorted(ids) == sorted(began) == list(range(1, NUM_CALLS + 1))
     assert eventually(lambda: not b._server._known)
     assert not b._server._parked
@@ -134,7 +134,7 @@ def test_caller_that_dies_while_its_answers_wait(world_of_links: World) -> None:
     writer.start()
     assert eventually(lambda: any(link.is_full for link in b._io.connections))
     stopped.close()
-    writer.join(PATIENCE_S)
+    writer.join(DEADLINE_S)
     assert eventually(lambda: not b._io.connections)
     assert eventually(lambda: not b._server._known)
     assert not b._server._parked
@@ -150,7 +150,7 @@ def test_last_answers_leave_before_the_bus_is_closed(world_of_links: World) -> N
     reader = threading.Timer(0.1, lambda: answers.extend(caller.answers(5)))
     reader.start()
     b.close()
-    reader.join(PATIENCE_S)
+    reader.join(DEADLINE_S)
     assert sorted(answers) == [1, 2, 3, 4, 5]
     caller.close()
 
@@ -171,7 +171,7 @@ def test_every_end_of_a_call_is_the_end_of_it(world: World) -> None:
 
     @rpc(concurrency=1)
     def alone() -> bool:
-        return release.wait(PATIENCE_S)
+        return release.wait(DEADLINE_S)
 
     def count() -> Any:
         yield from range(100)
@@ -197,11 +197,11 @@ def test_every_end_of_a_call_is_the_end_of_it(world: World) -> None:
     def start(method: str, timeout: float | None = None) -> Any:
         return a.call("b", method, (), {}, timeout=timeout)
 
-    assert [start("ping").result(PATIENCE_S) for _ in range(20)] == [1] * 20
-    assert start("inline").result(PATIENCE_S) == 1
+    assert [start("ping").result(DEADLINE_S) for _ in range(20)] == [1] * 20
+    assert start("inline").result(DEADLINE_S) == 1
     for method in ("fail", "unsendable", "missing"):
-        assert start(method).exception(PATIENCE_S) is not None
-    assert start("forever", 0.05).exception(PATIENCE_S) is not None
+        assert start(method).exception(DEADLINE_S) is not None
+    assert start("forever", 0.05).exception(DEADLINE_S) is not None
     cancelled = [start(each) for each in ("forever", "promise", "alone", "alone", "alone")]
     assert eventually(lambda: later and len(b._server._known) == 5)
     for each in cancelled:
@@ -211,12 +211,12 @@ def test_every_end_of_a_call_is_the_end_of_it(world: World) -> None:
     promised = start("promise")
     assert eventually(lambda: len(later) == 2)
     later[1].set_result(2)
-    assert promised.result(PATIENCE_S) == 2
+    assert promised.result(DEADLINE_S) == 2
     for method in ("count", "count_async"):
-        assert list(start(method).result(PATIENCE_S)) == list(range(100))
-        start(method).result(PATIENCE_S).close()
+        assert list(start(method).result(DEADLINE_S)) == list(range(100))
+        start(method).result(DEADLINE_S).close()
         del cancelled[:]
-        start(method).result(PATIENCE_S)  # dropped at once
+        start(method).result(DEADLINE_S)  # dropped at once
     assert eventually(lambda: not b._server._known)
     assert eventually(lambda: not b._server._order._lines)
     assert all(not limit.running and not limit.waiting for limit in b._server._limits.values())

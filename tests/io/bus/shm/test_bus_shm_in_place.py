@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.bus import PATIENCE_S, World, entry
+from tests.support.bus import DEADLINE_S, World, entry
 from tests.support.shared_memory import Side, names, peers, run_code
 from unified.bus.codec.codec import decode, deserialize, encode
 from unified.bus.shm.allocation import allocation_at
@@ -259,11 +259,11 @@ def test_calls_streams_and_groups_on_every_route(world: World, monkeypatch: pyte
     a, b = world.pair({"make": make, "many": many, "same": lambda array: array})
     a.update_directory([entry("c", world.endpoint("c", {"same": lambda array: array})[1])])
     monkeypatch.setattr(context, "_current", SimpleNamespace(bus=b))
-    results = [a.call("b", "make", (4,), {}, timeout=PATIENCE_S).result(), *a.call("b", "many", (2,), {}).result()]
+    results = [a.call("b", "make", (4,), {}, timeout=DEADLINE_S).result(), *a.call("b", "many", (2,), {}).result()]
     assert [result.sum() for result in results] == [1_200_000, 0, 300_000]
     monkeypatch.setattr(context, "_current", SimpleNamespace(bus=a))
     array = make(2)
-    echoes = [call.result(PATIENCE_S) for call in a.call_many(["b", "c"], "same", (array,), {})]
+    echoes = [call.result(DEADLINE_S) for call in a.call_many(["b", "c"], "same", (array,), {})]
     assert [echo.sum() for echo in echoes] == [600_000] * 2
     sent = [*results, echoes[0]]
     for place, memory in enumerate(made):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.bus import PATIENCE_S, World, entry
+from tests.support.bus import DEADLINE_S, World, entry
 from tests.support.weights import one_route
 from unified.bus.shm.files import DIRECTORY, inbox_of
 from unified.bus.shm.pool import LIMIT_VARIABLE, SharedPool, default_limit
@@ -137,13 +137,13 @@ def test_calls_of_this_host_do_without_shared_memory(world: World, monkeypatch: 
     a, b = world.pair({"keep_and_make": keep_and_make})
     assert isinstance(a._connections.connection(b._listeners.inbox), UnixConnection)
     array = np.arange(4 * MIB // 8)
-    result = a.call("b", "keep_and_make", (array,), {}).result(PATIENCE_S)
+    result = a.call("b", "keep_and_make", (array,), {}).result(DEADLINE_S)
     assert segments_of(a.inbox_id, b.inbox_id) == []
     assert np.array_equal(held[0], array)
     assert np.array_equal(result, array[::-1] + 1)
     process = world.process("c")
     a.update_directory([entry("c", process.inbox)])
-    echo = a.call("c", "echo", (array,), {}).result(PATIENCE_S)
+    echo = a.call("c", "echo", (array,), {}).result(DEADLINE_S)
     assert segments_of(a.inbox_id, process.inbox.inbox_id) == []
     assert np.array_equal(echo, array)
 
@@ -154,8 +154,8 @@ def test_a_call_that_finds_the_limit_in_use_goes_by_the_wire(world: World, monke
     held: list[np.ndarray] = []
     a, b = world.pair({"keep": held.append, "make": lambda number: np.full(4 * MIB, number, "u1")})
     for number in (1, 2):
-        a.call("b", "keep", (np.full(4 * MIB, number, "u1"),), {}).result(PATIENCE_S)
-    made = [a.call("b", "make", (number,), {}).result(PATIENCE_S) for number in (3, 4)]
+        a.call("b", "keep", (np.full(4 * MIB, number, "u1"),), {}).result(DEADLINE_S)
+    made = [a.call("b", "make", (number,), {}).result(DEADLINE_S) for number in (3, 4)]
     arrays = [*held, *made]
     assert [borrowed_behind(memoryview(array)) is not None for array in arrays] == [True, False] * 2
     assert sorted(segments_of(a.inbox_id, b.inbox_id)) == sorted(f"unified-{each.inbox_id}-0" for each in (a, b))

@@ -190,7 +190,7 @@ def test_a_batch_of_sealed_values_is_handed_on_one_by_one(directory: str, owner:
     producer.pool.close()
 
 
-def test_what_was_staged_and_dropped_frees_the_slot(directory: str, owner: Side) -> None:
+def test_what_was_exported_and_dropped_frees_the_slot(directory: str, owner: Side) -> None:
     for _ in range(3):
         assert owner.pool.export([b"x" * NBYTES]) is not None
     assert len(names(directory)) == 1

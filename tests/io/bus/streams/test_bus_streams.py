@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.bus import PATIENCE_S, World, entry, pass_deadlines
+from tests.support.bus import DEADLINE_S, World, entry, pass_deadlines
 from unified.bus.calls.registry import rpc
 from unified.bus.endpoint import BusEndpoint
 from unified.bus.streams.stream import WINDOW_ITEMS, RpcStream
@@ -22,7 +22,7 @@ from unified_master.relay import BusRelay
 
 
 def stream(bus: BusEndpoint, method: str, *args: Any, timeout: float | None = None) -> RpcStream[Any]:
-    value = bus.call("b", method, args, {}, timeout=timeout).result(PATIENCE_S)
+    value = bus.call("b", method, args, {}, timeout=timeout).result(DEADLINE_S)
     assert isinstance(value, RpcStream)
     return value
 
@@ -101,7 +101,7 @@ def test_items_arrive_while_the_generator_runs(world: World) -> None:
 
     def steps() -> Iterator[str]:
         yield "first"
-        assert going.wait(PATIENCE_S)
+        assert going.wait(DEADLINE_S)
         yield "second"
 
     a, _ = world.pair({"steps": steps})
@@ -114,7 +114,7 @@ def test_items_arrive_while_the_generator_runs(world: World) -> None:
 def test_generator_is_held_back_a_window_ahead(a: BusEndpoint, method: str, counter: Counter) -> None:
     items = stream(a, method, 1000)
     eventually(lambda: counter.made >= WINDOW_ITEMS)
-    assert a.call("b", "ping", (), {}).result(PATIENCE_S) == "pong"  # behind whatever else was sent
+    assert a.call("b", "ping", (), {}).result(DEADLINE_S) == "pong"  # behind whatever else was sent
     assert counter.made == WINDOW_ITEMS
     for i in range(100):
         assert next(items) == i
@@ -125,7 +125,7 @@ def test_generator_is_held_back_a_window_ahead(a: BusEndpoint, method: str, coun
 def test_early_close_closes_the_generator(a: BusEndpoint, method: str, counter: Counter) -> None:
     with stream(a, method, 1000) as items:
         assert [next(items), next(items)] == [0, 1]
-    assert counter.ended.wait(PATIENCE_S)
+    assert counter.ended.wait(DEADLINE_S)
     assert counter.ends == ["GeneratorExit"]
     assert list(items) == []
     eventually(lambda: not a._client._outbound)
@@ -136,7 +136,7 @@ def test_dropped_handle_closes_the_generator(a: BusEndpoint, method: str, counte
     assert next(items) == 0
     del items
     gc.collect()
-    assert counter.ended.wait(PATIENCE_S)
+    assert counter.ended.wait(DEADLINE_S)
     assert counter.ends == ["GeneratorExit"]
 
 
@@ -152,25 +152,25 @@ def test_dropped_future_closes_the_generator(world: World, method: str, counter:
 def test_async_generator_that_awaits_is_cancelled(a: BusEndpoint, counter: Counter) -> None:
     items = stream(a, "never")
     assert next(items) == 0
-    assert a.call("b", "ping", (), {}).result(PATIENCE_S) == "pong"
+    assert a.call("b", "ping", (), {}).result(DEADLINE_S) == "pong"
     items.close()
-    assert counter.ended.wait(PATIENCE_S)
+    assert counter.ended.wait(DEADLINE_S)
     assert counter.ends in (["CancelledError"], ["GeneratorExit"])  # the second: it had not yet come to awaiting
 
 
 def test_deadline_is_one_for_the_whole_stream(a: BusEndpoint, counter: Counter) -> None:
-    items = stream(a, "never", timeout=PATIENCE_S)
+    items = stream(a, "never", timeout=DEADLINE_S)
     assert next(items) == 0
     pass_deadlines(a)
-    with pytest.raises(RpcTimeoutError, match=rf"within {PATIENCE_S:g} s"):
+    with pytest.raises(RpcTimeoutError, match=rf"within {DEADLINE_S:g} s"):
         next(items)
-    assert counter.ended.wait(PATIENCE_S)
+    assert counter.ended.wait(DEADLINE_S)
     assert list(items) == []
-    assert a.call("b", "ping", (), {}).result(PATIENCE_S) == "pong"
+    assert a.call("b", "ping", (), {}).result(DEADLINE_S) == "pong"
 
 
 async def test_deadline_ends_an_async_wait(a: BusEndpoint) -> None:
-    items = await a.call("b", "never", (), {}, timeout=PATIENCE_S)
+    items = await a.call("b", "never", (), {}, timeout=DEADLINE_S)
     assert await anext(items) == 0
     pass_deadlines(a)
     with pytest.raises(RpcTimeoutError):
@@ -180,10 +180,10 @@ async def test_deadline_ends_an_async_wait(a: BusEndpoint) -> None:
 def test_generator_that_waits_for_its_caller_ends_at_the_deadline(
     a: BusEndpoint, method: str, counter: Counter
 ) -> None:
-    items = stream(a, method, 1000, timeout=PATIENCE_S)
+    items = stream(a, method, 1000, timeout=DEADLINE_S)
     eventually(lambda: counter.made == WINDOW_ITEMS)
     pass_deadlines(a)
-    assert counter.ended.wait(PATIENCE_S)
+    assert counter.ended.wait(DEADLINE_S)
     assert counter.ends in (["GeneratorExit"], ["CancelledError"])
     assert counter.made == WINDOW_ITEMS
     got = []
@@ -230,7 +230,7 @@ def test_error_before_the_first_item_and_value_that_cannot_be_sent(world: World)
     with pytest.raises(RemoteError, match="cannot be sent"):
         next(items)
     with pytest.raises(TypeError):  # its arguments do not fit: it never becomes a generator
-        a.call("b", "at_once", (1,), {}).result(PATIENCE_S)
+        a.call("b", "at_once", (1,), {}).result(DEADLINE_S)
 
 
 def test_marked_generators_are_streams_too(world: World) -> None:
@@ -263,8 +263,8 @@ def test_large_items(world: World) -> None:
 
 def test_more_slow_streams_than_threads_and_others_are_still_served(a: BusEndpoint) -> None:
     opened = [a.call("b", "count", (40,), {}) for _ in range(60)]
-    streams = [each.result(PATIENCE_S) for each in opened]
-    assert a.call("b", "ping", (), {}).result(PATIENCE_S) == "pong"
+    streams = [each.result(DEADLINE_S) for each in opened]
+    assert a.call("b", "ping", (), {}).result(DEADLINE_S) == "pong"
     for each in streams:
         assert list(each) == list(range(40))
 
@@ -298,7 +298,7 @@ def test_death_of_the_caller_closes_the_generator(world: World, method: str, cou
     items = stream(a, method, 1000)
     assert next(items) == 0
     b.update_directory([entry("a", None, 0, Reachability.DEAD, "killed")])
-    assert counter.ended.wait(PATIENCE_S)
+    assert counter.ended.wait(DEADLINE_S)
     assert counter.ends == ["GeneratorExit"]
     eventually(lambda: not b._server._known)
     items.close()
@@ -317,7 +317,7 @@ def test_closing_the_callee_closes_its_generators(world: World, method: str, cou
     items = stream(a, method, 1000)
     assert next(items) == 0
     b.close()
-    assert counter.ended.wait(PATIENCE_S)
+    assert counter.ended.wait(DEADLINE_S)
     items.close()
 
 
@@ -333,12 +333,12 @@ def test_relay_that_is_lost_ends_the_streams_that_went_through_it(
         relay.close()
         with pytest.raises(RouteLostError, match="connection to the bus relay broke"):
             list(items)
-        assert counter.ended.wait(PATIENCE_S)
+        assert counter.ended.wait(DEADLINE_S)
         assert counter.ends == ["GeneratorExit"]
         eventually(lambda: not b._server._known)
         with contextlib.closing(BusRelay(address)) as again:
             again.start()
-            assert list(a.call("b", method, (20,), {}, timeout=PATIENCE_S).result()) == list(range(20))
+            assert list(a.call("b", method, (20,), {}, timeout=DEADLINE_S).result()) == list(range(20))
 
 
 def test_callee_that_loses_its_relay_says_so_to_who_might_wait_for_what_was_lost(
@@ -352,7 +352,7 @@ def test_callee_that_loses_its_relay_says_so_to_who_might_wait_for_what_was_lost
         b._dispatcher.relay_found()
         with pytest.raises(RouteLostError, match="the connection of worker b to the bus relay broke"):
             next(items)
-        assert counter.ended.wait(PATIENCE_S)
+        assert counter.ended.wait(DEADLINE_S)
 
 
 def test_cancelling_before_the_first_item(world: World, counter: Counter) -> None:
@@ -361,13 +361,13 @@ def test_cancelling_before_the_first_item(world: World, counter: Counter) -> Non
     assert future.cancel()
     _, inbox = world.endpoint("b", counter.methods())
     a.update_directory([entry("b", inbox)])
-    assert a.call("b", "ping", (), {}).result(PATIENCE_S) == "pong"
+    assert a.call("b", "ping", (), {}).result(DEADLINE_S) == "pong"
     assert counter.made == 0
 
 
 def test_stream_from_inside_a_handler_and_to_oneself(world: World) -> None:
     def double() -> Iterator[int]:
-        for i in b.call("b", "count", (50,), {}).result(PATIENCE_S):
+        for i in b.call("b", "count", (50,), {}).result(DEADLINE_S):
             yield 2 * i
 
     def count(number: int) -> Iterator[int]:
@@ -391,6 +391,6 @@ def test_reading_on_the_thread_that_items_come_on_is_refused_instead_of_hanging(
 
     future = a.call("b", "count", (100,), {})
     future.add_done_callback(read)
-    assert done.wait(PATIENCE_S)
+    assert done.wait(DEADLINE_S)
     (error,) = caught
     assert "would wait for ever" in str(error) or str(error) == str(list(range(100)))

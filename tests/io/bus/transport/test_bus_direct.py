@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.support.bus import PATIENCE_S, Proxy, World, entry
+from tests.support.bus import DEADLINE_S, Proxy, World, entry
 from unified.bus.endpoint import BusEndpoint
 from unified.bus.transport.failover import CONNECT_WITHIN_S, GIVE_UP_AFTER_S
 from unified.bus.transport.zmq_connection import ZmqConnection
@@ -35,7 +35,7 @@ class Hosts:
             {
                 "ping": lambda: "pong",
                 "note": self.notes.append,
-                "wait": lambda: self.release.wait(PATIENCE_S),
+                "wait": lambda: self.release.wait(DEADLINE_S),
                 "count": self.count,
             },
         )
@@ -47,14 +47,14 @@ class Hosts:
     def count(self) -> Iterator[int]:
         for number in range(3):
             yield number
-            assert self.release.wait(PATIENCE_S)
+            assert self.release.wait(DEADLINE_S)
 
     def open(self) -> None:
         self.to_a.open()
         self.to_b.open()
 
     def ping(self) -> object:
-        return self.a.call("b", "ping", (), {}).result(PATIENCE_S)
+        return self.a.call("b", "ping", (), {}).result(DEADLINE_S)
 
     def way(self, of: BusEndpoint, to: BusEndpoint) -> ZmqConnection:
         way = of._connections._connections[to.inbox_id]
@@ -103,7 +103,7 @@ def test_calls_to_a_closed_port_go_through_the_relay(
     with caplog.at_level(logging.WARNING):
         _later(hosts.a, CONNECT_WITHIN_S)
         for future in futures:
-            future.result(PATIENCE_S)
+            future.result(DEADLINE_S)
         assert hosts.notes == [*range(50), large]
         assert hosts.ping() == "pong"
         _later(hosts.a)
@@ -121,14 +121,14 @@ def test_an_answer_that_cannot_go_directly_goes_through_the_relay(hosts: Hosts) 
     eventually(lambda: hosts.a.inbox_id in hosts.b._connections._connections)
     assert not future.done()
     _later(hosts.b, CONNECT_WITHIN_S)
-    assert future.result(PATIENCE_S) == "pong"
+    assert future.result(DEADLINE_S) == "pong"
 
 
 def test_both_go_back_to_the_direct_way_when_there_is_one(hosts: Hosts, hub: BusRelay) -> None:
     hosts.b.update_directory([entry("a", hosts.inbox_a)])
     future = hosts.a.call("b", "ping", (), {})
     _later(hosts.a, CONNECT_WITHIN_S)
-    assert future.result(PATIENCE_S) == "pong"
+    assert future.result(DEADLINE_S) == "pong"
     assert hosts.way(hosts.b, hosts.a).state == "relayed", "who comes through the relay is answered there at once"
     hosts.open()
     for one, other in ((hosts.a, hosts.b), (hosts.b, hosts.a)):
@@ -148,7 +148,7 @@ def test_without_a_relay_a_call_to_a_closed_port_ends(tmp_path: Path) -> None:
         with pytest.raises(
             RouteLostError, match=r"no connection to tcp://.* came about in 15 s, and there is no relay"
         ):
-            future.result(PATIENCE_S)
+            future.result(DEADLINE_S)
         hosts.open()
         assert hosts.ping() == "pong"
 
@@ -163,7 +163,7 @@ def test_without_a_relay_a_caller_is_told_of_its_lost_answer_once_it_can_be_reac
         hosts.to_a.open()
         _later(hosts.b)
         with pytest.raises(RouteLostError, match="the answer to 'ping' may have been lost"):
-            future.result(PATIENCE_S)
+            future.result(DEADLINE_S)
 
 
 def test_a_connection_that_breaks_ends_the_calls_that_were_sent_on_it(hosts: Hosts) -> None:
@@ -172,7 +172,7 @@ def test_a_connection_that_breaks_ends_the_calls_that_were_sent_on_it(hosts: Hos
     eventually(lambda: any(call.method == "wait" for call in hosts.b._server._known.values()))
     hosts.to_b.reset()
     with pytest.raises(RouteLostError, match=r"lost while 'wait' was open \(the connection to tcp://.* broke\)"):
-        future.result(PATIENCE_S)
+        future.result(DEADLINE_S)
     assert hosts.ping() == "pong"  # on a new one
 
 
@@ -185,7 +185,7 @@ def test_a_call_that_was_lost_on_its_way_ends(hosts: Hosts) -> None:
     hosts.to_b.reset()
     hosts.to_b.swallows = False
     with pytest.raises(RouteLostError):
-        future.result(PATIENCE_S)
+        future.result(DEADLINE_S)
     assert hosts.notes == []
 
 
@@ -207,6 +207,6 @@ def test_an_answer_that_was_lost_on_its_way_ends_its_call(hosts: Hosts, method: 
     eventually(lambda: way.state == "broken")
     _later(hosts.b)
     with pytest.raises(RouteLostError, match=f"the answer to '{method}' may have been lost"):
-        future.result(PATIENCE_S)
+        future.result(DEADLINE_S)
     hosts.release.set()
     assert hosts.ping() == "pong"

@@ -18,7 +18,7 @@ from unittest.mock import Mock
 import pytest
 
 import unified
-from tests.support.bus import PATIENCE_S, World, call, entry
+from tests.support.bus import DEADLINE_S, World, call, entry
 from tests.support.deadlines import missed
 from tests.support.interrupts import Interrupter, Point
 from unified.bus.calls import pending
@@ -33,7 +33,7 @@ from unified.testing import eventually
 
 def test_waiting_for_centuries(world: World) -> None:
     release = threading.Event()
-    a, _ = world.pair({"hold": lambda: release.wait(PATIENCE_S)})
+    a, _ = world.pair({"hold": lambda: release.wait(DEADLINE_S)})
     future = a.call("b", "hold", (), {}, timeout=1e12)
     threading.Timer(0.1, release.set).start()
     assert future.result(1e10)
@@ -41,18 +41,18 @@ def test_waiting_for_centuries(world: World) -> None:
 
 def test_done_callback_that_exits_ends_no_thread_of_the_bus(world: World) -> None:
     release = threading.Event()
-    a, _ = world.pair({"hold": lambda: release.wait(PATIENCE_S), "ping": lambda: 1})
+    a, _ = world.pair({"hold": lambda: release.wait(DEADLINE_S), "ping": lambda: 1})
     futures = [a.call("b", "hold", (), {}) for _ in range(8)]
     for future in futures:
         future.add_done_callback(lambda _: sys.exit("from a done callback"))
     release.set()
     assert eventually(lambda: all(each.done() for each in futures))
-    assert [a.call("b", "ping", (), {}).result(PATIENCE_S) for _ in range(5)] == [1] * 5
+    assert [a.call("b", "ping", (), {}).result(DEADLINE_S) for _ in range(5)] == [1] * 5
 
 
 def test_interrupted_wait_loses_nothing(world: World) -> None:
     release = threading.Event()
-    a, b = world.pair({"hold": lambda i: release.wait(PATIENCE_S) and i, "ping": lambda: 1})
+    a, b = world.pair({"hold": lambda i: release.wait(DEADLINE_S) and i, "ping": lambda: 1})
     futures = [a.call("b", "hold", (i,), {}) for i in range(3)]
     me = threading.main_thread().ident
     assert me is not None
@@ -60,11 +60,11 @@ def test_interrupted_wait_loses_nothing(world: World) -> None:
         timer = threading.Timer(0.01, signal.pthread_kill, (me, signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - on a busy machine it comes before the wait has begun
             timer.start()
-            futures[0].result(PATIENCE_S)
+            futures[0].result(DEADLINE_S)
         timer.join()
     assert call(a, "ping") == 1
     release.set()
-    assert [each.result(PATIENCE_S) for each in futures] == [0, 1, 2]
+    assert [each.result(DEADLINE_S) for each in futures] == [0, 1, 2]
     assert eventually(lambda: not b._server._known)
 
 
@@ -99,7 +99,7 @@ def test_interrupts_at_any_moment_end_every_call(world: World) -> None:
             futures.append(a.call("b", "echo", (i,), {}))
             try:
                 armed[0] = True
-                futures[-1].result(PATIENCE_S)
+                futures[-1].result(DEADLINE_S)
                 armed[0] = False
             except Stop:
                 pass
@@ -111,7 +111,7 @@ def test_interrupts_at_any_moment_end_every_call(world: World) -> None:
         thread.join()
         signal.signal(signal.SIGUSR1, before)
     for i, future in enumerate(futures):
-        assert future.exception(PATIENCE_S) is not None or future.result() == i
+        assert future.exception(DEADLINE_S) is not None or future.result() == i
     assert call(a, "echo", "still") == "still"
 
 
@@ -119,14 +119,14 @@ def test_interrupt_before_the_timer_is_set_loses_no_deadline(world: World, monke
     """As while its thread is started: nothing else may set it before the call is to be given up."""
     monkeypatch.setattr(pending, "LOST_GRACE_S", 0.02)
     release = threading.Event()
-    a, b = world.pair({"hold": lambda: release.wait(PATIENCE_S)})
+    a, b = world.pair({"hold": lambda: release.wait(DEADLINE_S)})
     future = a.call("b", "hold", (), {})
     with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:  # noqa: PT012
         sets = [KeyboardInterrupt, a._client._timer.set]
         patch.setattr(a._client._timer, "set", lambda at: raise_or_call(sets.pop(0), at))
         a._client.step(pending.LinkLost(inbox_id=b.inbox_id, reason="the test says so"))
     with pytest.raises(RouteLostError):
-        future.result(PATIENCE_S)
+        future.result(DEADLINE_S)
     release.set()
 
 
@@ -144,7 +144,7 @@ def test_interrupt_at_each_point_of_a_wait_ends_the_call(world: World, monkeypat
 
     def wait(future: RpcFuture[Any]) -> None:
         with contextlib.suppress(RpcError):
-            future.result(PATIENCE_S)
+            future.result(DEADLINE_S)
 
     def make(num_before: int) -> RpcFuture[Any]:
         """Make a call, which is held back to share a write if another came just before."""
@@ -162,7 +162,7 @@ def test_interrupt_at_each_point_of_a_wait_ends_the_call(world: World, monkeypat
             if interrupter.target is None:
                 num_interrupted += 1
                 try:
-                    future.exception(PATIENCE_S)
+                    future.exception(DEADLINE_S)
                 except RpcTimeoutError:
                     lost.append(f"{point[0].co_qualname}, instruction at {point[1]}")
                 break
@@ -196,10 +196,10 @@ def test_interrupted_send_breaks_its_link_or_has_the_rest_sent_on() -> None:
 
 def test_callback_of_a_late_call_holds_up_no_other_deadline(world: World) -> None:
     release = threading.Event()
-    a, _ = world.pair({"hold": lambda: release.wait(PATIENCE_S)})
-    a.call("b", "hold", (), {}, timeout=missed(0.05)).add_done_callback(lambda _: release.wait(PATIENCE_S))
+    a, _ = world.pair({"hold": lambda: release.wait(DEADLINE_S)})
+    a.call("b", "hold", (), {}, timeout=missed(0.05)).add_done_callback(lambda _: release.wait(DEADLINE_S))
     with pytest.raises(RpcTimeoutError):
-        a.call("b", "hold", (), {}, timeout=missed(0.2)).result(PATIENCE_S)
+        a.call("b", "hold", (), {}, timeout=missed(0.2)).result(DEADLINE_S)
     assert not release.is_set()
     release.set()
 
@@ -207,20 +207,20 @@ def test_callback_of_a_late_call_holds_up_no_other_deadline(world: World) -> Non
 def test_news_of_a_death_is_taken_in_while_its_link_is_held_up(world: World) -> None:
     entered, release = threading.Event(), threading.Event()
     hold = threading.Event()
-    a, b = world.pair({"hold": lambda: hold.wait(PATIENCE_S), "stuck": lambda: release.wait(PATIENCE_S)})
+    a, b = world.pair({"hold": lambda: hold.wait(DEADLINE_S), "stuck": lambda: release.wait(DEADLINE_S)})
 
     def on_done(_: object) -> None:
         entered.set()
-        release.wait(PATIENCE_S)
+        release.wait(DEADLINE_S)
 
     future = a.call("b", "hold", (), {})
     future.add_done_callback(on_done)
     pending = a.call("b", "stuck", (), {})
     hold.set()
-    assert entered.wait(PATIENCE_S)  # whoever reads the link is in the callback now
+    assert entered.wait(DEADLINE_S)  # whoever reads the link is in the callback now
     a.update_directory([entry("b", b._listeners.inbox, 0, Reachability.DEAD, "killed")])
     assert not release.is_set()
-    assert pending.exception(PATIENCE_S) is not None
+    assert pending.exception(DEADLINE_S) is not None
     release.set()
 
 
@@ -230,13 +230,13 @@ def test_gather_fails_with_the_first_failure_while_another_worker_is_slow(world:
     def fail() -> None:
         raise KeyError("k")
 
-    a, _ = world.pair({"hold": lambda: release.wait(PATIENCE_S)})
+    a, _ = world.pair({"hold": lambda: release.wait(DEADLINE_S)})
     _, inbox = world.endpoint("c", {"fail": fail, "ping": lambda: 1})
     a.update_directory([entry("c", inbox)])
     assert call(a, "ping", target="c") == 1
     whole = gather([a.call("b", "hold", (), {}), a.call("c", "fail", (), {})], "both")
     with pytest.raises(KeyError):
-        whole.result(PATIENCE_S)
+        whole.result(DEADLINE_S)
     assert not release.is_set()
     release.set()
 
@@ -251,10 +251,10 @@ def test_broken_link_that_nobody_can_read_costs_no_time(world: World) -> None:
 
     def on_done(_: object) -> None:
         entered.set()
-        release.wait(PATIENCE_S)
+        release.wait(DEADLINE_S)
 
     future.add_done_callback(on_done)
-    if not entered.wait(PATIENCE_S):  # the answer was there before the callback
+    if not entered.wait(DEADLINE_S):  # the answer was there before the callback
         pytest.fail("the callback was not called")
     process.kill()
     began, used = time.perf_counter(), time.process_time()
@@ -286,7 +286,7 @@ def test_closing_while_others_call(world: World) -> None:
     def work() -> None:
         for _ in range(10_000):
             future = a.call("b", "ping", (), {})
-            ends.append(future.exception(PATIENCE_S))
+            ends.append(future.exception(DEADLINE_S))
             if ends[-1] is not None:
                 return
 
@@ -296,7 +296,7 @@ def test_closing_while_others_call(world: World) -> None:
     eventually(lambda: len(ends) > 50)
     a.close()
     for thread in threads:
-        thread.join(PATIENCE_S)
+        thread.join(DEADLINE_S)
         assert not thread.is_alive()
     assert {type(each).__name__ for each in ends} <= {"NoneType", "RpcCancelledError"}
 
@@ -316,14 +316,14 @@ def test_what_a_worker_forked_does_not_keep_its_connections(tmp_path: Path) -> N
 
 def test_future_of_the_parent_is_refused_in_a_child(world: World) -> None:
     release = threading.Event()
-    a, _ = world.pair({"hold": lambda: release.wait(PATIENCE_S)})
+    a, _ = world.pair({"hold": lambda: release.wait(DEADLINE_S)})
     future = a.call("b", "hold", (), {})
     a._pid += 1  # as a child that was forked from here sees it
     with pytest.raises(UsageError, match="was forked from it"):
-        future.result(PATIENCE_S)
+        future.result(DEADLINE_S)
     a._pid -= 1
     release.set()
-    assert future.result(PATIENCE_S)
+    assert future.result(DEADLINE_S)
 
 
 class _Exhausted(socket.socket):
@@ -349,7 +349,7 @@ def test_no_file_numbers_left_is_waited_out(tmp_path: Path, caplog: pytest.LogCa
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.connect(str(tmp_path / "s"))
         for tries in range(1, 21):
-            assert ticking.wait(PATIENCE_S)
+            assert ticking.wait(DEADLINE_S)
             assert eventually(lambda tries=tries: listener.num_tries == tries)  # type: ignore[misc]
             ticking.clear()
             threads.tick()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.bus import HOST_ID, PATIENCE_S, Process, World, entry
+from tests.support.bus import DEADLINE_S, HOST_ID, Process, World, entry
 from unified.bus.endpoint import BusEndpoint
 from unified.bus.transport.failover import CONNECT_WITHIN_S
 from unified.errors import RouteLostError
@@ -90,8 +90,8 @@ def test_calls_and_answers_take_the_relay(hosts: TwoHosts) -> None:
     hosts.wall()
     future = a.call("b", "echo", ([1, 2],), {})
     a._connections.look(time.monotonic() + CONNECT_WITHIN_S)
-    assert future.result(PATIENCE_S) == [1, 2]
-    assert a.call("b", "make", (1_000_000,), {}).result(PATIENCE_S).nbytes == 1_000_000
+    assert future.result(DEADLINE_S) == [1, 2]
+    assert a.call("b", "make", (1_000_000,), {}).result(DEADLINE_S).nbytes == 1_000_000
     eventually(lambda: hosts.relay.num_forwarded == 4)  # it counts when the message is on its way already
 
 
@@ -99,7 +99,7 @@ def test_calls_and_answers_take_the_relay(hosts: TwoHosts) -> None:
 def test_answers_take_the_relay_where_only_calls_go_directly(hosts: TwoHosts) -> None:
     a = hosts.open()
     hosts.wall(lets_calls_in=True)
-    assert a.call("b", "echo", (1,), {}).result(PATIENCE_S) == 1
+    assert a.call("b", "echo", (1,), {}).result(DEADLINE_S) == 1
     eventually(lambda: hosts.relay.num_forwarded == 1)
 
 
@@ -107,10 +107,10 @@ def test_answers_take_the_relay_where_only_calls_go_directly(hosts: TwoHosts) ->
 def test_a_call_ends_when_the_wall_goes_up_while_it_is_open(hosts: TwoHosts) -> None:
     """The connection does not break, it is silent: ZeroMQ's heartbeats tell of that after 15 to 20 s."""
     a = hosts.open()
-    assert a.call("b", "echo", (1,), {}).result(PATIENCE_S) == 1
+    assert a.call("b", "echo", (1,), {}).result(DEADLINE_S) == 1
     future = a.call("b", "forever", (), {})
     hosts.wall()
     with pytest.raises(RouteLostError, match=f"the connection to tcp://{hosts.far}:.* broke"):
-        future.result(2 * PATIENCE_S)
-    assert a.call("b", "echo", (2,), {}).result(PATIENCE_S) == 2
+        future.result(2 * DEADLINE_S)
+    assert a.call("b", "echo", (2,), {}).result(DEADLINE_S) == 2
     assert hosts.relay.num_forwarded > 0

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import zmq
 
-from tests.support.bus import PATIENCE_S, Hub, World, entry
+from tests.support.bus import DEADLINE_S, Hub, World, entry
 from tests.support.ports import unused_port
 from unified.bus.transport import listeners
 from unified.core.backoff import Backoff
@@ -169,7 +169,7 @@ def test_call_waits_for_a_callee_that_has_not_reached_the_relay_yet(tmp_path: Pa
     with contextlib.closing(World(tmp_path, "relay", hub.address)) as world:
         a, _ = world.endpoint("a")
         a.update_directory([entry("b", Inbox(inbox_id="late-inbox"))])
-        pending = a.call("b", "ping", (), {}, timeout=PATIENCE_S)
+        pending = a.call("b", "ping", (), {}, timeout=DEADLINE_S)
         eventually(lambda: hub.relay.num_undeliverable >= 2)
         head = hub.socket("late-inbox").recv_multipart()[0]
         assert decode_envelope(head).method == "ping"
@@ -198,16 +198,16 @@ def test_lost_relay_ends_the_calls_that_were_with_it(tmp_path: Path) -> None:
     hub = Hub()
     with contextlib.closing(World(tmp_path, "relay", hub.address)) as world:
         a, _ = world.pair_with_process()
-        assert a.call("b", "echo", (1,), {}).result(PATIENCE_S) == 1
+        assert a.call("b", "echo", (1,), {}).result(DEADLINE_S) == 1
         pending = a.call("b", "forever", (), {})
         hub.close()
         with pytest.raises(
             RpcError, match=r"connection to the bus relay broke .* whether its handler ran is not known"
         ):
-            pending.result(PATIENCE_S)
+            pending.result(DEADLINE_S)
         again = BusRelay(hub.address)
         assert again.start() == hub.address
-        assert a.call("b", "echo", (2,), {}, timeout=PATIENCE_S).result(PATIENCE_S) == 2
+        assert a.call("b", "echo", (2,), {}, timeout=DEADLINE_S).result(DEADLINE_S) == 2
         again.close()
 
 
@@ -218,13 +218,13 @@ def test_connection_that_breaks_in_its_handshake_ends_no_call(tmp_path: Path) ->
             a, _ = world.endpoint("a")
             _, b_inbox = world.endpoint("b", {"ping": lambda: "pong"})
             a.update_directory([entry("b", b_inbox)])
-            pending = a.call("b", "ping", (), {}, timeout=PATIENCE_S)
+            pending = a.call("b", "ping", (), {}, timeout=DEADLINE_S)
             for _ in range(4):
                 refusing.accept()[0].close()
             assert not pending.done()
         relay = BusRelay(f"tcp://127.0.0.1:{port}")
         relay.start()
-        assert pending.result(PATIENCE_S) == "pong"
+        assert pending.result(DEADLINE_S) == "pong"
         relay.close()
 
 
@@ -245,14 +245,14 @@ def test_no_call_overtakes_the_inbox_that_its_answer_goes_to(tmp_path: Path, mon
         a.update_directory([entry("b", b_inbox)])
         with contextlib.closing(BusRelay(address)) as relay:
             relay.start()
-            calls = [a.call("b", "ping", (number,), {}, timeout=PATIENCE_S) for number in range(3)]
-            assert [call.result(PATIENCE_S) for call in calls] == [0, 1, 2]
+            calls = [a.call("b", "ping", (number,), {}, timeout=DEADLINE_S) for number in range(3)]
+            assert [call.result(DEADLINE_S) for call in calls] == [0, 1, 2]
 
 
 def test_callee_whose_answer_was_lost_with_its_connection_says_so(tmp_path: Path, relay: str) -> None:
     with contextlib.closing(World(tmp_path, "relay", relay)) as world:
         a, b = world.pair({"ping": lambda: "pong", "swallow": lambda: "lost"})
-        assert a.call("b", "ping", (), {}).result(PATIENCE_S) == "pong"
+        assert a.call("b", "ping", (), {}).result(DEADLINE_S) == "pong"
         reply, answered = b._server._reply, threading.Event()
 
         def lose(*args: Any, **kwargs: Any) -> bool:
@@ -261,14 +261,14 @@ def test_callee_whose_answer_was_lost_with_its_connection_says_so(tmp_path: Path
 
         b._server._reply = lose
         pending = a.call("b", "swallow", (), {})
-        assert answered.wait(PATIENCE_S)
+        assert answered.wait(DEADLINE_S)
         b._server._reply = reply
         assert not pending.done()
         b._dispatcher.relay_lost()
         b._dispatcher.relay_found()
         with pytest.raises(RouteLostError, match="the answer to 'swallow' may have been lost"):
-            pending.result(PATIENCE_S)
-        assert a.call("b", "ping", (), {}).result(PATIENCE_S) == "pong"
+            pending.result(DEADLINE_S)
+        assert a.call("b", "ping", (), {}).result(DEADLINE_S) == "pong"
 
 
 def test_overloaded_relay_is_an_error_of_the_call(tmp_path: Path) -> None:
@@ -277,13 +277,13 @@ def test_overloaded_relay_is_an_error_of_the_call(tmp_path: Path) -> None:
         contextlib.closing(World(tmp_path, "relay", hub.address)) as world,
     ):
         a, process = world.pair_with_process()
-        assert a.call("b", "echo", (1,), {}).result(PATIENCE_S) == 1
+        assert a.call("b", "echo", (1,), {}).result(DEADLINE_S) == 1
         process.kill(signal.SIGSTOP)
-        futures = [a.call("b", "echo", (b"x" * (8 << 20),), {}, timeout=PATIENCE_S) for _ in range(8)]
+        futures = [a.call("b", "echo", (b"x" * (8 << 20),), {}, timeout=DEADLINE_S) for _ in range(8)]
         with pytest.raises(BusOverloadedError, match="the relay dropped the call of 'echo' to worker b"):
-            futures[-1].result(PATIENCE_S)
+            futures[-1].result(DEADLINE_S)
         process.kill(signal.SIGCONT)
-        first = futures[0].result(PATIENCE_S)
+        first = futures[0].result(DEADLINE_S)
         assert len(first) == 8 << 20
         for future in futures[1:-1]:
-            assert isinstance(future.exception(PATIENCE_S), BusOverloadedError | RpcTimeoutError | None)
+            assert isinstance(future.exception(DEADLINE_S), BusOverloadedError | RpcTimeoutError | None)

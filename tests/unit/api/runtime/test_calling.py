@@ -16,7 +16,7 @@ from unified.bus.calls.future import RpcFuture
 from unified.errors import RpcCancelledError, RpcNotFoundError, UsageError, WorkerDiedError
 from unified.testing import eventually
 
-PATIENCE_S = met(100.0)
+DEADLINE_S = met(100.0)
 DEATH = WorkerDiedError("worker died")
 NOT_IDEMPOTENT = r"'unsafe', which is not marked @rpc\(idempotent=True\)"
 
@@ -107,16 +107,16 @@ def test_timeout_is_a_number_above_0(timeout: Any) -> None:
 @pytest.mark.parametrize("method", ["safe", safe])
 def test_retries_of_one_actor(bus: InstantBus, method: Any) -> None:
     bus.failures = [DEATH, DEATH]
-    assert RoleGroup("rollout")[1].with_options(retries=2).call(method, 4).result(PATIENCE_S) == 5
+    assert RoleGroup("rollout")[1].with_options(retries=2).call(method, 4).result(DEADLINE_S) == 5
     bus.failures = [DEATH]
-    assert RoleGroup("rollout").call_rank0(method, 4, _retries=1).result(PATIENCE_S) == 5
+    assert RoleGroup("rollout").call_rank0(method, 4, _retries=1).result(DEADLINE_S) == 5
     assert [call.target for call in bus.calls] == ["rollout_3-1_1-0"] * 3 + ["rollout_3-0_1-0"] * 2
     assert {(call.method, call.args) for call in bus.calls} == {("safe", (4,))}
 
 
 def test_retries_of_a_group_are_of_those_that_failed(bus: InstantBus) -> None:
     bus.failures = [DEATH]
-    assert RoleGroup("rollout").call(safe, _retries=1).result(PATIENCE_S) == [1, 1, 1]  # type: ignore[call-overload]
+    assert RoleGroup("rollout").call(safe, _retries=1).result(DEADLINE_S) == [1, 1, 1]  # type: ignore[call-overload]
     found = sorted(call.target for call in bus.calls)
     assert found == ["rollout_3-0_1-0", "rollout_3-0_1-0", "rollout_3-1_1-0", "rollout_3-2_1-0"]
 
@@ -124,14 +124,14 @@ def test_retries_of_a_group_are_of_those_that_failed(bus: InstantBus) -> None:
 def test_retries_of_a_batch_are_of_the_runs_that_failed(bus: InstantBus) -> None:
     bus.failures = [DEATH]
     results = RoleGroup("rollout").call_batch("run", 6, list(range(6)), _retries=1)
-    assert results.wait(PATIENCE_S) == [0, 2, 4, 6, 8, 10]
+    assert results.wait(DEADLINE_S) == [0, 2, 4, 6, 8, 10]
     assert len(bus.calls) == 4
 
 
 def test_no_retries_unless_asked_for(bus: InstantBus) -> None:
     bus.failures = [DEATH]
     with pytest.raises(WorkerDiedError):
-        RoleGroup("rollout")[0].call(safe).result(PATIENCE_S)
+        RoleGroup("rollout")[0].call(safe).result(DEADLINE_S)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_streams_of_a_group_are_one_for_each_actor() -> None:
 
 
 def test_call_of_a_generator_gives_its_stream() -> None:
-    assert list(RoleGroup("rollout")[0].call(tokens, 3).result(PATIENCE_S)) == [0, 1, 2]
+    assert list(RoleGroup("rollout")[0].call(tokens, 3).result(DEADLINE_S)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("on_a_loop", [False, True])

@@ -159,10 +159,10 @@ def test_body_that_would_never_run_is_refused() -> None:
 
 
 def test_stub_says_how_it_is_called_or_is_refused() -> None:
-    def unsaid(): ...  # type: ignore[no-untyped-def]
+    def no_type(): ...  # type: ignore[no-untyped-def]
 
     with pytest.raises(UsageError, match=r"has no return annotation, .*bind\(role, to='all'\)"):
-        rollout(unsaid)
+        rollout(no_type)
     with pytest.raises(UsageError, match="`to` is one of all, rank0, batch, stream"):
         bind("rollout", to="every")  # type: ignore[arg-type]
 

@@ -21,7 +21,7 @@ from unified.bus.codec.codec import encode
 from unified.errors import RpcCancelledError, RpcError, RpcTimeoutError, UsageError, WorkerDiedError
 from unified.testing import eventually
 
-PATIENCE_S = met(100.0)
+DEADLINE_S = met(100.0)
 
 
 def soon(work: Callable[[], object]) -> None:
@@ -52,9 +52,9 @@ def future() -> RpcFuture[int]:
 
 def test_many_threads_wait_for_one_call(future: RpcFuture[int]) -> None:
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        waiting = [pool.submit(future.result, PATIENCE_S) for _ in range(8)]
+        waiting = [pool.submit(future.result, DEADLINE_S) for _ in range(8)]
         soon(lambda: future.succeed(5))
-        assert [each.result(PATIENCE_S) for each in waiting] == [5] * 8
+        assert [each.result(DEADLINE_S) for each in waiting] == [5] * 8
 
 
 def test_state_as_it_is_seen_from_outside(future: RpcFuture[int]) -> None:
@@ -76,7 +76,7 @@ def test_of_many_who_end_it_one_does() -> None:
         start = threading.Barrier(4)
 
         def end(value: int, future: RpcFuture[int] = future, start: threading.Barrier = start) -> None:
-            start.wait(PATIENCE_S)
+            start.wait(DEADLINE_S)
             future.succeed(value)
 
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -114,26 +114,26 @@ def test_wait_for_all_for_the_first_and_for_the_first_error() -> None:
     first, second, third = pending(3)
     assert concurrent.futures.wait([first, second], timeout=0).done == set()
     soon(lambda: second.succeed(2))
-    assert concurrent.futures.wait([first, second], PATIENCE_S, FIRST_COMPLETED).done == {second}
+    assert concurrent.futures.wait([first, second], DEADLINE_S, FIRST_COMPLETED).done == {second}
     soon(lambda: third.fail(WorkerDiedError("died")))
-    done, left = concurrent.futures.wait([first, third], PATIENCE_S, FIRST_EXCEPTION)
+    done, left = concurrent.futures.wait([first, third], DEADLINE_S, FIRST_EXCEPTION)
     assert (done, left) == ({third}, {first})
     soon(lambda: first.succeed(1))
-    assert concurrent.futures.wait([first, second, third], PATIENCE_S).not_done == set()
+    assert concurrent.futures.wait([first, second, third], DEADLINE_S).not_done == set()
 
 
 def test_wait_counts_a_future_once_that_ends_as_it_begins() -> None:
     first, slow, last = sorted(pending(3), key=id)  # as `wait` goes about them
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         with last._condition:  # holds `wait` up when it has all but this
-            waiting = pool.submit(concurrent.futures.wait, [first, slow, last], PATIENCE_S)
+            waiting = pool.submit(concurrent.futures.wait, [first, slow, last], DEADLINE_S)
             assert eventually(lambda: not is_free(first._condition))
             pool.submit(first.succeed, 1)
             time.sleep(0.05)  # it ends now, or when it was counted
         last.succeed(3)
         assert not concurrent.futures.wait([waiting], 0.05).done
         slow.succeed(2)
-        assert waiting.result(PATIENCE_S).not_done == set()
+        assert waiting.result(DEADLINE_S).not_done == set()
 
 
 def is_free(condition: threading.Condition) -> bool:
@@ -147,13 +147,13 @@ def test_wait_together_with_futures_of_another_kind(future: RpcFuture[int]) -> N
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         other = pool.submit(int, "7")
         soon(lambda: future.succeed(5))
-        assert concurrent.futures.wait([future, other], PATIENCE_S).done == {future, other}
+        assert concurrent.futures.wait([future, other], DEADLINE_S).done == {future, other}
 
 
 def test_wait_counts_a_cancelled_call_as_done() -> None:
     future, other = pending(2)
     soon(future.cancel)
-    assert concurrent.futures.wait([future, other], PATIENCE_S, FIRST_COMPLETED).done == {future}
+    assert concurrent.futures.wait([future, other], DEADLINE_S, FIRST_COMPLETED).done == {future}
     assert concurrent.futures.wait([future, other], timeout=0) == ({future}, {other})
     assert concurrent.futures.wait([future]).done == {future}
 
@@ -161,18 +161,18 @@ def test_wait_counts_a_cancelled_call_as_done() -> None:
 def test_a_cancelled_call_is_not_the_first_error_that_is_waited_for() -> None:
     cancelled, failed = pending(2)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(concurrent.futures.wait, [cancelled, failed], PATIENCE_S, FIRST_EXCEPTION)
+        waiting = pool.submit(concurrent.futures.wait, [cancelled, failed], DEADLINE_S, FIRST_EXCEPTION)
         assert eventually(lambda: cancelled.is_watched and failed.is_watched)
         cancelled.cancel()
         assert not concurrent.futures.wait([waiting], 0.05).done
         failed.fail(WorkerDiedError("died"))
-        assert waiting.result(PATIENCE_S).done == {cancelled, failed}
+        assert waiting.result(DEADLINE_S).done == {cancelled, failed}
 
 
 def test_as_completed_gives_them_as_they_end() -> None:
     futures = pending(3)
     futures[1].succeed(1)
-    ended = concurrent.futures.as_completed(futures, PATIENCE_S)
+    ended = concurrent.futures.as_completed(futures, DEADLINE_S)
     assert next(ended) is futures[1]
     soon(lambda: futures[2].fail(WorkerDiedError("died")))
     assert next(ended) is futures[2]
@@ -273,7 +273,7 @@ async def test_gather_wait_and_as_completed_of_asyncio() -> None:
     for i, future in enumerate(futures):
         soon(partial(future.succeed, i))
     assert await asyncio.gather(*futures[:2]) == [0, 1]
-    done, left = await asyncio.wait([asyncio.ensure_future(each) for each in futures], timeout=PATIENCE_S)
+    done, left = await asyncio.wait([asyncio.ensure_future(each) for each in futures], timeout=DEADLINE_S)
     assert (sorted(each.result() for each in done), left) == ([0, 1, 2, 3], set())
     assert sorted([await each for each in asyncio.as_completed(futures)]) == [0, 1, 2, 3]
 
@@ -309,7 +309,7 @@ def test_await_in_one_loop_and_result_in_another_thread(future: RpcFuture[int]) 
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(asyncio.run, wait_for(future)) for _ in range(2)] + [pool.submit(future.result)]
         soon(lambda: future.succeed(5))
-        assert [each.result(PATIENCE_S) for each in waiting] == [5] * 3
+        assert [each.result(DEADLINE_S) for each in waiting] == [5] * 3
 
 
 # Groups.
@@ -323,7 +323,7 @@ def test_gather_of_other_futures_and_of_itself() -> None:
     plain.set_result(2)
     assert not whole.done()
     soon(lambda: inner[1].succeed(1))
-    assert whole.result(PATIENCE_S) == [[0, 1], [2]]
+    assert whole.result(DEADLINE_S) == [[0, 1], [2]]
 
 
 async def test_gather_can_be_awaited_and_cancelled() -> None:
@@ -345,7 +345,7 @@ def test_gather_whose_parts_end_together() -> None:
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
             for i, each in enumerate(futures):
                 pool.submit(each.succeed, i)
-            assert whole.result(PATIENCE_S) == [0, 1, 2, 3]
+            assert whole.result(DEADLINE_S) == [0, 1, 2, 3]
 
 
 def test_ends_once() -> None:

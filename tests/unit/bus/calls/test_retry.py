@@ -28,7 +28,7 @@ from unified.errors import (
 )
 from unified.testing import eventually
 
-PATIENCE_S = met(100.0)
+DEADLINE_S = met(100.0)
 QUICK = Backoff(first_s=0.001, limit_s=0.002, num_free=1)
 
 
@@ -70,7 +70,7 @@ def remote(error: Exception) -> RpcError:
 )
 def test_worth_another_attempt(error: Exception) -> None:
     target = Target(error, error, 7)
-    assert target.retried(2).result(PATIENCE_S) == 7
+    assert target.retried(2).result(DEADLINE_S) == 7
     assert len(target.attempts) == 3
 
 
@@ -90,7 +90,7 @@ def test_worth_another_attempt(error: Exception) -> None:
 def test_not_worth_another_attempt(error: Exception) -> None:
     target = Target(error, 7)
     with pytest.raises(type(error)) as caught:
-        target.retried(5).result(PATIENCE_S)
+        target.retried(5).result(DEADLINE_S)
     assert caught.value is error
     assert len(target.attempts) == 1
     assert not any("attempt" in note for note in getattr(error, "__notes__", ()))
@@ -105,7 +105,7 @@ def test_no_failure_no_retry() -> None:
 def test_last_error_says_how_often_it_was_tried() -> None:
     target = Target(*[WorkerDiedError(f"death {i}") for i in range(9)])
     with pytest.raises(WorkerDiedError, match="death 2") as caught:
-        target.retried(2).result(PATIENCE_S)
+        target.retried(2).result(DEADLINE_S)
     assert caught.value.__notes__ == ["That was attempt 3 of at most 3."]
 
 
@@ -114,10 +114,10 @@ def test_number_of_attempts(retries: int, deaths: int) -> None:
     target = Target(*[WorkerDiedError("died")] * deaths, 7)
     future = target.retried(retries)
     if deaths <= retries:
-        assert future.result(PATIENCE_S) == 7
+        assert future.result(DEADLINE_S) == 7
     else:
         with pytest.raises(WorkerDiedError):
-            future.result(PATIENCE_S)
+            future.result(DEADLINE_S)
     assert len(target.attempts) == min(deaths, retries) + 1
 
 
@@ -129,14 +129,14 @@ def test_wait_between_attempts_grows_except_for_a_death() -> None:
 
 
 def test_what_the_bus_says_at_once_counts_as_an_attempt() -> None:
-    assert Target(WorkerDiedError("died"), BusOverloadedError("full"), 7).retried(2).result(PATIENCE_S) == 7
+    assert Target(WorkerDiedError("died"), BusOverloadedError("full"), 7).retried(2).result(DEADLINE_S) == 7
     broken = Target(WorkerDiedError("died"), UsageError("cannot be sent"), 7)
     with pytest.raises(UsageError, match="cannot be sent"):
-        broken.retried(2).result(PATIENCE_S)
+        broken.retried(2).result(DEADLINE_S)
 
 
 def test_deadline_is_one_for_all_attempts() -> None:
-    target = Target(WorkerDiedError("died"), WorkerDiedError("died"), deadline=time.monotonic() + PATIENCE_S)
+    target = Target(WorkerDiedError("died"), WorkerDiedError("died"), deadline=time.monotonic() + DEADLINE_S)
     future = target.retried(5)
     eventually(lambda: len(target.attempts) == 3)
     assert future.deadline == target.deadline
@@ -144,14 +144,14 @@ def test_deadline_is_one_for_all_attempts() -> None:
     assert first is None
     assert second is not None
     assert third is not None
-    assert PATIENCE_S > second >= third > 0
+    assert DEADLINE_S > second >= third > 0
     future.cancel()
 
 
 def test_no_attempt_that_would_begin_after_the_deadline() -> None:
     target = Target(BusOverloadedError("full"), 7, deadline=time.monotonic() + 1)
     with pytest.raises(BusOverloadedError):
-        target.retried(5, Backoff(first_s=60)).result(PATIENCE_S)
+        target.retried(5, Backoff(first_s=60)).result(DEADLINE_S)
     assert len(target.attempts) == 1
 
 
@@ -180,11 +180,11 @@ def test_is_a_future_like_any_other() -> None:
     futures = [Target(WorkerDiedError("died"), 7).retried(1), late.retried(1)]
     called: list[int] = []
     futures[0].add_done_callback(lambda each: called.append(each.result()))
-    done = concurrent.futures.wait(futures, PATIENCE_S, concurrent.futures.FIRST_COMPLETED).done
+    done = concurrent.futures.wait(futures, DEADLINE_S, concurrent.futures.FIRST_COMPLETED).done
     assert done == {futures[0]}
     eventually(lambda: called == [7])
     late.attempts[0].succeed(8)
-    assert futures[1].result(PATIENCE_S) == 8
+    assert futures[1].result(DEADLINE_S) == 8
 
 
 async def test_await() -> None:
@@ -228,6 +228,6 @@ def running(name: str) -> bool:
 
 def test_remote_error_of_a_retried_call_is_as_ever() -> None:
     with pytest.raises(KeyError) as caught:
-        Target(WorkerDiedError("died"), remote(KeyError("k"))).retried(3).result(PATIENCE_S)
+        Target(WorkerDiedError("died"), remote(KeyError("k"))).retried(3).result(DEADLINE_S)
     assert isinstance(caught.value, RemoteError)
     assert caught.value.__notes__[-1] == "That was attempt 2 of at most 4."

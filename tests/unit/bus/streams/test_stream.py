@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
-from tests.support.streams import PATIENCE_S, WHAT, Wire, count, count_async
+from tests.support.streams import DEADLINE_S, WHAT, Wire, count, count_async
 from unified.bus.codec.codec import encode
 from unified.bus.executor import HandlerPool
 from unified.bus.streams.stream import WINDOW_ITEMS, Awaited, RpcStream, StreamFeed
@@ -49,7 +49,7 @@ def test_waiting_streams_do_not_use_the_pool_up(pool: HandlerPool) -> None:
         pool.submit(lambda wire=wire: wire.source.run(pool))  # type: ignore[misc]
     ran = threading.Event()
     pool.submit(ran.set)
-    assert ran.wait(PATIENCE_S)
+    assert ran.wait(DEADLINE_S)
     eventually(lambda: all(wire.num_items == WINDOW_ITEMS for wire in wires))
     for wire in wires:
         assert list(RpcStream[int](wire.feed)) == list(range(100))
@@ -87,7 +87,7 @@ def test_several_threads_share_a_stream(pool: HandlerPool) -> None:
         reader.start()
     pool.submit(lambda: wire.source.run(pool))
     for reader in readers:
-        reader.join(PATIENCE_S)
+        reader.join(DEADLINE_S)
     assert sorted(got) == list(range(500))
 
 
@@ -174,7 +174,7 @@ async def test_async_generator_is_closed_wherever_it_is(where: str) -> None:
         await asyncio.sleep(0)
     async with aclosing(RpcStream[int](wire.feed)):
         pass
-    await asyncio.wait_for(task, PATIENCE_S)
+    await asyncio.wait_for(task, DEADLINE_S)
     expected = {"parked": ["GeneratorExit", "finally"], "awaiting": ["CancelledError", "finally"]}
     assert seen == expected.get(where, [])
 
@@ -195,7 +195,7 @@ async def test_async_generator_that_swallows_its_cancellation_is_closed_at_its_n
     for _ in range(5):
         await asyncio.sleep(0)
     wire.source.close()
-    await asyncio.wait_for(task, PATIENCE_S)
+    await asyncio.wait_for(task, DEADLINE_S)
     assert seen == ["swallowed"]
     assert wire.num_items == 0
 
@@ -253,7 +253,7 @@ async def test_cancelled_consumer_leaves_the_stream_as_it_was() -> None:
 async def test_async_deadline_ends_the_waiting() -> None:
     seen: list[str] = []
     wire = Wire(count_async(100, seen), expires=time.monotonic() + 0.05)
-    await asyncio.wait_for(wire.source.run_async(), PATIENCE_S)
+    await asyncio.wait_for(wire.source.run_async(), DEADLINE_S)
     assert seen == ["GeneratorExit", "finally"]
     assert wire.num_items == WINDOW_ITEMS
 

@@ -19,7 +19,7 @@ def names(count: int) -> list[str]:
 
 
 def of(loads: list[int]) -> tuple[dict[str, int], dict[str, bytes]]:
-    """Holders of so much, with tickets that are not in the order of the names."""
+    """Holders of so much, with hashes that are not in the order of the names."""
     return dict(zip(names(len(loads)), loads, strict=True)), {
         name: bytes([number * 7 % 8]) for number, name in enumerate(names(len(loads)))
     }
@@ -27,23 +27,23 @@ def of(loads: list[int]) -> tuple[dict[str, int], dict[str, bytes]]:
 
 @given(loads=LOADS, num_more=st.integers(0, 60))
 def test_filling_is_giving_one_by_one_to_who_has_least(loads: list[int], num_more: int) -> None:
-    holders, tickets = of(loads)
+    holders, hashes = of(loads)
     one_by_one = dict(holders)
     for _ in range(num_more):
-        one_by_one[min(one_by_one, key=lambda name: (one_by_one[name], tickets[name]))] += 1
-    more = fill_lowest(holders, num_more, tickets)
+        one_by_one[min(one_by_one, key=lambda name: (one_by_one[name], hashes[name]))] += 1
+    more = fill_lowest(holders, num_more, hashes)
     assert {name: load + more.get(name, 0) for name, load in holders.items()} == one_by_one
-    assert fill_lowest(dict(reversed(holders.items())), num_more, tickets) == more
+    assert fill_lowest(dict(reversed(holders.items())), num_more, hashes) == more
 
 
 @given(loads=LOADS, share=st.floats(0, 1))
 def test_draining_is_taking_one_by_one_from_who_has_most(loads: list[int], share: float) -> None:
-    holders, tickets = of(loads)
+    holders, hashes = of(loads)
     num_less = int(sum(loads) * share)
     one_by_one = dict(holders)
     for _ in range(num_less):
-        one_by_one[min(one_by_one, key=lambda name: (-one_by_one[name], tickets[name]))] -= 1
-    less = drain_highest(holders, num_less, tickets)
+        one_by_one[min(one_by_one, key=lambda name: (-one_by_one[name], hashes[name]))] -= 1
+    less = drain_highest(holders, num_less, hashes)
     assert {name: load - less.get(name, 0) for name, load in holders.items()} == one_by_one
 
 

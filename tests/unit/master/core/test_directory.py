@@ -116,7 +116,7 @@ def test_reports_that_come_again_or_late_change_nothing(bench: NameBench) -> Non
     assert bench.holders() == {"x": 0}
 
 
-def test_a_report_that_was_overtaken_does_not_bring_an_earlier_state_back(bench: NameBench) -> None:
+def test_a_report_that_comes_late_does_not_bring_an_earlier_state_back(bench: NameBench) -> None:
     bench.claim(0, "x")
     worker = bench.worker("s", 0)
     agent = bench.agent(worker.node)

@@ -116,7 +116,7 @@ class Consumer(msgspec.Struct, eq=False):
 
 
 class Answer(NamedTuple):
-    """On its way to whoever holds the ticket."""
+    """On its way to whoever waits for this request id."""
 
     request_id: int
     outcome: Outcome
@@ -174,14 +174,14 @@ class QueueMachine(RuleBasedStateMachine):
         producer.pending[pending.number] = pending
         self.offered.update(pending.items)
         if fate != "question lost":
-            self.tell(producer.ask(pending, self.new_ticket(fate), wait_s, is_last))
+            self.tell(producer.ask(pending, self.new_request_id(fate), wait_s, is_last))
 
     @precondition(lambda self: self.idle())
     @rule(data=st.data(), max_items=st.integers(1, 4), wait_s=WAITS, fate=FATES)
     def get(self, data: st.DataObject, max_items: int, wait_s: float | None, fate: str) -> None:
         consumer = pick(data, self.idle())
         self.finish(consumer, len(consumer.has))
-        question = consumer.ask(self.new_ticket(fate), max_items, wait_s)
+        question = consumer.ask(self.new_request_id(fate), max_items, wait_s)
         if fate != "question lost":
             consumer.unheard = []
             self.tell(question)
@@ -453,7 +453,7 @@ class QueueMachine(RuleBasedStateMachine):
             if consumer.lease is not None
         }
 
-    def new_ticket(self, fate: str) -> int:
+    def new_request_id(self, fate: str) -> int:
         request_id = self.new_id()
         if fate == "answer lost":
             self.will_be_lost.add(request_id)
