@@ -213,6 +213,7 @@ def test_the_cluster_of_a_running_driver_is_found_and_what_it_leaves_is_read(
     assert command("logs", "first", "--tail", "1", "--rank", "0").out == "[ELASTIC-0] goes\n"
     told = json.loads(command("logs", "first", "--tail", "1", "--rank", "0", "--grep", "goe", "--json").out)
     assert (told["role"], told["rank"], told["incarnation"], told["line"]) == ("ELASTIC", 0, 0, "goes")
+    assert command("logs", "first", "--master", "local").out.splitlines() == ["[ELASTIC-0] waits", "[ELASTIC-0] goes"]
     assert command("logs", "third").code == 2
 
 

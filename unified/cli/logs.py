@@ -19,6 +19,7 @@ from unified.client.left_logs import find_left
 from unified.client.logs import LineFilter, LogFilter, LogLine, LogReader, Stream
 from unified.client.report import first_line, stage_text
 from unified.client.terminal import printable
+from unified.config.addresses import LOCAL
 from unified.errors import RefusedError, UsageError, nearest
 from unified.job.names import parse_worker
 from unified.protocol.client_master import JobStatus
@@ -75,7 +76,8 @@ def logs(
     try:
         handle, status = _find(job, master)
     except (UsageError, RefusedError) as error:
-        left = None if master or getattr(error, "code", "not-found") != "not-found" else find_left(job)
+        is_named = master not in (None, LOCAL)
+        left = None if is_named or getattr(error, "code", "not-found") != "not-found" else find_left(job)
         if left is None:
             raise
         print(f"job {left.job_id} ran in a cluster that has ended; it left this in {left.home}", file=sys.stderr)
@@ -181,4 +183,5 @@ def _check(status: JobStatus, role: str | None, rank: int | None) -> None:
         )
     ranks = max((roles[name].total for name in ([role] if role is not None else roles)), default=0)
     if rank is not None and rank >= ranks:
-        raise UsageError(f"{role or 'no role of job ' + status.job_id} has {ranks} workers, so no rank {rank}.")
+        whose = role or f"the largest role of job {status.job_id}"
+        raise UsageError(f"{whose} has {ranks} workers, so there is no rank {rank}.")

@@ -110,7 +110,8 @@ def _load(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[MODULE] = module
     by_value.programs.add(MODULE)
-    sys.path.insert(0, str(path.resolve().parent))  # as `python FILE.py` has it
+    sys.path.insert(0, str(path.resolve().parent))  # path and arguments as `python FILE.py` has them
+    sys.argv = [str(path)]
     loader = spec.loader
     _run_user_code(lambda: loader.exec_module(module), path)
     return module
@@ -139,6 +140,7 @@ def _run_user_code(function: Any, path: Path) -> Any:
     except SyntaxError as error:
         raise UsageError(f"{error.filename}:{error.lineno}: {error.msg}.") from None
     except Exception as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        file = path.absolute()  # as importlib names it
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
         where = f"{path}:{frames[-1].lineno}" if frames else str(path)
         raise UsageError(f"{where}: {type(error).__name__}: {error}") from error

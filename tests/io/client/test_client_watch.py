@@ -457,6 +457,7 @@ def test_logs_can_be_cut(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["logs", "gpt", "--role", "trainr"]) == 2
     assert "Did you mean 'trainer'?" in capsys.readouterr().err
     assert main(["logs", "gpt", "--rank", "1"]) == 2
+    assert "the largest role of job gpt-1 has 1 workers, so there is no rank 1." in capsys.readouterr().err
 
 
 def test_a_job_that_is_not_known_is_exit_code_2(

@@ -105,6 +105,7 @@ JOB = "class Job:\n    def submit(self): return 7\n"
 )
 def test_a_job_file_gives_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, suffix: str) -> None:
     monkeypatch.setattr("sys.path", [])
+    monkeypatch.setattr("sys.argv", [])
     assert load_job(write(tmp_path / "file.py", text) + suffix).submit() == 7
 
 
@@ -112,6 +113,7 @@ def test_a_submitted_job_is_named_after_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.path", [])
+    monkeypatch.setattr("sys.argv", [])
     text = "class Job:\n    def submit(self, name, blocking):\n        print(name)\n        return 0\nother = Job()\n"
     file = write(tmp_path / "my file.py", text) + ":other"
     monkeypatch.delenv("UNIFIED_JOB_NAME", raising=False)
@@ -137,9 +139,24 @@ def test_a_bad_job_file_is_one_line_that_says_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, suffix: str, message: str
 ) -> None:
     monkeypatch.setattr("sys.path", [])
+    monkeypatch.setattr("sys.argv", [])
     with pytest.raises(UsageError, match=message) as caught:
         load_job(write(tmp_path / "file.py", text) + suffix)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_job_file_has_its_own_arguments_and_errors_of_a_relative_path_have_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.path", [])
+    monkeypatch.setattr("sys.argv", ["unified", "submit", "file.py"])
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "file.py", f"import sys\n{JOB}job = Job()\nassert sys.argv == ['file.py']\n")
+    assert load_job("file.py").submit() == 7
+    for name in ("bad.py", "./bad.py"):
+        write(tmp_path / "bad.py", "import os\n\n1 / 0\n")
+        with pytest.raises(UsageError, match=r"^bad\.py:3: ZeroDivisionError"):
+            load_job(name)
 
 
 def test_columns_line_up() -> None:
