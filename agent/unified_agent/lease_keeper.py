@@ -45,7 +45,10 @@ DEATH_S = 5.0
 DEATH_EVERY_S = 0.2
 _MAX_KEY = 4096
 PROBE_S = 3.0
-"""Timeout of an attempt to connect; a fifth of the lease if that is shorter."""
+"""Timeout of a probe; a fifth of the lease if that is shorter."""
+_GREETING = b"\xff" + 4 * b"\r\n" + b"\x7f"
+"""First bytes of a ZeroMQ connection. The master's process answers them, unless it is stopped. Their eight free bytes
+end a line, so that other servers answer or hang up, too: an HTTP server waits for a line."""
 
 
 class _Page:
@@ -142,6 +145,7 @@ class _Keeper:
         self._master: zmq.Socket[bytes] | None = None
         self._probe: socket.socket | None = None
         self._probe_until = 0.0
+        self._has_greeted = False
         self._target: tuple[int, tuple[object, ...]] | None = None
         """Family and address of the master's port, looked up while the network works."""
         self._poller = zmq.Poller()
@@ -248,25 +252,32 @@ class _Keeper:
         family, address = self._target
         self._probe = socket.socket(family, socket.SOCK_STREAM)
         self._probe.setblocking(False)
-        self._probe_until = time.monotonic() + within_s
-        self._note_probe(self._probe.connect_ex(address))
+        self._probe_until, self._has_greeted = time.monotonic() + within_s, False
+        if (error := self._probe.connect_ex(address)) not in (0, errno.EINPROGRESS):
+            self._end_probe(Contact.REFUSED if error == errno.ECONNREFUSED else Contact.NONE)
 
     def _read_probe(self) -> None:
         if self._probe is None:
             return
-        _, writable, _ = select.select([], [self._probe], [], 0)
-        if writable:
-            self._note_probe(self._probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
-        elif time.monotonic() > self._probe_until:
-            self._note_probe(errno.ETIMEDOUT)
+        readable, writable, _ = select.select([self._probe], [self._probe], [], 0)
+        try:
+            if writable and not self._has_greeted:
+                self._probe.sendall(_GREETING)
+                self._has_greeted = True
+            if readable:
+                self._end_probe(Contact.ACCEPTED if self._probe.recv(1) == _GREETING[:1] else Contact.NONE)
+            elif time.monotonic() > self._probe_until:
+                self._end_probe(Contact.ACCEPTED if self._has_greeted else Contact.NONE)
+        except ConnectionRefusedError:
+            self._end_probe(Contact.REFUSED)
+        except OSError:
+            self._end_probe(Contact.NONE)
 
-    def _note_probe(self, error: int) -> None:
-        if self._probe is None or error == errno.EINPROGRESS:
-            return
-        self._probe.close()
-        self._probe = None
-        known = {0: Contact.ACCEPTED, errno.ECONNREFUSED: Contact.REFUSED}
-        self._core.contact(time.monotonic(), known.get(error, Contact.NONE))
+    def _end_probe(self, found: Contact) -> None:
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
+            self._core.contact(time.monotonic(), found)
 
     def _tell_death(self) -> None:
         """Kill the workers, then tell the master that the agent has ended."""

@@ -49,6 +49,7 @@ from unified_agent.core.messages import (
     LeaseLost,
     MasterReached,
     MasterSaid,
+    MasterUnreadable,
     Reconnect,
     SampleWorker,
     SendLog,
@@ -201,6 +202,9 @@ class SimulatedAgent:
 
     def lose_lease(self, reason: str) -> list[Said]:
         return self._step(self._clock(), LeaseLost(reason=reason))
+
+    def cannot_read(self, reason: str) -> list[Said]:
+        return self._step(self._clock(), MasterUnreadable(reason=reason))
 
     def kill_processes(self) -> None:
         for incarnation, process in self.incarnations.items():

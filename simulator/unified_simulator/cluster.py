@@ -79,9 +79,13 @@ class SimulatedCluster(Generic[N]):
         self.agents: dict[str, N] = {}
         self.cut: set[str] = set()
         """Nodes that can neither send nor receive."""
+        self.unreadable: set[str] = set()
+        """Nodes that reach only a master of another version, which refuses all that they send."""
         self.answers: dict[int, MasterAnswer] = {}
         self.stored: dict[tuple[str, str], bytes] = {}
         self.log: deque[EventRecord] = deque(maxlen=KEPT_EVENTS if is_large else None)
+        self._job_ids: set[str] = set()
+        """Ids of all jobs so far, with those that the master has forgotten."""
         self.num_decisions = 0
         self.disk_s: Callable[[], float] = lambda: 0.0
         """Seconds that the next transaction of the master takes."""
@@ -134,6 +138,12 @@ class SimulatedCluster(Generic[N]):
             self.watch(self.now, "fault", f"the agent of {node} has died")
             self.keepers[node].tell_death()
 
+    def lose_state(self, backup: dict[tuple[str, str], bytes] | None = None) -> None:
+        """Replace the store of the master, which restarts: by an earlier copy of it, or by an empty one."""
+        self.stored = dict(backup or {})
+        self.log.clear()
+        self.restart_master()
+
     def freeze_agent(self, node: str) -> None:
         """Stop an agent's process as SIGSTOP does; its workers go on."""
         self._rouse(node)
@@ -154,9 +164,16 @@ class SimulatedCluster(Generic[N]):
         self.cut.add(node)
         self.wake(node)
 
+    def make_unreadable(self, node: str) -> None:
+        """Put a master of another version in the place of the node's master."""
+        self._rouse(node)
+        self.unreadable.add(node)
+        self.break_connection(node)
+
     def heal(self, node: str) -> None:
         """Repair the network of a node; TCP has given up the old connection."""
         self.cut.discard(node)
+        self.unreadable.discard(node)
         self.break_connection(node)
 
     def act(self, agent: N, what: Callable[[], list[Said]]) -> None:
@@ -260,7 +277,7 @@ class SimulatedCluster(Generic[N]):
         self._is_writing, self._inbox, self.crash_at = False, [], ""
 
     def _begin_term(self, records: list[tuple[str, str, bytes]]) -> None:
-        self.core = MasterCore(self.intervals)
+        self.core = MasterCore(self.intervals, id_suffix=f"{self._term:x}" if self._term else "")
         actions = self.core.restore(self.now, records, list(self.log))
         self._record(actions)
         self._perform(actions)
@@ -308,6 +325,9 @@ class SimulatedCluster(Generic[N]):
                     if data is None:
                         self.stored.pop((kind, key), None)
                     else:
+                        if kind == "spec":  # saved once for each job
+                            assert key not in self._job_ids, f"{key} is the id of two jobs\n{self.recent()}"
+                            self._job_ids.add(key)
                         self.stored[kind, key] = data
                 case ReportEvent(record=record):
                     self.log.append(record)
@@ -371,8 +391,12 @@ class SimulatedCluster(Generic[N]):
         return order
 
     def _heard(self, node: str, event: Received) -> None:
-        if node not in self.cut and event.peer == self._peer(node):
-            self.watch(self.now, node, event.message)
+        if node in self.cut or event.peer != self._peer(node):
+            return
+        self.watch(self.now, node, event.message)
+        if node in self.unreadable:
+            self._to_agent(node, lambda agent: agent.cannot_read("another protocol version"))
+        else:
             self.step(event)
 
     def _arrived(self, node: str, peer: bytes, request_id: int, message: MasterToAgent) -> None:
@@ -397,7 +421,7 @@ class SimulatedCluster(Generic[N]):
         term = self._term
 
         def arrive() -> None:
-            if node not in self.cut and term == self._term:
+            if node not in self.cut | self.unreadable and term == self._term:
                 self.step(event)
 
         self.after(self._delay_s(), arrive)
@@ -422,7 +446,7 @@ class SimulatedCluster(Generic[N]):
     def _may_rest(self, node: str, agent: N) -> bool:
         connection, record = self._connections[node], self.core.cluster.nodes.get(node)
         is_joined = record is not None and record.is_open and record.peer == self._peer(node)
-        is_reached = connection.is_up and not connection.num_underway and node not in self.cut
+        is_reached = connection.is_up and not connection.num_underway and node not in self.cut | self.unreadable
         return is_joined and is_reached and not self.is_down and node not in self._frozen and agent.is_quiet
 
     def _rest(self, node: str) -> None:

@@ -39,6 +39,9 @@ class SimulatedNode(Protocol):
     def lose_lease(self, reason: str) -> list[Said]:
         """Handle the lease keeper's message that the lease ends."""
 
+    def cannot_read(self, reason: str) -> list[Said]:
+        """Handle an answer of the master that the agent cannot read."""
+
     def kill_processes(self) -> None:
         """Kill every process, as the lease keeper does; the agent sees their ends when it can."""
 

@@ -62,6 +62,15 @@ def test_a_node_that_is_cut_off_ends_its_rank_before_another_incarnation_of_it_r
     assert kept.runs_elsewhere()
 
 
+def test_a_node_whose_master_cannot_be_read_ends_its_rank_before_another_incarnation_of_it_runs(kept: Kept) -> None:
+    kept.world.make_unreadable(kept.node)
+    kept.world.until(kept.runs_elsewhere, "the rank on the other node")
+    kept.world.heal(kept.node)
+    kept.world.until(lambda: kept.state is NodeState.ALIVE, "the node to be back")
+    kept.world.run(2 * LEASE_S)
+    assert kept.runs_elsewhere()
+
+
 def test_without_its_keeper_two_incarnations_would_run_and_the_invariant_breaks(kept: Kept) -> None:
     kept.world.keepers[kept.node].is_over = True
     kept.world.cut_off(kept.node)

@@ -49,12 +49,12 @@ def live(crash_number: int, moment: Moment) -> tuple[CrashingWorld, dict[str, in
     world.until(all_run, "all workers to run")
     world.run(2)
     victim = world.job("job").ranks("e")[1]
-    world.say(victim.node, world.sim_agent(victim.node).end("job-1", victim.name, CRASH))
+    world.say(victim.node, world.sim_agent(victim.node).end(victim.job_id, victim.name, CRASH))
     world.run(2)
     world.until(all_run, "all workers to run again")
     world.run(2)
     for worker in [one for one in world.job("job").workers.values() if one.kind == "worker"]:
-        world.say(worker.node, world.sim_agent(worker.node).finish("job-1", worker.name))
+        world.say(worker.node, world.sim_agent(worker.node).finish(worker.job_id, worker.name))
     world.until_stage("job", Stage.STOPPED)
     job = world.job("job")
     assert job.exit_code == 0, world.recent()

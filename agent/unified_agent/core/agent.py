@@ -93,9 +93,9 @@ class AgentCore:
             case messages.MasterSaid():
                 self._on_master(event.message, event.request_id)
             case messages.MasterUnreadable():
-                self.membership.unreadable(event)
+                self.membership.lock_out("master-unreadable", event.reason, may_pass=event.may_pass)
             case messages.KeyRefused():
-                self.membership.locked_out(event.reason)
+                self.membership.lock_out("key-refused", event.reason)
             case messages.LeaseLost():
                 self._on_lease_lost(event.reason)
             case messages.WorkerStarted():
@@ -248,14 +248,18 @@ class AgentCore:
             self._start_if_free(incarnation, self.desired[incarnation])
 
     def _start_if_free(self, incarnation: JobWorkerIncarnation, wanted: agent_master.DesiredWorker) -> None:
-        """Start an incarnation, unless an earlier one of the worker still runs; its exit leads here again."""
+        """Start an incarnation, unless an earlier one of the worker still runs, or a worker of a job that the master has
+        forgotten still has one of its devices. The exits of both lead here again.
+        """
         spec = self.specs.of(wanted)
         if spec is None:
             self._step.report("worker-unknown-job", "the desired set lacks its job or role", incarnation, level="error")
             return
         if any(
-            w.job_id == incarnation.job_id and w.name == incarnation.worker and not w.is_ended
+            (w.job_id == incarnation.job_id and w.name == incarnation.worker)
+            or (w.job_id not in self.jobs and not set(w.devices).isdisjoint(wanted.devices))
             for w in self.workers.values()
+            if not w.is_ended
         ):
             return
         start = start_of(

@@ -28,7 +28,7 @@ class NodeLease(NamedTuple):
     turned_at: float = 0.0
     """Time of the last turn of the agent's loop."""
     is_locked_out: float = 0.0
-    """1.0 while the master refuses the key of this node."""
+    """1.0 while the master refuses the key of this node, or cannot be read."""
 
     @property
     def reconnect_s(self) -> float:

@@ -17,11 +17,12 @@ class Contact(StrEnum):
 
     ACCEPTED = "accepted"
     """The master's process is there. If it answers nothing on a new connection, it hangs and decides nothing; or it
-    refuses this node's key, and counts the node as lost."""
+    cannot be read, and counts the node as lost."""
     REFUSED = "refused"
     """The master's host runs and its process does not: nobody decides anything."""
     NONE = "none"
-    """Nothing came back: the network is cut here, or the master's host is gone."""
+    """Nothing came back, or no master's answer: the network is cut here, the master's host is gone, or another program
+    has its address."""
 
 
 class Renew(Value, frozen=True):

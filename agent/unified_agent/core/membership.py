@@ -10,7 +10,7 @@ from unified.protocol.agent_master import AgentHeartbeat, AgentRefused, AgentReg
 from unified.protocol.records import TransitionTable
 from unified.protocol.snapshots import SnapshotHost
 from unified_agent.core.lease import NodeLease, request_id_at, request_time
-from unified_agent.core.messages import Exit, MasterUnreadable, Reconnect
+from unified_agent.core.messages import Exit, Reconnect
 from unified_agent.core.step import AgentStep, AgentTimer
 from unified_agent.environment import NodeFacts
 
@@ -76,7 +76,7 @@ class Membership:
         """``host:port`` of this agent's metrics; empty: it has none."""
         self._was_ever_registered = False
         self._is_locked_out = False
-        self._unreadable = LogOnce()
+        self._lock_outs = LogOnce()
         self._reconnect_at = 0.0
         step.timers.arm(AgentTimer("register"), 0.0)
 
@@ -177,6 +177,7 @@ class Membership:
         self._kept_until = 0.0
         self._terms, self.relay = NodeLease(terms.lease_s, terms.heartbeat_s), terms.relay
         if is_new:
+            self._lock_outs = LogOnce()
             self._move(MembershipState.REGISTERED)
             self._step.timers.cancel(AgentTimer("register"))
             self._step.arm(AgentTimer("heartbeat"), self._terms.heartbeat_s)
@@ -197,25 +198,17 @@ class Membership:
         self._move(MembershipState.REFUSED)
         self._step.act(Exit(code=code, reason=reason))
 
-    def unreadable(self, event: MasterUnreadable) -> None:
-        """Handle a master with another protocol. The workers of an agent that was registered go on."""
-        if not self._was_ever_registered:
-            self.end(event.reason, 1 if event.may_pass else EX_CONFIG)
-        elif self._unreadable.is_new(self._step.now, event.reason):
-            self._step.report("master-unreadable", f"{event.reason} The workers stay.", level="error")
-
-    def locked_out(self, reason: str) -> None:
-        """Handle a master with another key. An agent that was never registered ends. Other agents go on, and the
-        lease keeper ends their workers in time, because this master counts the node as lost.
+    def lock_out(self, event: str, reason: str, *, may_pass: bool = False) -> None:
+        """Handle a master with another key, or one that cannot be read. An agent that was never registered ends. Other
+        agents go on, and the lease keeper ends their workers in time, because this master does not renew the lease.
         """
         if not self._was_ever_registered:
-            self.end(reason, EX_CONFIG)
+            self.end(reason, 1 if may_pass else EX_CONFIG)
             return
-        if not self._is_locked_out:
-            self._is_locked_out = True
-            self._step.report(
-                "key-refused", f"{reason} The agent tries again; the workers end with this node's lease.", level="error"
-            )
+        self._is_locked_out = True
+        if self._lock_outs.is_new(self._step.now, reason):
+            text = f"{reason} The agent tries again; the workers end with this node's lease."
+            self._step.report(event, text, level="error")
         self._step.arm(AgentTimer("reconnect"), self._terms.lease_s)
 
     def register_due(self) -> None:

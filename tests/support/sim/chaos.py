@@ -80,6 +80,7 @@ class Chaos:
                 (2, self.freeze),
                 (1, self.leave),
                 (2, self.crash_master),
+                (1, self.make_unreadable),
                 (2, self.slow_disk),
                 (4, self.fail_together),
                 (2, self.drain),
@@ -120,6 +121,7 @@ class Chaos:
             else SimAgent(node, offered, incarnation=incarnation, delays=delays, labels=labels)
         )
         agent.is_stuck = self.rng.random() < 0.2
+        self.world.unreadable.discard(node)  # an agent that never registered would end
         self.world.add(agent)
 
     def start_missing(self) -> None:
@@ -155,11 +157,15 @@ class Chaos:
     def cut(self) -> None:
         self.world.cut.add(self.rng.choice(NODES))
 
+    def make_unreadable(self) -> None:
+        node = self.rng.choice(NODES)
+        if node in self.world.agents:
+            self.world.make_unreadable(node)
+
     def heal(self) -> None:
         """The way is free again; TCP has given up the connections."""
-        for node in sorted(self.world.cut):
-            self.world.break_connection(node)
-        self.world.cut.clear()
+        for node in sorted(self.world.cut | self.world.unreadable):
+            self.world.heal(node)
 
     def break_connection(self) -> None:
         self.world.break_connection(self.rng.choice(NODES))

@@ -136,6 +136,9 @@ class SimAgent:
     def lose_lease(self, reason: str) -> list[Said]:
         return []
 
+    def cannot_read(self, reason: str) -> list[Said]:
+        return []
+
     def kill_processes(self) -> None:
         pass
 

@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from tests.support.agent_core import SPEC, STORE, W0, W1, Driver, launched, next_incarnation, started, wanted
 from unified.protocol.agent_master import AgentRegistered, DesiredJob, RegisterAgain, RoundNotice, RunOrder
@@ -472,3 +473,14 @@ def test_the_store_outlives_the_workers_that_stop() -> None:
     assert {action.incarnation for action in driver.notable() if isinstance(action, SignalWorker)} == {W0}
     driver.step(WorkerExited(incarnation=W0, code=0))
     assert SignalWorker(incarnation=STORE, how="terminate") in driver.take()
+
+
+def test_a_worker_waits_for_its_device_until_the_worker_of_a_job_that_the_master_has_forgotten_ends() -> None:
+    old, new = structs.replace(wanted(W0), devices=[0]), JobWorkerIncarnation("job-1-b", W0.worker, 0)
+    other = new._replace(worker=W1.worker)
+    driver = launched(old)
+    jobs = [DesiredJob(job_id=new.job_id, spec=SPEC)]
+    driver.desire(structs.replace(wanted(new), devices=[0]), structs.replace(wanted(other), devices=[1]), jobs=jobs)
+    assert started(driver.take()) == [other]
+    driver.step(WorkerExited(incarnation=W0, code=0))
+    assert started(driver.take()) == [new]

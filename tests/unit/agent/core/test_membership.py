@@ -214,12 +214,16 @@ def test_a_refusal_for_good_ends_it_and_a_refusal_for_now_does_not() -> None:
     assert driver.take() == []
 
 
-def test_a_member_bears_an_unreadable_master_and_says_so_once() -> None:
+def test_a_member_whose_master_cannot_be_read_says_so_once_and_leaves_its_workers_to_the_lease() -> None:
     driver = launched(wanted(W0))
     for _ in range(3):
         driver.step(MasterUnreadable(reason="version 2."))
-    assert driver.take() == [WriteLog(event="master-unreadable", reason="version 2. The workers stay.", level="error")]
+        assert driver.core.membership.lease(driver.now).is_locked_out
+    text = "version 2. The agent tries again; the workers end with this node's lease."
+    assert driver.take() == [WriteLog(event="master-unreadable", reason=text, level="error")]
     assert f"{W0.worker}#0" in driver.observed()
+    driver.hear(HeartbeatSeen())
+    assert not driver.core.membership.lease(driver.now).is_locked_out
 
 
 REFUSED = KeyRefused(reason="the master has another key.")
