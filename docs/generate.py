@@ -280,10 +280,8 @@ def installation_variables() -> Iterator[list[str]]:
         "",
         "Of who submits: `--debugpy PORT` for its jobs, see [debugging](debugging.md#vs-code).",
     ]
-    run = (
-        "Of who submits: id of the run in [trackers](observability.md#what-a-worker-reports); `{job}` is the job's id."
-    )
-    yield ["`UNIFIED_REPORT_RUN`", "`{job}-XXXXXX`", run]
+    run = "Of who submits: id of the run in [trackers](observability.md#what-a-worker-reports)."
+    yield ["`UNIFIED_REPORT_RUN`", "the job's id", run]
     for field in source_text.fields(source_text.class_of(settings.Intervals)):
         yield [f"`UNIFIED_{field.name.upper()}`", _code(f"{field.default} s"), _cell(field.text)]
 

@@ -8,6 +8,7 @@ import functools
 import logging
 import math
 import os
+import secrets
 import signal
 import socket
 import time
@@ -251,7 +252,7 @@ class MasterDaemon:
         _log.info("event=master-stopped reason=%r", "asked to stop; workers run on under their agents")
 
     def _begin_term(self, store: Store, relay: str) -> MasterCore:
-        core = MasterCore(self.options.intervals, relay)
+        core = MasterCore(self.options.intervals, relay, secrets.token_hex(5))
         records, now = store.records(), self._now()
         actions = core.restore(now, records, store.events())
         self._record(actions, store)

@@ -96,7 +96,7 @@ def cluster_with_key(home: Path, nodes: int = 3) -> Iterator[LocalCluster]:
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     with cluster_with_key(tmp_path_factory.mktemp("page")) as cluster:
-        cluster.submit(job("page_jobs.train"), "train")
+        Tab.suffix = cluster.submit(job("page_jobs.train"), "train").job_id.rpartition("-")[2]
         broken = cluster.submit(job("page_jobs.fail", max_restart=1), "broken")
         assert broken.wait(timeout=met(200)) == 1
         ui = Ui(cluster.address)
@@ -115,6 +115,9 @@ def job(entry: str, max_restart: int = 3) -> Any:
 class Tab:
     """A tab of the browser that notes all that should not be: messages, requests to others, wrong titles."""
 
+    suffix = ""
+    """End of the ids of all jobs of the cluster."""
+
     def __init__(self, context: Any, origin: str) -> None:
         self.faults: list[str] = []
         self.expected: list[str] = []
@@ -132,9 +135,13 @@ class Tab:
 
     def open(self, path: str = "/", wait_for: str = "main h1") -> Any:
         """Go to a path; return the page once an element is there."""
-        self.page.goto(self.origin + path)
+        self.page.goto(self.origin + self.whole(path))
         self.page.wait_for_selector(wait_for, state="attached")
         return self.page
+
+    def whole(self, path: str) -> str:
+        """Return a path in which a job has no suffix (`/jobs/train-1/why`) with the suffix."""
+        return re.sub(r"(?<=^/jobs/)[a-z]+-\d(?=$|[/?])", rf"\g<0>-{self.suffix}", path)
 
     def text(self, selector: str = "main") -> str:
         return str(self.page.inner_text(selector))

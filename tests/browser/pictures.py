@@ -89,6 +89,7 @@ def test_take_the_pictures(demo: LocalCluster, open_tab: OpenTab) -> None:
     ui = Ui(demo.address)
     try:
         tab = open_tab(ui.origin)
+        tab.suffix = demo.status("pretrain").job_id.rpartition("-")[2]
         tab.page.goto(ui.url)
         tab.page.wait_for_selector(".strip")
         FOLDER.mkdir(parents=True, exist_ok=True)

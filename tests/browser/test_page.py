@@ -184,12 +184,12 @@ def test_the_whole_tour_by_the_keyboard(tab: Tab) -> None:
             page.wait_for_selector(element, state="attached")
     press(tab, "nav[aria-label=Pages] a[href='/jobs']")
     page.wait_for_selector(".table-body a")
-    press(tab, ".table-body a[href='/jobs/train-1']")
+    press(tab, ".table-body a[href^='/jobs/train-1-']")
     page.wait_for_selector(".tabs")
     for path, element in VIEWS.items():
         if path.startswith("/jobs/train-1/"):
-            press(tab, f".tabs a[href='{path}']")
-            page.wait_for_selector(f".tabs a[aria-current][href='{path}']")
+            press(tab, f".tabs a[href='{tab.whole(path)}']")
+            page.wait_for_selector(f".tabs a[aria-current][href='{tab.whole(path)}']")
             page.wait_for_selector(element, state="attached")
     press(tab, ".actions button:last-child")
     page.wait_for_selector("dialog[open]")

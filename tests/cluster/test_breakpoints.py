@@ -133,9 +133,10 @@ def test_each_rank_waits_by_itself_until_somebody_types_to_its_pdb(place: Place)
     said = next(number for number, text in enumerate(PROGRAM.splitlines(), 1) if "went on with" in text)
     line = said - (sys.version_info >= (3, 13))  # which has pdb stop at breakpoint() itself
     for rank in range(2):
-        told = f"worker=role_2-{rank}_1-0 at=breaks.py:{line} waits for: unified attach steps-1 role-{rank}"
+        attach = f"unified attach {handle.job_id} role-{rank}"
+        told = f"worker=role_2-{rank}_1-0 at=breaks.py:{line} waits for: {attach}"
         assert any(told in each for each in handle.logs(rank=rank))
-        assert place.waits(handle, rank) == f"`unified attach steps-1 role-{rank}`, at the breakpoint breaks.py:{line}"
+        assert place.waits(handle, rank) == f"`{attach}`, at the breakpoint breaks.py:{line}"
     assert [worker.reason for worker in handle.status().workers] == [
         f"waits for {place.waits(handle, rank)}" for rank in range(2)
     ]

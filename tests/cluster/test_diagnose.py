@@ -56,13 +56,15 @@ def test_an_archive_has_what_a_report_needs_and_no_secret(
     with tarfile.open(tmp_path / "out.tar.gz") as archive:
         files = {name: archive.extractfile(name) for name in archive.getnames()}
         texts = {name: file.read().decode() for name, file in files.items() if file is not None}
-    names = {name.removeprefix("diagnosed-1/") for name in texts}
+    (job_id,) = {name.partition("/")[0] for name in texts}
+    assert job_id.startswith("diagnosed-1-")
+    names = {name.removeprefix(f"{job_id}/") for name in texts}
     assert {"status.json", "status.txt", "releases.txt", "settings.txt", "events.txt", "nodes.json"} <= names
-    log = texts["diagnosed-1/logs/w_1-0_1-0/0.out"]
+    log = texts[f"{job_id}/logs/w_1-0_1-0/0.out"]
     assert log == "signs in with (left out) and password=(left out)\n"
-    assert '"loss":0.5' in texts["diagnosed-1/logs/w_1-0_1-0/0.metrics"]
-    assert "was refused" in texts["diagnosed-1/status.txt"]
-    assert "job-submitted" in texts["diagnosed-1/events.txt"]
+    assert '"loss":0.5' in texts[f"{job_id}/logs/w_1-0_1-0/0.metrics"]
+    assert "was refused" in texts[f"{job_id}/status.txt"]
+    assert "job-submitted" in texts[f"{job_id}/events.txt"]
     assert not [secret for secret in SECRETS if any(secret in text for text in texts.values())]
     again = run()
     assert (again.returncode, "is there already" in again.stderr) == (2, True)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -194,7 +195,7 @@ def test_the_cluster_of_a_running_driver_is_found_and_what_it_leaves_is_read(
 ) -> None:
     drivers = [drive("first")]
     await_output(command, "first", living=1)
-    assert "job first-1 is RUNNING" in command("status", "first").out
+    assert re.match(r"job first-1-[0-9a-f]{10} is RUNNING", command("status", "first").out)
     drivers.append(drive("second"))
     eventually(lambda: len(living_clusters()) == 2, timeout=100, message="the second driver has no cluster")
     refused = command("jobs")

@@ -143,7 +143,11 @@ def test_a_job_that_loses_a_node_goes_on_with_the_one_in_reserve(site: Site) -> 
         eventually(lambda: site.slurm.states()[lost].startswith("down"), timeout=120)
         assert site.slurm.state_of(slurm_id) == "RUNNING", "the allocation is kept without the node"
         (site.folder / "finish").touch()
-        eventually(lambda: "job spared-1 finished" in site.output(slurm_id), timeout=120, message=site.output(slurm_id))
+        eventually(
+            lambda: re.search(r"job spared-1-\w+ finished", site.output(slurm_id)),
+            timeout=120,
+            message=site.output(slurm_id),
+        )
         ended_at = time.monotonic()
         site.until_ended(slurm_id)
         eventually(site.are_free, timeout=100)

@@ -28,7 +28,7 @@ NO_CLUSTER_TO_LEAVE = (
 
 
 def add_job(parser: ArgumentParser, *, is_optional: bool = False) -> None:
-    text = "A job's id, or its name for the newest job of that name."
+    text = "A job's id, also without its suffix, or its name: the newest such job."
     parser.add_argument("job", metavar="JOB", nargs="?" if is_optional else None, help=text)
 
 

@@ -34,7 +34,7 @@ from unified.config.settings import PRELOAD, Intervals
 from unified.errors import UsageError
 from unified.job.driver import DEBUGPY, WORKING_DIR, Driver, asked_for, passed_on
 from unified.job.names import check_job_name
-from unified.job.report_to import with_run
+from unified.job.report_to import check_report_to
 from unified.job.spec import Blob, Communication, EntryPoint, JobSpec, Resources, RoleSpec
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def _role(entry: EntryPoint, total: int, per_node: int, max_restarts: int, env: 
         total=total,
         per_group=per_node,
         resources=Resources(accelerator=1.0),
-        envs=with_run(env),
+        envs=check_report_to(env),
         config=_NO_CONFIG,
         max_restart=max_restarts,
         role_max_restart=max_restarts,

@@ -39,7 +39,7 @@ def find_left(job: str) -> LeftLogs | None:
     living = {record.home for record in living_clusters()}
     for home in sorted(settings.home().glob("embedded/*/"), reverse=True):
         names = {path.name for path in home.glob("node-*/logs/*/")}
-        found = [name for name in names if job in (name, name.rpartition("-")[0])]
+        found = [name for name in names if job in (name, name.rsplit("-", 1)[0], name.rsplit("-", 2)[0])]
         if found and str(home) not in living:
             return LeftLogs(home, max(found, key=lambda name: (len(name), name)))
     return None

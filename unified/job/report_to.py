@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ from unified.errors import UsageError, nearest
 
 REPORT_TO = "UNIFIED_REPORT_TO"
 REPORT_RUN = "UNIFIED_REPORT_RUN"
-"""Variable with the id of the run in the trackers, in which ``{job}`` is the job's id."""
+"""Variable with the id of the run in the trackers; without the variable, the id is that of the job."""
 FORMS = {name: f"{name}[:{argument}]" for name, argument in (("mlflow", "URI"), ("wandb", "PROJECT"))}
 FORMS |= {"tensorboard": "tensorboard:DIR", "trackio": "trackio[:PROJECT]"}
 
@@ -41,10 +40,7 @@ def parse_targets(text: str) -> list[Target]:
     return list(targets.values())
 
 
-def with_run(envs: Mapping[str, str]) -> dict[str, str]:
-    """Return a role's environment, with the id of a run if it names trackers. UsageError: as in `parse_targets`.
-
-    Each cluster counts its jobs from 1, so a job's id alone would continue the run of another job.
-    """
-    is_asked = bool(parse_targets(envs.get(REPORT_TO, "")))
-    return {**({REPORT_RUN: f"{{job}}-{secrets.token_hex(3)}"} if is_asked else {}), **envs}
+def check_report_to(envs: Mapping[str, str]) -> dict[str, str]:
+    """Return a role's environment. UsageError: its trackers are wrong, as in `parse_targets`."""
+    parse_targets(envs.get(REPORT_TO, ""))
+    return dict(envs)

@@ -281,8 +281,6 @@ class JobSpec(Value, frozen=True, kw_only=True):
     """Paths in front of the workers' `sys.path`, where they exist on the node."""
     submitted_by: str = ""
     """user@host:pid of the driver, for people."""
-    submission: str = ""
-    """Text that no other submission has, in this cluster or another; the master fills it in."""
     is_output_followed: bool = False
     """True if the driver writes all output of workers to a file or a pipe: logs are rotated after it has read them."""
     labels: dict[str, str] = {}
@@ -296,10 +294,6 @@ class JobSpec(Value, frozen=True, kw_only=True):
     def device_cap(self) -> int:
         """Most devices of one node that the job uses."""
         return self.device_per_node * (self.node_num if self.may_share_nodes else 1)
-
-    def folder(self, job_id: str) -> str:
-        """Return a folder name for data that outlives the cluster: each cluster counts its jobs from 1."""
-        return f"{job_id}-{self.submission}" if self.submission else job_id
 
     def role(self, name: str) -> RoleSpec:
         """Return the role of this name; KeyError if there is none."""

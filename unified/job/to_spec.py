@@ -8,7 +8,7 @@ from unified.errors import UsageError
 from unified.job import entrypoint, payload, requirements
 from unified.job.config import JobConfig, device_share
 from unified.job.driver import WORKING_DIR, Driver
-from unified.job.report_to import REPORT_TO, with_run
+from unified.job.report_to import REPORT_TO, check_report_to
 from unified.job.spec import Communication, EntryPoint, JobSpec, OutputFiles, Resources, RoleSpec
 from unified.job.workloads import BaseWorkloadDesc, ElasticWorkloadDesc, ResourceDesc
 
@@ -78,7 +78,7 @@ def _role(name: str, config: JobConfig, driver: Driver) -> RoleSpec:
         entry_point=_entry_point(name, workload.entry_point),
         collocation=workload.group,
         resources=_resources(workload.resource, grouped),
-        envs=with_run({**driver.env, **trackers, **shared, **workload.envs}),
+        envs=check_report_to({**driver.env, **trackers, **shared, **workload.envs}),
         config=payload.encode(workload.config, f"config of role {name}"),
         hang_timeout_s=hang_timeout or None,
         communication=_communication(elastic) if elastic else Communication(),

@@ -135,9 +135,8 @@ class Trackers:
 
 def run_of(launch: Launch, identity: str) -> TrackedRun:
     """Return the run of a worker, the same in all its incarnations. Each of several roles has a run of its own."""
-    parts = [launch.role] if len(launch.spec.roles) > 1 else []
-    identity = (identity or "{job}").replace("{job}", launch.job_id)
-    return TrackedRun("-".join([identity, *parts]), "/".join([launch.job_id, *parts]), launch.spec.name)
+    job_id, parts = launch.job_id, [launch.role] if len(launch.spec.roles) > 1 else []
+    return TrackedRun("-".join([identity or job_id, *parts]), "/".join([job_id, *parts]), launch.spec.name)
 
 
 def _say(text: str) -> None:

@@ -1,9 +1,9 @@
 """Archive of whole logs in a folder or a bucket, which outlives the node: compressed parts of each growing stream.
 
-A part is `JOB-SUBMISSION/WORKER/INCARNATION.STREAM/OFFSET.gz`, with the offset of its first byte in 20 digits; the
-parts of a stream, in the order of their names, are one gzip file. `0.out.archived` beside the log says how far, and in
-which folder, the log is archived: an agent that was killed and started again on the same log folder goes on there. So
-a part may be written twice; the second write contains all bytes of the first.
+A part is `JOB/WORKER/INCARNATION.STREAM/OFFSET.gz`, with the offset of its first byte in 20 digits; the parts of a
+stream, in the order of their names, are one gzip file. `0.out.archived` beside the log says how far the log is
+archived: an agent that was killed and started again on the same log folder goes on there. So a part may be written
+twice; the second write contains all bytes of the first.
 """
 
 from __future__ import annotations
@@ -51,22 +51,17 @@ class LogArchive:
         self._read = read
         self._due: dict[Path, float] = {}
         """Streams that are not archived to their end, with the times at which even a small part is due."""
-        self._folders: dict[Path, str] = {}
-        """Names of the streams' jobs in the archive."""
         self._ended: set[Path] = set()
         self._closing = threading.Event()
         for path in [*log_dir.glob("*/*/*.out"), *log_dir.glob("*/*/*.err")]:  # of an earlier incarnation of this agent
-            self._due[path], self._folders[path] = 0.0, path.parts[-3]
-            with contextlib.suppress(OSError, ValueError):
-                _, self._folders[path] = _mark(path).read_text().split()
+            self._due[path] = 0.0
             self.end(path)
         self._thread = start_thread("log-archive", self._run)
 
-    def begin(self, path: Path, folder: str) -> None:
+    def begin(self, path: Path) -> None:
         """Archive a stream from now on, in the folder of its job."""
         with contextlib.suppress(OSError):
-            _mark(path).write_text(f"0 {folder}")
-        self._folders[path] = folder
+            _mark(path).write_text("0")
         self._due[path] = time.monotonic() + EVERY_S
 
     def end(self, path: Path) -> None:
@@ -100,7 +95,7 @@ class LogArchive:
         is_ended = path in self._ended  # before the size is read: an ended stream's size is final
         sent = 0
         with contextlib.suppress(OSError, ValueError):
-            sent = int(_mark(path).read_text().partition(" ")[0])
+            sent = int(_mark(path).read_text())
         part = self._read(path, sent, 0)
         while (left := part.size - sent) >= PART_BYTES or (
             left > 0 and (is_ended or time.monotonic() >= self._due[path])
@@ -108,17 +103,16 @@ class LogArchive:
             part = self._read(path, sent, PART_BYTES)
             if not part.data:
                 break
-            stream = "/".join(filter(None, [self._prefix, self._folders[path], path.parent.name, path.name]))
+            stream = "/".join(filter(None, [self._prefix, *path.parts[-3:]]))
             self._store.write(f"{stream}/{part.offset:020}.gz", gzip.compress(part.data, mtime=0))
             sent = part.offset + len(part.data)
-            _mark(path).write_text(f"{sent} {self._folders[path]}")
+            _mark(path).write_text(str(sent))
             self._due[path] = time.monotonic() + EVERY_S
         if part.error and not part.is_missing:
             raise OSError(part.error)
         if is_ended:  # a file missing by now was removed, or could not be written
             self._ended.discard(path)
             self._due.pop(path)
-            self._folders.pop(path)
 
 
 def _mark(path: Path) -> Path:

@@ -102,8 +102,6 @@ class Destination(NamedTuple):
     """True if a reader that wants every byte will ask within `KEEP_S`."""
     copy: str = ""
     """File that also gets the stream, without a limit of its size; empty: none."""
-    folder: str = ""
-    """Name of the job in an archive."""
 
 
 LOG_ALONE = Destination()
@@ -117,13 +115,11 @@ def destinations(launch: Launch) -> tuple[Destination, Destination]:
 
 def _destination(launch: Launch, stream: Literal["out", "err"]) -> Destination:
     files = launch.spec.role(launch.role).output_files if launch.kind == "worker" else None
-    folder = launch.spec.folder(launch.job_id)
     if files is None:
-        return Destination(is_followed=launch.spec.is_output_followed, folder=folder)
+        return Destination(is_followed=launch.spec.is_output_followed)
     return Destination(
         launch.spec.is_output_followed and files.is_shown(stream, launch.place.local_rank),
         files.file(stream, rank=launch.place.rank, local_rank=launch.place.local_rank, attempt=launch.incarnation),
-        folder,
     )
 
 
@@ -348,13 +344,13 @@ class OutputReader:
             )
             for descriptor, suffix, destination in zip(pipes, ("out", "err"), destinations, strict=True)
         ]
-        with contextlib.suppress(OSError):  # left by a job with this id in an earlier start of the cluster
+        with contextlib.suppress(OSError):  # left by an incarnation that a restored backup of the master has forgotten
             for suffix in OTHER_FILES.values():
                 self._path(incarnation, suffix).unlink(missing_ok=True)
-        for stream, destination in zip(streams, destinations, strict=True):
+        for stream in streams:
             self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
             if self._archive is not None:
-                self._archive.begin(stream.file.path, destination.folder or incarnation.job_id)
+                self._archive.begin(stream.file.path)
         self._streams[incarnation] = (streams[0], streams[1])
 
     def _write_reports(self, incarnation: JobWorkerIncarnation, lines: bytes) -> None:

@@ -99,11 +99,11 @@ def _list(step: MasterStep, request: client_master.ListJobs) -> Answer:
 
 
 def find_job(step: MasterStep, word: str) -> JobRecord | client_master.Refused:
-    """Return the job of this id, or the newest of this name."""
+    """Return the job of this id, or the newest of this name, or the newest of this name and number."""
     known = step.cluster.jobs
     if word in known:
         return known[word]
-    if (newest := _newest(step, word)) is not None:
+    if (newest := _newest(step, word) or _numbered(step, word)) is not None:
         return newest
     return client_master.Refused(code="not-found", reason=f"there is no job {word[:100]!r}.{_hint(known, word)}")
 
@@ -111,6 +111,12 @@ def find_job(step: MasterStep, word: str) -> JobRecord | client_master.Refused:
 def _newest(step: MasterStep, name: str) -> JobRecord | None:
     named = (job for job in step.cluster.jobs.values() if job.spec.name == name)
     return max(named, key=lambda job: job.sequence, default=None)
+
+
+def _numbered(step: MasterStep, word: str) -> JobRecord | None:
+    """Return the newest job whose id is `word` and a suffix, so that people need not write the suffix."""
+    numbered = (job for job in step.cluster.jobs.values() if word == f"{job.spec.name}-{job.sequence}")
+    return max(numbered, key=lambda job: job.submitted_at, default=None)
 
 
 def _hint(known: dict[str, JobRecord], word: str) -> str:
@@ -354,7 +360,7 @@ def _kept_tail(
     worker = step.cluster.worker(incarnation.job_id, incarnation.worker)
     node = step.cluster.nodes.get(worker.node) if worker is not None else None
     at = node.info.log_archive.rstrip("/") if node is not None else ""
-    archive = f"; the whole is in {at}/{job.spec.folder(job.job_id)}/{incarnation.worker}" if at else ""
+    archive = f"; the whole is in {at}/{job.job_id}/{incarnation.worker}" if at else ""
     return client_master.LogChunk(
         worker=incarnation.worker,
         incarnation=incarnation.number,

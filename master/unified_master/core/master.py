@@ -34,12 +34,14 @@ class MasterCore:
     Args:
         intervals: leases, heartbeats and deadlines, in seconds.
         relay: address of the bus relay, for agents; empty if there is none.
+        id_suffix: end of the ids of this term's jobs. Numbers of jobs begin again at 1 with an empty store, and repeat
+            with a restored one, so the suffix has to be one that no other term has.
 
     Each call takes the time: seconds since 1970, on a clock that never goes back while the master runs.
     """
 
-    def __init__(self, intervals: Intervals, relay: str = "") -> None:
-        self.cluster = Cluster(intervals, relay)
+    def __init__(self, intervals: Intervals, relay: str = "", id_suffix: str = "") -> None:
+        self.cluster = Cluster(intervals, relay, id_suffix)
 
     @property
     def next_deadline(self) -> float | None:

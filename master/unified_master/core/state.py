@@ -467,9 +467,11 @@ class StackCollection(msgspec.Struct, kw_only=True):
 class Cluster:
     """The whole state of the master."""
 
-    def __init__(self, intervals: Intervals, relay: str) -> None:
+    def __init__(self, intervals: Intervals, relay: str, id_suffix: str) -> None:
         self.intervals = intervals
         self.relay = relay
+        self.id_suffix = id_suffix
+        """End of the ids of all jobs of this term."""
         self.term = 0
         """Number of terms before this one; keeps generations and versions rising."""
         self.next_sequence = self.next_event = self.next_read = 1

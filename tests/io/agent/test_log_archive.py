@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from msgspec import structs
 
 from tests.support.agents import AgentProcess, PlayedMaster, a_job, a_worker, eventually
 from unified.protocol.agent_master import RegisterAgent
@@ -58,14 +57,12 @@ def test_an_agent_that_leaves_has_archived_what_was_printed_last(tmp_path: Path,
     agents.append(AgentProcess(tmp_path, master.address, "--log-archive", str(tmp_path / "archive")))
     master.welcome()
     job = a_job("print:5000")
-    assert job.spec is not None
-    spec = structs.replace(job.spec, submission="3fa9c1d20b")
-    master.desire(a_worker(), jobs=[structs.replace(job, spec=spec)])
+    master.desire(a_worker(), jobs=[job])
     log = tmp_path / "state/logs/job-1/w-0/0.out"
     eventually(lambda: log.exists() and log.stat().st_size)
     agents[0].process.terminate()
     assert agents[0].wait() == 0
-    assert archived(tmp_path / "archive/job-1-3fa9c1d20b/w-0/0.out") == log.read_bytes()
+    assert archived(tmp_path / "archive/job-1/w-0/0.out") == log.read_bytes()
     master.hang_up()
 
 
@@ -118,7 +115,7 @@ class Output:
 
     def run(self, *, ends: bool = True) -> bytes:
         """Archive the log until it is left, and return what is stored."""
-        self.archive.begin(self.path, "job-0")
+        self.archive.begin(self.path)
         if ends:
             self.archive.end(self.path)
         soon(lambda: not self.archive._due, timeout=100)
@@ -154,16 +151,6 @@ def test_a_read_that_fails_is_tried_again_and_told(output: Output, caplog: pytes
     with caplog.at_level(logging.ERROR):
         assert output.run() == whole
     assert caplog.text.count("event=log-not-archived") == 1
-
-
-def test_the_next_agent_goes_on_in_the_folder_of_the_submission(output: Output) -> None:
-    output.archive.close()
-    whole = write(output.path, 2 * PART_BYTES)
-    output.path.with_name("0.out.archived").write_text("0 job-0-3fa9c1d20b")
-    output.archive = LogArchive(str(output.stored.parents[2]), output.path.parents[2], 4, output.read)
-    soon(lambda: not output.archive._due, timeout=100)
-    output.archive.close()
-    assert archived(output.stored.parents[2] / "job-0-3fa9c1d20b/w-0/0.out") == whole
 
 
 def test_what_is_drained_at_the_end_of_a_stream_is_archived(output: Output) -> None:

@@ -93,7 +93,7 @@ def test_a_stranger_is_told_at_once_and_disturbs_no_member(
 
 def test_the_secret_is_in_no_file_and_no_answer(master: MasterProcess, key_file: Path) -> None:
     with MasterConnection(master.address, key=KEY) as member:
-        assert member.ask(SubmitJob(spec=SPEC), Accepted).job_id == "train-1"
+        assert member.ask(SubmitJob(spec=SPEC), Accepted).job_id.startswith("train-1-")
         story = member.ask(Explain(job="train-1"), Story)
     assert story.events
     assert KEY.secret not in repr(story)
@@ -185,4 +185,4 @@ def test_a_replayed_request_is_answered_again_and_done_once(master: MasterProces
             codes.append(answer.code if isinstance(answer, Refused) else type(answer).__name__)
     assert codes == ["Accepted", "name-taken", "name-taken"]
     with MasterConnection(master.address, key=KEY) as member:
-        assert [job.job_id for job in member.ask(ListJobs(), JobList).jobs] == ["train-1"]
+        assert [job.name for job in member.ask(ListJobs(), JobList).jobs] == ["train"]

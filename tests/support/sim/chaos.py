@@ -81,6 +81,7 @@ class Chaos:
                 (1, self.leave),
                 (2, self.crash_master),
                 (1, self.make_unreadable),
+                (1, self.world.lose_state),
                 (2, self.slow_disk),
                 (4, self.fail_together),
                 (2, self.drain),

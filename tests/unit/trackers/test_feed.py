@@ -186,9 +186,8 @@ def test_points_are_reports_with_a_step() -> None:
 @pytest.mark.parametrize(
     ("roles", "given", "run"),
     [
-        (["w"], "{job}-1a2b", ("j-1-1a2b", "j-1", "j")),
-        (["w", "v"], "{job}-1a2b", ("j-1-1a2b-w", "j-1/w", "j")),
         (["w"], "mine", ("mine", "j-1", "j")),
+        (["w", "v"], "mine", ("mine-w", "j-1/w", "j")),
         (["w"], "", ("j-1", "j-1", "j")),
     ],
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from hashlib import blake2b
-
 import msgspec
 
 from unified.job.spec import JobSpec
@@ -29,10 +27,8 @@ def accept(step: MasterStep, spec: JobSpec) -> JobRecord:
     cluster = step.cluster
     sequence = cluster.next_sequence
     cluster.next_sequence += 1
-    token = blake2b(f"{spec.submitted_by} {step.now!r}".encode(), digest_size=5).hexdigest()
-    spec = msgspec.structs.replace(spec, submission=token)
     job = JobRecord(
-        job_id=f"{spec.name}-{sequence}",
+        job_id="-".join(filter(None, (spec.name, str(sequence), cluster.id_suffix))),
         sequence=sequence,
         submitted_at=step.now,
         spec=spec,
