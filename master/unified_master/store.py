@@ -55,6 +55,9 @@ class Store:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.path = directory / "master.sqlite"
+        self._witness = directory / "master.sqlite-commits"
+        """Number of the last transaction that was acknowledged."""
+        self._num_commits = 0
         try:
             settings.make_folder(directory)
             self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -63,6 +66,7 @@ class Store:
         self._take_lock()
         try:
             self._database = self._open()
+            self._witness_file = os.open(self._witness, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except BaseException:
             os.close(self._lock)
             raise
@@ -70,12 +74,15 @@ class Store:
     def commit(self, saves: Iterable[SaveRecord], reports: Iterable[ReportEvent]) -> None:
         """Write everything in one transaction; on return it is on disk. StoreError: nothing was written."""
         try:
-            self._write(saves, reports)
+            self._write(saves, reports, self._num_commits + 1)
         except sqlite3.Error as error:
             kind = UnwritableStoreError if error.sqlite_errorcode & 0xFF in _OF_THE_DISK else StoreError
             raise kind(
                 f"{self.path} cannot be written: {error}. Make room, or repair the disk; workers run on meanwhile."
             ) from None
+        self._num_commits += 1
+        with contextlib.suppress(OSError):  # an older number is right, too, and finds less
+            os.pwrite(self._witness_file, b"%019d\n" % self._num_commits, 0)
 
     def shortage(self) -> str:
         """Return the reason to begin nothing new, if too little of the disk is free; empty: there is enough."""
@@ -88,9 +95,10 @@ class Store:
             return ""
         return f"the disk of its state is full: {self.directory} has {free >> 10} KiB left. Make room there."
 
-    def _write(self, saves: Iterable[SaveRecord], reports: Iterable[ReportEvent]) -> None:
+    def _write(self, saves: Iterable[SaveRecord], reports: Iterable[ReportEvent], number: int) -> None:
         with self._database as database:  # commits, or rolls back
             database.execute("begin immediate")
+            database.execute("replace into records values ('shell', 'commits', ?)", (b"%d" % number,))
             for save in saves:
                 if save.data is None:
                     database.execute("delete from records where kind = ? and key = ?", (save.kind, save.key))
@@ -125,8 +133,7 @@ class Store:
 
     def note(self, name: str) -> str:
         """Return the shell's note of this name; empty if there is none."""
-        found = self._database.execute("select data from records where kind = 'shell' and key = ?", (name,)).fetchone()
-        return bytes(found[0]).decode() if found else ""
+        return _note(self._database, name)
 
     def write_note(self, name: str, text: str) -> None:
         """Keep a note of the shell beside the core's records, which never have the kind ``shell``."""
@@ -134,6 +141,7 @@ class Store:
 
     def close(self) -> None:
         self._database.close()
+        os.close(self._witness_file)
         os.close(self._lock)
 
     def _take_lock(self) -> None:
@@ -155,22 +163,51 @@ class Store:
 
     def _open(self) -> sqlite3.Connection:
         try:
+            is_new: bool | None = None
+            if not self.path.exists() or not self.path.stat().st_size:
+                self._compare(0)
+            elif self.path.with_name("master.sqlite-wal").exists():
+                # The last connection that may write moves the log into the file. A file that is refused stays as it is.
+                with contextlib.closing(
+                    sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True)
+                ) as reader:
+                    is_new = self._check(reader)
             database = sqlite3.connect(self.path, isolation_level=None)
             try:
-                self._prepare(database)
+                self._prepare(database, self._check(database) if is_new is None else is_new)
             except BaseException:
                 database.close()
                 raise
         except sqlite3.Error as error:
             kind = OtherStoreError if error.sqlite_errorcode & 0xFF in _DAMAGED else StoreError
             raise kind(
-                f"{self.path} cannot be read as the master's store: {error}. Restore it from a copy, or move it away "
-                "to start with an empty one (running workers will then be stopped)."
+                f"{self.path} cannot be read as the master's store: {error}. Restore a backup into a new "
+                "--state-dir, or give an empty one (running workers will then be stopped)."
             ) from None
         return database
 
-    def _prepare(self, database: sqlite3.Connection) -> None:
-        is_new = _is_new(database, self.path)  # before any write: a refused file stays as it is
+    def _check(self, database: sqlite3.Connection) -> bool:
+        """Return True if the file holds nothing yet. OtherStoreError: as in `_is_new` and `_compare`."""
+        is_new = _is_new(database, self.path)
+        self._num_commits = 0 if is_new else int(_note(database, "commits") or "0")
+        self._compare(self._num_commits)
+        return is_new
+
+    def _compare(self, num_commits: int) -> None:
+        """Raise OtherStoreError if transactions that were acknowledged are missing.
+
+        SQLite itself takes a damaged log for one that ends there, and a missing one for an empty one.
+        """
+        with contextlib.suppress(OSError, ValueError):
+            if (missing := int(self._witness.read_text()) - num_commits) > 0:
+                raise OtherStoreError(
+                    f"{self.path} lacks the last {missing} transactions of its master, because the file or the "
+                    "write-ahead log beside it is damaged, missing or an older copy: restore a backup into a new "
+                    f"--state-dir, or remove {self._witness} to go on with what is left (workers that it does not know "
+                    "will then be stopped)."
+                )
+
+    def _prepare(self, database: sqlite3.Connection, is_new: bool) -> None:
         shared = network_file_system(self.directory)
         database.execute(f"pragma journal_mode = {'truncate' if shared else 'wal'}")
         if shared:
@@ -209,6 +246,11 @@ def back_up(directory: Path, target: Path) -> None:
         raise StoreError(f"{path} could not be copied to {target}: {why}.") from None
     finally:
         part.unlink(missing_ok=True)
+
+
+def _note(database: sqlite3.Connection, name: str) -> str:
+    found = database.execute("select data from records where kind = 'shell' and key = ?", (name,)).fetchone()
+    return bytes(found[0]).decode() if found else ""
 
 
 def _is_new(database: sqlite3.Connection, path: Path) -> bool:

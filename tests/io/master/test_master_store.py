@@ -3,11 +3,13 @@
 import contextlib
 import os
 import random
+import shutil
 import sqlite3
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -165,6 +167,61 @@ def test_a_file_that_is_refused_stays_as_it_is(tmp_path: Path, damage: str) -> N
     if damage == "page":
         with pytest.raises(StoreError, match=said):
             back_up(tmp_path, tmp_path / "copy.sqlite")
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("master.sqlite-wal", flip),
+        ("master.sqlite-wal", lambda path: os.truncate(path, path.stat().st_size // 2)),
+        ("master.sqlite-wal", lambda path: os.truncate(path, 0)),
+        ("master.sqlite-wal", Path.unlink),
+        ("master.sqlite", lambda path: os.truncate(path, 0)),
+        ("master.sqlite", Path.unlink),
+    ],
+    ids=["a bit", "half of the log", "an empty log", "no log", "an empty file", "no file"],
+)
+def test_transactions_that_were_acknowledged_and_are_not_there_are_noticed(
+    tmp_path: Path, file: str, damage: Callable[[Path], None]
+) -> None:
+    store = Store(tmp_path / "state")
+    for number in range(30):
+        store.commit([save("a", b"%d" % number)], [report(number)])
+    for copy in ("killed", "damaged"):  # the files as a master leaves them that is killed
+        shutil.copytree(tmp_path / "state", tmp_path / copy)
+    store.close()
+    again = Store(tmp_path / "killed")
+    assert again.records() == [("job", "a", b"29")]
+    again.close()
+    damage(tmp_path / "damaged" / file)
+    kept = [path for path in (tmp_path / "damaged").glob("master.sqlite*") if not path.name.endswith("shm")]
+    before = {path: path.read_bytes() for path in kept}
+    for _ in range(2):
+        with pytest.raises(OtherStoreError, match=r"lacks the last \d+ transactions of its master"):
+            Store(tmp_path / "damaged")
+    assert {path: path.read_bytes() for path in before} == before
+    (tmp_path / "damaged" / "master.sqlite-commits").unlink()
+    Store(tmp_path / "damaged").close()  # as the error says
+
+
+def test_a_master_whose_log_is_damaged_ends_with_78_and_a_sentence(start_master: StartMaster, tmp_path: Path) -> None:
+    role = RoleSpec(name="r", kind="simple", entry_point=EntryPoint(kind="module", target="x"), total=2)
+    first = start_master()
+    with MasterConnection(first.address, timeout_s=100) as connection:
+        for name in "abc":
+            connection.ask(SubmitJob(spec=JobSpec(name=name, roles=[role])), Accepted)
+    first.kill()
+    flip(tmp_path / "state/master.sqlite-wal")
+    second = start_master()
+    assert second.process.wait(100) == os.EX_CONFIG
+    (line,) = [line for line in second.log.read_text().splitlines() if "lacks the last" in line]
+    assert line.startswith("unified-master: ")
 
 
 WRITER = """
