@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from unified.elastic import randomness, transfer
 from unified.elastic.core.agreement import Holding, StepAgreement
+from unified.elastic.sampler import ElasticSampler
 from unified.errors import ElasticError, NotInWorkerError, UsageError
 from unified.protocol.agent_master import RoundNotice
 from unified.worker.context import Worker, current_worker
@@ -110,15 +111,20 @@ class ElasticState:
         self._load()
         self._on_ready()
 
-    def commit(self) -> None:
+    def commit(self, *, batches: int = 1) -> None:
         """End a step: if the round breaks, training goes on from the present state. Local and quick.
 
         Call it right after the last optimizer's `step()`: if a peer dies in between, while this rank is in a
         collective, this rank is left with a half-finished step.
+
+        Args:
+            batches: batches of an `ElasticSampler` that this step has trained, the same number on all ranks.
         """
         self.step += 1
         for each in self._objects.values():
-            if hasattr(each, "on_commit"):
+            if isinstance(each, ElasticSampler):
+                each.on_commit(batches)
+            elif hasattr(each, "on_commit"):
                 each.on_commit()
         self._keep()
         notice = self._notice()
@@ -155,7 +161,10 @@ class ElasticState:
         self._on_ready()
 
     def _end_round(self) -> None:
-        """Drop the objects that were made for the round."""
+        """Drop the objects that were made for the round, and what was read ahead of the last commit."""
+        for each in self._objects.values():
+            if isinstance(each, ElasticSampler):
+                each.rewind()
         for name in self._of_round:
             del self._objects[name], self._kinds[name]
             self._buffers.pop(name, None)
@@ -286,8 +295,8 @@ class ElasticState:
         return bool(self._named("model", "optimizer"))
 
     def _drop_gradients(self) -> None:
-        for module in self._named("model").values():
-            module.zero_grad(set_to_none=True)
+        for each in self._named("model", "optimizer").values():
+            each.zero_grad(set_to_none=True)
 
 
 class _Commit(NamedTuple):
