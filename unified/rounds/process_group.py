@@ -184,6 +184,10 @@ def leave(within_s: float = LEAVE_WITHIN_S) -> None:
         start_thread("unified-drop-groups", _drop_later, list(_groups))
         _groups.clear()
     if not is_set_up():
+        if (c10d := sys.modules.get("torch.distributed.distributed_c10d")) is not None:
+            # The number of a group is part of its keys in the store. An aborted `init_process_group` has used one up
+            # here and none in a new process, and both would wait for each other's key.
+            c10d._world.group_count = 0
         return
     raise ClusterError(
         f"the process groups of a broken round could not be left within {within_s:g} s, so that this process cannot "
