@@ -255,7 +255,8 @@ class CheckpointManager(ClosedOnExit):
     ) -> Any:
         """Load a state dict that `save` saved, or ``torch.save`` into saved bytes. Steps and errors: those of `load`.
 
-        If several ranks saved it, this process gets all of it: whole tensors, in dicts whose keys are text.
+        If several ranks saved it, this process gets all of it: whole tensors, in dicts whose keys are text. A value
+        that differed by rank is a list with the value of each rank.
 
         Args:
             map_location, weights_only: as for ``torch.load``.
@@ -275,6 +276,7 @@ class CheckpointManager(ClosedOnExit):
         exact: bool = False,
         weights_only: bool = True,
         sharded: bool | None = None,
+        of_rank: int | None = None,
     ) -> int:
         """Fill a state dict in place from what any number of ranks saved: each rank reads what its tensors need.
 
@@ -285,6 +287,7 @@ class CheckpointManager(ClosedOnExit):
                 state. The checkpoint must contain every name in `state`.
             weights_only: as for ``torch.load``, for objects other than tensors.
             sharded: False: this rank loads by itself.
+            of_rank: the rank whose values are loaded where the values differed by rank and this rank has none.
 
         Returns:
             The step that was loaded.
@@ -295,8 +298,9 @@ class CheckpointManager(ClosedOnExit):
         """
         self._before_load()
         ranks = Alone() if sharded is False else ranks_here(self._options["process_group"])
-        report = self._reader.load_into(state, step, exact=exact, weights_only=weights_only, ranks=ranks)
-        return report.step
+        return self._reader.load_into(
+            state, step, exact=exact, weights_only=weights_only, ranks=ranks, of_rank=of_rank
+        ).step
 
     def discard_after(self, step: int) -> list[int]:
         """Delete all checkpoints after that of `step`: after a rollback to it, the next save is then the latest.

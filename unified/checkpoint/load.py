@@ -71,12 +71,12 @@ class CheckpointReader:
         return self.load(step, {"bytes": of_one, "state": of_one, "sharded": of_many}, exact=exact)
 
     def load_into(
-        self, state: dict[str, Any], step: Wanted, *, exact: bool, weights_only: bool, ranks: Ranks
+        self, state: dict[str, Any], step: Wanted, *, exact: bool, weights_only: bool, ranks: Ranks, of_rank: int | None
     ) -> LoadReport:
         """Fill a state dict in place. A collective of `ranks`."""
         from unified.checkpoint.sharded.load import load_into
 
-        readers = load_into(self._store, state, ranks, weights_only=weights_only)
+        readers = load_into(self._store, state, ranks, weights_only=weights_only, of_rank=of_rank)
         self.load(step, readers, exact=exact, ranks=ranks)
         assert self.last is not None
         return self.last

@@ -58,6 +58,32 @@ def test_what_four_ranks_saved_two_load_and_one_and_all_fall_back_from_what_one_
     assert sorted(left) == sorted([part.name for part in manifest.parts] * 2), "more is there than two checkpoints"
 
 
+@pytest.mark.timeout(LIMIT_S + 10)
+def test_each_rank_gets_its_own_values_back_and_another_number_of_ranks_must_choose(tmp_path: Path) -> None:
+    first, second = run(tmp_path, "own")["own"]
+    for step in (1, 2, 3, 4):
+        for each in (first, second):
+            assert each[f"loaded {step}"] == each[f"saved {step}"]
+        for key in ("rng", "rows", "array", "best", "list", "big"):
+            assert (first[f"saved {step}"][key] == second[f"saved {step}"][key]) is (step in (1, 4)), key
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.load_state(1, weights_only=False)["rows"] == 10
+        whole = manager.load_state(3, weights_only=False)
+        assert whole["rows"] == [10, 12]
+        assert whole["best"][0] is None
+        assert whole["best"][1].tolist() == [1.0, 1.0]
+        assert [each.tolist() for each in whole["list"][0]] == [[0.0, 0.0], [2.0, 2.0]]
+        assert whole["list"][1]["deep"] == [0, 2]
+        assert whole["same"].tolist() == [0.0, 1.0, 2.0]
+        state: dict[str, Any] = {"rows": 0, "same": torch.zeros(3), "list": [torch.zeros(2), {"deep": 0}]}
+        for number in (None, 2):
+            with pytest.raises(CheckpointError, match=r"the 2 ranks .* own list\.0, list\.1\.deep, rows; .*of_rank="):
+                manager.load_state_into(state, 3, of_rank=number)
+        assert manager.load_state_into(state, 3, of_rank=1) == 3
+        assert (state["rows"], state["list"][0].tolist(), state["list"][1]["deep"]) == (12, [2.0, 2.0], 2)
+        assert manager.load_state_into({"same": torch.zeros(3)}, 3) == 3
+
+
 @pytest.mark.slow
 def test_ranks_save_to_a_bucket_and_go_back(s3_environment: S3Server) -> None:
     place = f"s3://{s3_environment.make_bucket()}/run"

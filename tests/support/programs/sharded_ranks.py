@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as distributed
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -231,8 +232,48 @@ def disagree(place: str, rank: int) -> Found:
         return {**found, "steps_saved": manager.steps(), "sizes": sizes, "is_equal": is_equal}
 
 
+def own_state(number: int) -> Found:
+    """A state with values that depend on the number, beside a sharded model."""
+    torch.manual_seed(number)
+    return {
+        "rng": torch.get_rng_state(),
+        "rows": 10 + number,
+        "array": numpy.arange(number + 1),
+        "best": torch.ones(2) if number else None,
+        "list": [torch.full((2,), float(number)), {"deep": number}],
+        "big": torch.ones(400_000 + number),  # of the values above 1 MiB, only the layouts are compared
+        "same": torch.arange(3.0),
+        "net": trained(1)[0],
+    }
+
+
+def readable(state: Found) -> Found:
+    values = {key: plain(state[key]) for key in ("rows", "best", "list", "same")}
+    return {**values, "rng": digest(state["rng"]), "array": state["array"].tolist(), "big": state["big"].numel()}
+
+
+def own(place: str, rank: int) -> Found:
+    """The ranks have the same values in steps 1 and 4, and each its own in steps 2 and 3."""
+    numbers = {1: 0, 2: rank, 3: 2 * rank, 4: 0}
+    found = {}
+    with manager_of(place) as manager:
+        for step, number in numbers.items():
+            manager.save(own_state(number), step)
+        for step, number in numbers.items():
+            state = own_state(number)
+            found[f"saved {step}"] = readable(state)
+            state |= {"rng": torch.zeros_like(state["rng"]), "rows": -1, "array": None}
+            for tensor in (state["list"][0], state["same"], *([state["best"]] if number else [])):
+                tensor.zero_()
+            options: Found = {"of_rank": 1 - rank} if step == 2 else {}  # only for ranks without a value of their own
+            manager.load_state_into(state, step, weights_only=False, **options)
+            found[f"loaded {step}"] = readable(state)
+    return found
+
+
 SCENARIOS: dict[str, list[tuple[int, str, Callable[[str, int], Found]]]] = {
     "reshard": [(4, "save", save), (2, "load", load), (1, "alone", alone), (2, "load_damaged", load_damaged)],
+    "own": [(2, "own", own)],
     "bucket": [(2, "save_plain", save_plain), (2, "go_back", go_back)],
     "faults": [
         (3, "kill_before_part", partial(failing, failing_rank=2, name="rank-00002.bin")),

@@ -1,7 +1,10 @@
 """What is where in a sharded checkpoint, and who writes what."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from threading import Barrier
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,10 +17,11 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from unified.checkpoint.manifest import Part, make_manifest, part_name
 from unified.checkpoint.sharded import index as s
 from unified.checkpoint.sharded.index import MAX_GAP_BYTES, MAX_RUN_BYTES, runs
-from unified.checkpoint.sharded.plan import SMALL_BYTES, shared_out
+from unified.checkpoint.sharded.plan import SMALL_BYTES, ShardPlanner, groups_of, shared_out
 from unified.checkpoint.store import RANK_ERRORS
 from unified.errors import CheckpointCorruptError, CheckpointError, UsageError
 from unified.rounds.rank_group import Alone, each_does, lead
+from unified.tensors.host_buffers import BufferPool
 
 
 def shard(start: int, nbytes: int) -> s.Shard:
@@ -88,6 +92,54 @@ def test_what_all_ranks_have_is_written_once_the_small_by_the_first_and_the_larg
     plans = shared_out([SavePlan(small + large), SavePlan([*small, *large, item("own", 8)])])
     names = [[each.index.fqn for each in plan.items] for plan in plans]
     assert names == [[*(f"small-{number}" for number in range(5)), "large-1", "large-3"], ["large-0", "large-2", "own"]]
+
+
+def test_values_are_compared_among_the_ranks_that_have_them() -> None:
+    found = groups_of([{"a": 1, "b": 1, "own": 5, "c": 4}, {"a": 1, "b": 2, "d": 3}, {"c": 4, "b": 1, "a": 1, "d": 3}])
+    assert found == {"a": "a", "own": "own", "c": "c", "d": "d"}
+    assert groups_of([{"a": 1, "b": 2}, {"b": 2, "a": 1}]) == {"a": "a", "b": "a"}
+
+
+class ThreadRank:
+    """A rank in a thread of this process."""
+
+    size = 2
+
+    def __init__(self, rank: int, board: list[object], barrier: Barrier) -> None:
+        self.rank, self._board, self._barrier = rank, board, barrier
+        self.num_gathered = 0
+
+    def share(self, value: object) -> object:
+        return self.gather(value)[0]
+
+    def gather(self, value: object) -> list[Any]:
+        self.num_gathered += 1
+        self._board[self.rank] = value
+        self._barrier.wait(100)
+        found = list(self._board)
+        self._barrier.wait(100)
+        return found
+
+
+def test_each_rank_writes_its_own_value_once_values_differ_and_the_plan_is_kept_while_they_do() -> None:
+    numbers = [(7, 7), (7, 8), (8, 9), (9, 9)]
+
+    def be(rank: ThreadRank) -> list[tuple[int, list[str]]]:
+        planner, found = ShardPlanner(BufferPool()), []
+        for pair in numbers:
+            state = {"rows": pair[rank.rank], "same": torch.ones(3), f"only-{rank.rank}": torch.ones(1)}
+            planner.settle(rank.gather(planner.look_at(state, rank)), rank)
+            found.append((rank.num_gathered, sorted(piece.name for piece in planner.pieces())))
+            rank.num_gathered = 0
+        return found
+
+    board: list[object] = [None, None]
+    barrier = Barrier(2)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(be, [ThreadRank(rank, board, barrier) for rank in range(2)])
+    own = [f"rows{s.OF_RANK}{rank}" for rank in range(2)]
+    assert first == [(3, ["only-0", "rows", "same"]), *((count, ["only-0", own[0], "same"]) for count in (3, 1, 1))]
+    assert second == [(3, ["only-1"]), *((count, ["only-1", own[1]]) for count in (3, 1, 1))]
 
 
 class Two:

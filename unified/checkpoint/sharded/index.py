@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 
 INDEX = "index"
+OF_RANK = "\0rank-"
+"""Separates a value's name from the number of the rank whose value this is, if the ranks saved different ones."""
 _LEFT = re.compile(r"rank-(\d{5,})\.(note|failed)")
 
 

@@ -22,12 +22,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from unified.checkpoint.manifest import Kind, Manifest
 from unified.checkpoint.payload import decompress
-from unified.checkpoint.sharded.index import INDEX, IndexEntry, Shard, decode_index, rank_file, read_shards
+from unified.checkpoint.sharded.index import INDEX, OF_RANK, IndexEntry, Shard, decode_index, rank_file, read_shards
 from unified.checkpoint.sharded.payload import restored
 from unified.checkpoint.sharded.plan import expanded
 from unified.checkpoint.state_stream import load_state
-from unified.checkpoint.store import RANK_ERRORS, CheckpointStore
-from unified.errors import CheckpointCorruptError, CheckpointError
+from unified.checkpoint.store import MAX_NAMED, RANK_ERRORS, CheckpointStore
+from unified.errors import CheckpointCorruptError, CheckpointError, listed
 from unified.rounds.rank_group import Ranks, each_does, lead
 
 
@@ -107,7 +107,7 @@ class _FillPlanner(DefaultLoadPlanner):
 
 
 def load_into(
-    store: CheckpointStore, state: dict[str, Any], ranks: Ranks, *, weights_only: bool
+    store: CheckpointStore, state: dict[str, Any], ranks: Ranks, *, weights_only: bool, of_rank: int | None
 ) -> dict[Kind, Callable[[Manifest], None]]:
     """Return readers for `CheckpointReader.load` that fill a state dict in place. Each is a collective."""
     expanded(state)  # raises if the state is no dict, before anything is read
@@ -129,8 +129,12 @@ def load_into(
                 state[key] = plain[key]
 
     def of_shards(manifest: Manifest) -> None:
-        data = lead(ranks, lambda: _index_data(store, manifest), RANK_ERRORS)
-        fill_from(manifest, lambda it: ShardOrigin(store, it, decode_index(data), weights_only=weights_only))
+        index = decode_index(lead(ranks, lambda: _index_data(store, manifest), RANK_ERRORS))
+        own = ranks.rank if ranks.size == manifest.world_size else of_rank
+        for rank in (of_rank, own):
+            ending = f"{OF_RANK}{rank}"
+            index |= {key.removesuffix(ending): each for key, each in index.items() if key.endswith(ending)}
+        fill_from(manifest, lambda it: ShardOrigin(store, it, index, weights_only=weights_only))
 
     def whole(manifest: Manifest) -> Origin:
         return TreeOrigin(load_state(store.read(manifest), map_location="cpu", weights_only=weights_only))
@@ -170,6 +174,12 @@ def _fill(state: dict[str, Any], origin: Origin, manifest: Manifest, *, is_first
     planner = _FillPlanner()
     try:
         planner.set_up_planner(state, origin.metadata, is_first)
+        names = origin.metadata.state_dict_metadata.keys()
+        if own := {key.partition(OF_RANK)[0] for key in names if OF_RANK in key} & planner.state_dict.keys() - names:
+            raise ValueError(
+                f"each of the {manifest.world_size} ranks that saved it had its own {listed(sorted(own), MAX_NAMED)}; "
+                "load on as many, name one with of_rank=, or leave these keys out (load_state gives all their values)"
+            )
         plan = planner.finish_plan(planner.create_local_plan())
     except (RuntimeError, ValueError) as error:
         raise CheckpointError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,9 +12,19 @@ import torch
 from unified.checkpoint.manifest import Checksum
 from unified.checkpoint.payload import Chunk, compressed, slices
 from unified.checkpoint.sharded.index import Shard
-from unified.checkpoint.sharded.plan import PlannedPiece
 from unified.config.runtime import Compression
 from unified.tensors.host_buffers import ALIGN, BufferPool, stage_state
+
+
+@dataclass(frozen=True)
+class PlannedPiece:
+    """A tensor or an object that this rank writes."""
+
+    name: str
+    offsets: list[int] | None
+    """Indices of its beginning in the whole tensor; None: an object."""
+    sizes: list[int]
+    data: torch.Tensor | bytes
 
 
 class ShardPayload:
@@ -45,7 +56,7 @@ class ShardPayload:
             if padding := -position % ALIGN:
                 yield bytes(padding)
                 position += padding
-            view, is_raw = _stored(data)
+            view, is_raw = stored(data)
             checksum = Checksum()
             for chunk in compressed(slices(view), self._compression):
                 checksum.update(chunk)
@@ -82,7 +93,8 @@ def restored(data: Chunk, shard: Shard, dtype: torch.dtype | None, *, weights_on
     return torch.frombuffer(data, dtype=dtype).view(shard.sizes)
 
 
-def _stored(data: torch.Tensor | bytes) -> tuple[memoryview, bool]:
+def stored(data: torch.Tensor | bytes) -> tuple[memoryview, bool]:
+    """Return the bytes of a tensor on the CPU, or of an object, and whether they are the tensor's memory."""
     if isinstance(data, bytes):
         return memoryview(data), False
     is_raw = (

@@ -36,7 +36,7 @@ from unified.checkpoint.sharded.index import (
     with_shards,
 )
 from unified.checkpoint.sharded.payload import ShardPayload
-from unified.checkpoint.sharded.plan import ShardPlanner
+from unified.checkpoint.sharded.plan import PlanWords, ShardPlanner
 from unified.checkpoint.store import CheckpointStore, SaveRequest
 from unified.core.backoff import Backoff
 from unified.errors import (
@@ -197,7 +197,7 @@ class _Proposal(NamedTuple):
 
     step: int
     token: str
-    plan: int | None
+    plan: PlanWords | None
     problem: str | None
 
 
@@ -227,7 +227,7 @@ class ShardedSaver:
         self._process_group = options["process_group"]
         self._compression = check_compression(options["compression"])
         self._pool = BufferPool(one_size=True)
-        self._planner = ShardPlanner()
+        self._planner = ShardPlanner(self._pool)
 
     def save(self, state: Mapping[str, Any], step: int, prepare: Callable[[], dict[str, Any]]) -> list[FailedSave]:
         """Plan and copy a state. A collective.
