@@ -1,5 +1,6 @@
 """Real snapshot servers, without agents, and workers that talk to them."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -13,7 +14,6 @@ import torch
 from unified.protocol.framing import StreamBuffer, encode_stream
 from unified.protocol.snapshots import (
     LISTENER_NAME,
-    NO_STAMP,
     AttachSeries,
     CommitSnapshot,
     HeldSnapshot,
@@ -97,6 +97,14 @@ class SnapshotNode:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.partition("RssAnon:")[2].split()[0])
 
+    def num_buffers(self) -> int:
+        """Buffers that the server holds, of all ranks."""
+        found = 0
+        for each in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                found += "unified-snapshot" in os.readlink(each)
+        return found
+
     def end(self) -> int:
         """Hang up as an agent that ends; the exit code."""
         self.control.close()
@@ -165,13 +173,13 @@ class SnapshotRank:
         step: int,
         *,
         partner: ServerAddress | None = None,
-        floor: SnapshotStamp = NO_STAMP,
+        needed: tuple[SnapshotStamp, ...] = (),
         to_copy_node: bool = False,
         to_storage: bool = False,
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         image = StateImage(state)
-        target = self.client.begin(image.length, floor, is_sent=partner is not None or to_copy_node or to_storage)
+        target = self.client.begin(image.length, needed, is_sent=partner is not None or to_copy_node or to_storage)
         self.complaint = target.complaint
         image.write(target.buffer.memory)
         before_commit()

@@ -19,7 +19,7 @@ import msgspec
 from unified.errors import ProtocolError, UsageError, VersionMismatchError
 from unified.security.frames import Buffer, cut, join
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors of msgspec for unreadable bytes. Text that is not UTF-8, and too deep nesting, have errors of their own."""
 UNWRITABLE = (UnicodeEncodeError, OverflowError, TypeError, RecursionError)

@@ -47,6 +47,9 @@ def token_of(secret: bytes, job_id: str) -> str:
 
 
 NO_STAMP = SnapshotStamp(-1, -1)
+MAX_PENDING = 2
+NeededSnapshots = Annotated[list[SnapshotStamp], Meta(max_length=1 + MAX_PENDING)]
+"""Snapshots of a rank to which all ranks may go back if a node is lost: the floor, and `MAX_PENDING` later ones."""
 
 
 class HeldSnapshot(Value, frozen=True):
@@ -161,9 +164,8 @@ class BeginSnapshot(SnapshotRequest, tag="begin", frozen=True):
     """Ask for a buffer to write. Answered by `Writable`, `BufferWanted` or `SnapshotRefused`."""
 
     nbytes: int
-    floor: SnapshotStamp = NO_STAMP
-    """Newest snapshot that all ranks' partners have. Snapshots from this one on that partners have or get are kept.
-    The server passes it on to the partner in `OfferSnapshot`."""
+    needed: NeededSnapshots = []
+    """Snapshots of the rank that are not overwritten. The server passes them on to the partner in `OfferSnapshot`."""
     is_sent: bool = False
     """True if this snapshot will be sent to a partner or to storage. The request waits until the last one is sent."""
 
@@ -192,7 +194,6 @@ class AgreeOn(SnapshotRequest, tag="agree-on", frozen=True):
     """Go back to a snapshot: later snapshots of the role are useless. Answered by `Attached`."""
 
     stamp: SnapshotStamp
-    has_partner: bool = False
 
 
 class OpenSnapshot(SnapshotRequest, tag="open", frozen=True):
@@ -242,7 +243,7 @@ class Writable(SnapshotAnswer, tag="writable", frozen=True):
     buffers: list[int]
     """Buffers of the series; the worker gives back the memory of all others."""
     confirmed: SnapshotStamp = NO_STAMP
-    """Newest snapshot of this rank that its partner has."""
+    """Last snapshot of this rank that its partner got."""
     complaint: str = ""
     """Reason why the last snapshot was not sent on."""
 
@@ -283,8 +284,8 @@ class OfferSnapshot(PeerMessage, tag="offer", frozen=True):
     series: SnapshotSeries
     stamp: SnapshotStamp
     length: int
-    floor: SnapshotStamp
     source: ServerAddress
+    needed: NeededSnapshots = []
 
 
 class OfferTaken(PeerMessage, tag="offer-taken", frozen=True):
@@ -366,5 +367,13 @@ class SnapshotAgreement(Value, frozen=True):
     """Part of a sentence on the snapshots that exist instead."""
 
 
+class SettledCopies(Value, frozen=True):
+    """Newest snapshot on which all ranks of a round have voted, and the newest one that all their partners have."""
+
+    newest: SnapshotStamp = NO_STAMP
+    floor: SnapshotStamp = NO_STAMP
+
+
 rank_report: Decoder[RankReport] = Decoder(RankReport)
+settled_copies: Decoder[SettledCopies] = Decoder(SettledCopies)
 snapshot_agreement: Decoder[SnapshotAgreement] = Decoder(SnapshotAgreement)

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from unified.protocol.snapshots import (
-    NO_STAMP,
     RankReport,
+    SettledCopies,
     SnapshotAgreement,
     SnapshotStamp,
     encode_snapshot_message,
     rank_report,
+    settled_copies,
     snapshot_agreement,
 )
 from unified.rounds.meeting import RoundMeeting, RoundMember
@@ -45,9 +46,7 @@ class RoundAgreement:
         self._place = place
         self._prefix = f"unified/snapshot/{place.round}/{number}"
         self._store = place.connect() if place.connect is not None else None
-        self._counted = NO_STAMP
-        self._first: list[str] = []
-        """Keys of the confirmed snapshots that this rank counted first, and has to delete."""
+        self._settled = f"{self._prefix}/settled"
 
     def reach(self, report: RankReport, decide: Callable[[list[RankReport]], SnapshotAgreement]) -> SnapshotAgreement:
         """Give this rank's report; return what rank 0 decided. RoundMeetingError: another rank does not come."""
@@ -55,6 +54,8 @@ class RoundAgreement:
             return decide([report])
         meeting = self._meeting(self._store, "begin", "call restore(), or take their first snapshot")
         reports = [rank_report.decode(each) for each in meeting.gather(encode_snapshot_message(report))]
+        if reports:
+            self._store.set(self._settled, encode_snapshot_message(SettledCopies()))  # type: ignore[arg-type]  # as below
         decision = encode_snapshot_message(decide(reports)) if reports else None
         return snapshot_agreement.decode(meeting.conclude(decision))
 
@@ -63,25 +64,22 @@ class RoundAgreement:
         if self._store is not None:
             self._meeting(self._store, "end", "restore").wait_for_all()
 
-    def all_have(self, stamp: SnapshotStamp) -> bool:
-        """Note that this rank's partner has a snapshot; return True if all ranks' partners have.
+    def vote(self, stamp: SnapshotStamp, has_copy: bool) -> None:
+        """Vote on the next snapshot that all ranks have to copy. The last rank to vote publishes the result."""
+        assert self._store is not None
+        key, num_ranks = f"{self._prefix}/votes/{stamp.round}-{stamp.step}", self._place.world_size
+        # One number counts both votes: those against it in units that all others together do not reach.
+        num_without, num_copies = divmod(self._store.add(key, 1 if has_copy else -num_ranks - 1), num_ranks + 1)
+        if num_copies - num_without == num_ranks:
+            floor = stamp if num_copies == num_ranks else self.settled().floor
+            result = encode_snapshot_message(SettledCopies(newest=stamp, floor=floor))
+            self._store.set(self._settled, result)  # type: ignore[arg-type]  # the stubs know only text
+            self._store.delete_key(key)  # this is answered after the result is there for all ranks
 
-        The counts of older snapshots are then deleted: all ranks have noted this one, so no rank reads them again.
-        """
-        if self._store is None:
-            return True
-        key = f"{self._prefix}/confirmed/{stamp.round}-{stamp.step}"
-        is_new, self._counted = stamp != self._counted, stamp
-        num_ranks = self._store.add(key, 1 if is_new else 0)
-        if is_new and num_ranks == 1:
-            self._first.append(key)
-        if num_ranks < self._place.world_size:
-            return False
-        for older in self._first:
-            if older != key:
-                self._store.delete_key(older)
-        self._first = [each for each in self._first if each == key]
-        return True
+    def settled(self) -> SettledCopies:
+        """Return the result of all votes so far."""
+        assert self._store is not None
+        return settled_copies.decode(self._store.get(self._settled))
 
     def _meeting(self, store: Store, name: str, purpose: str) -> RoundMeeting:
         place = self._place

@@ -1,12 +1,14 @@
 """The agreement of ranks on snapshots, over a real store."""
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 
-from unified.protocol.snapshots import SnapshotStamp
+from unified.protocol.snapshots import RankReport, ServerAddress, SettledCopies, SnapshotStamp
 from unified.rounds.rendezvous_store import RoundStores, connect
 from unified.rounds.snapshot_agreement import RoundAgreement, RoundPlace
+from unified.snapshot.core.agreement import agree
 
 pytest.importorskip("torch")
 WORLD_SIZE = 3
@@ -19,26 +21,32 @@ def stores() -> RoundStores:
 
 @pytest.fixture
 def ranks(stores: RoundStores) -> list[RoundAgreement]:
-    connected = partial(connect, "127.0.0.1", stores.port, 30.0)
-    places = [RoundPlace("trainer", 1, rank, WORLD_SIZE, connected, 30.0) for rank in range(WORLD_SIZE)]
-    return [RoundAgreement(place, 0) for place in places]
+    """Ranks that have agreed that they hold nothing."""
+    connected = partial(connect, "127.0.0.1", stores.port, 100.0)
+    places = [RoundPlace("trainer", 1, rank, WORLD_SIZE, connected, 100.0) for rank in range(WORLD_SIZE)]
+    found = [RoundAgreement(place, 0) for place in places]
+    report = RankReport(server=ServerAddress(node="n1", url="", token=""))
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda rank: rank.reach(report, partial(agree, job_id="job-1", role="trainer")), found))
+    return found
 
 
-def test_all_have_a_snapshot_once_all_ranks_have_noted_it(ranks: list[RoundAgreement]) -> None:
-    stamp = SnapshotStamp(1, 5)
-    first, second, third = ranks
-    assert [first.all_have(stamp), first.all_have(stamp), second.all_have(stamp)] == [False, False, False]
-    assert [third.all_have(stamp), first.all_have(stamp), second.all_have(stamp)] == [True, True, True]
+def test_a_snapshot_is_settled_once_all_ranks_have_voted_on_it(ranks: list[RoundAgreement]) -> None:
+    first, second = SnapshotStamp(1, 5), SnapshotStamp(1, 6)
+    for rank in ranks:
+        assert {each.settled() for each in ranks} == {SettledCopies()}
+        rank.vote(first, True)
+    assert {rank.settled() for rank in ranks} == {SettledCopies(newest=first, floor=first)}
+    for rank in reversed(ranks):
+        rank.vote(second, rank is not ranks[1])
+    assert {rank.settled() for rank in ranks} == {SettledCopies(newest=second, floor=first)}
 
 
-def test_what_was_noted_of_older_snapshots_does_not_pile_up(stores: RoundStores, ranks: list[RoundAgreement]) -> None:
-    store = connect("127.0.0.1", stores.port, 30.0)
+def test_votes_on_older_snapshots_do_not_pile_up(stores: RoundStores, ranks: list[RoundAgreement]) -> None:
+    store = connect("127.0.0.1", stores.port, 100.0)
     before = store.num_keys()
     for step in range(1, 31):
-        order = ranks[step % 3 :] + ranks[: step % 3]
-        # A rank whose partner is slow learns of every other one alone.
-        noting = [rank for rank in order if step % 2 == 0 or rank is not ranks[0]]
-        found = [rank.all_have(SnapshotStamp(1, step)) for rank in noting]
-        assert any(found) == (len(noting) == WORLD_SIZE)
-        assert all(rank.all_have(SnapshotStamp(1, step)) for rank in ranks if any(found))
-    assert store.num_keys() - before == 1
+        for rank in ranks[step % 3 :] + ranks[: step % 3]:
+            rank.vote(SnapshotStamp(1, step), step % 2 == 0 or rank is not ranks[0])
+    assert store.num_keys() == before
+    assert ranks[0].settled() == SettledCopies(newest=SnapshotStamp(1, 30), floor=SnapshotStamp(1, 30))

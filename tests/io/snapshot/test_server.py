@@ -1,6 +1,5 @@
 """A real snapshot server: what it keeps, whom it serves, and what is left when somebody is killed."""
 
-import contextlib
 import os
 import signal
 import threading
@@ -15,7 +14,6 @@ from tests.support.snapshots import SECRET, SnapshotNode, SnapshotRank, a_state
 from unified.errors import SnapshotError, SnapshotQuotaError
 from unified.protocol.snapshots import (
     LISTENER_NAME,
-    NO_STAMP,
     AttachSeries,
     OfferSnapshot,
     OfferTaken,
@@ -74,8 +72,7 @@ def test_two_buffers_are_used_again(snapshot_node: Nodes) -> None:
     for step in range(1, 8):
         rank.take(a_state(float(step)), step)
     assert rank.steps() == [(0, 6), (0, 7)]
-    descriptors = [os.readlink(each) for each in Path(f"/proc/{node.process.pid}/fd").iterdir()]
-    assert sum("unified-snapshot" in each for each in descriptors) == 2
+    assert node.num_buffers() == 2
     rank.client.close()
 
 
@@ -103,14 +100,6 @@ def test_what_was_read_stays_mapped_for_the_snapshots_to_come(snapshot_node: Nod
 
 def num_mapped() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:unified-snapshot")
-
-
-def num_buffers(node: SnapshotNode) -> int:
-    found = 0
-    for each in Path(f"/proc/{node.process.pid}/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile
-            found += "unified-snapshot" in os.readlink(each)
-    return found
 
 
 def test_another_job_gets_nothing(snapshot_node: Nodes) -> None:
@@ -147,7 +136,9 @@ def test_a_copy_goes_to_the_partner_and_outlives_the_node(snapshot_node: Nodes, 
     first, second = snapshot_node("a", key=key), snapshot_node("b", key=key)
     rank, partner = SnapshotRank(first, 0), SnapshotRank(second, 1)
     for step in (1, 2, 3):
-        rank.take(a_state(float(step), numel=6 << 20), step, partner=partner.server, floor=SnapshotStamp(1, step - 1))
+        rank.take(
+            a_state(float(step), numel=6 << 20), step, partner=partner.server, needed=(SnapshotStamp(1, step - 1),)
+        )
     eventually(lambda: (0, 3) in partner.steps(is_copy=True), message="no copy came")
     assert partner.steps(is_copy=True) == [(0, 2), (0, 3)], "the floor that came with the last one is 2"
     first.process.kill()
@@ -163,7 +154,7 @@ def test_a_node_without_a_rank_holds_copies_for_the_next_incarnation_elsewhere(s
     third.name_copy_node(copy_node)
     rank = SnapshotRank(first)
     for step in (1, 2, 3):  # each waits until the one before is there
-        rank.take(a_state(float(step), numel=6 << 20), step, to_copy_node=True, floor=SnapshotStamp(1, step - 1))
+        rank.take(a_state(float(step), numel=6 << 20), step, to_copy_node=True, needed=(SnapshotStamp(1, step - 1),))
     assert rank.copy_node is not None
     assert rank.copy_node.node == "b"
     eventually(lambda: 3 in [each.stamp.step for each in rank.client.held_by_copy_node()], message="no copy came")
@@ -261,7 +252,7 @@ def test_jobs_that_nobody_runs_here_are_forgotten(snapshot_node: Nodes) -> None:
     rank = SnapshotRank(node)
     rank.take(a_state(1.0, numel=1 << 20), 1)
     rank.client.close()
-    eventually(lambda: num_buffers(node) == 0, message="the memory was kept")
+    eventually(lambda: node.num_buffers() == 0, message="the memory was kept")
 
 
 @pytest.mark.parametrize("is_killed", [False, True], ids=["agreed-again", "replaced"])
@@ -280,7 +271,7 @@ def test_a_job_whose_workers_went_through_a_second_round_counts_as_done(snapshot
     unfinished = SnapshotRank(node, job="job-2")
     unfinished.take(a_state(2.0), 2)
     unfinished.client.close()
-    eventually(lambda: num_buffers(node) < 2, message="the memory of the job that is not done was kept")
+    eventually(lambda: node.num_buffers() < 2, message="the memory of the job that is not done was kept")
     again = SnapshotRank(node)
     assert again.steps() == [(0, 1)]
     again.client.close()
@@ -307,7 +298,7 @@ def test_rubbish_ends_a_connection_and_nothing_else(snapshot_node: Nodes) -> Non
     assert other.client._socket is not None
     other.client._socket.send(b"\xc1 no message")
     with pytest.raises(SnapshotError, match="is gone"):
-        other.client.go_back(SnapshotStamp(0, 0), has_partner=False)
+        other.client.go_back(SnapshotStamp(0, 0))
     rank.take(a_state(1.0), 1)
     assert rank.steps() == [(0, 1)]
     rank.client.close()
@@ -328,7 +319,6 @@ def test_a_peer_that_asks_for_nonsense_is_ignored(snapshot_node: Nodes) -> None:
         series=rank.series._replace(rank=1),
         stamp=stamp,
         length=length,
-        floor=NO_STAMP,
         source=nowhere,
     )
     requests = [asked(1, -1, 10), asked(2, 0, 8 << 30), asked(3, length + 1, 10), offer, asked(5, 0, length)]

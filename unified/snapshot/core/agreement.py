@@ -1,18 +1,55 @@
-"""Agreement of the ranks of a round: the newest snapshot that every rank can find."""
+"""Agreement of the ranks of a round: the newest snapshot that every rank can find, and the ones they keep for it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from unified.protocol.snapshots import (
+    MAX_PENDING,
+    NO_STAMP,
     RankReport,
     ServerAddress,
+    SettledCopies,
     SnapshotAgreement,
     SnapshotSeries,
     SnapshotSource,
     SnapshotStamp,
     StoredSnapshot,
 )
+
+
+@dataclass
+class CopyVotes:
+    """Snapshots that a rank keeps for all ranks: the *floor*, of which all have copies, and `MAX_PENDING` later ones.
+
+    All ranks vote on each snapshot that is due to be copied, and keep it until all have voted: it is the new floor if
+    all have a copy. A rank without room is ahead of the others: until they have voted, it makes no more copies.
+    """
+
+    floor: SnapshotStamp = NO_STAMP
+    last: SnapshotStamp = NO_STAMP
+    """Newest snapshot that was due to be copied."""
+    pending: list[SnapshotStamp] = field(default_factory=list)
+    """Snapshots above the floor on which not all ranks have voted."""
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.pending) < MAX_PENDING
+
+    def settle(self, settled: SettledCopies) -> None:
+        """Take the result of the votes of all ranks."""
+        self.floor = max(self.floor, settled.floor)
+        self.pending = [stamp for stamp in self.pending if stamp > settled.newest]
+
+    def begin_copy(self, stamp: SnapshotStamp) -> None:
+        """Note a snapshot that is due to be copied, and is copied if there is room."""
+        self.pending += [stamp] * self.has_room
+        self.last = stamp
+
+    def end_copy(self, confirmed: SnapshotStamp) -> None:
+        """Drop the last snapshot unless it is the one that the partner got last."""
+        self.pending = [stamp for stamp in self.pending if stamp != self.last or stamp == confirmed]
 
 
 def agree(

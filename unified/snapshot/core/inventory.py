@@ -1,15 +1,15 @@
 """The buffers of one snapshot server: which may be written next, which are kept, and the quota.
 
 A snapshot that others may need is never overwritten. Ranks meet in collectives between two snapshots, so no rank begins
-a snapshot before all have written the last: without partners, the newest of each rank is enough. With partners, all
-partners have the snapshots up to the *floor*, and the rank also keeps those on their way. After the loss of a node, the
-newest common snapshot of all ranks is the floor or later, and the other nodes still have it.
+a snapshot before all have written the last: without partners, the newest of each rank is enough. With partners, rank
+and partner also keep what `CopyVotes` names, so that all ranks have a snapshot in common after the loss of a node. The
+number of buffers is bounded: beyond it a rank waits for a transfer to end, and a copy that is offered is refused.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +17,8 @@ from unified.protocol.snapshots import NO_STAMP, HeldSnapshot, SnapshotSeries, S
 
 NUM_PERSISTED = 2
 """Snapshots of each rank that are written to storage when the agent stops."""
+MAX_BUFFERS, MAX_COPIES = 4, 3
+"""Most buffers of a rank, and most buffers of its partner for it."""
 
 
 class OverQuotaError(Exception):
@@ -34,8 +36,6 @@ class SnapshotBuffer:
     state: Literal["free", "writing", "ready"] = "free"
     stamp: SnapshotStamp = NO_STAMP
     length: int = 0
-    is_offered: bool = False
-    """True if the partner has the snapshot, or gets it."""
     is_stored: bool = False
     """True if the snapshot is on storage, or on its way there."""
     num_uses: int = 0
@@ -88,18 +88,23 @@ class SnapshotInventory:
 
     def find(self, series: SnapshotSeries, stamp: SnapshotStamp) -> SnapshotBuffer | None:
         """Return the buffer of one snapshot, preferably the rank's own, not a copy."""
-        for is_copy in (False, True):
-            for each in self.of(series, is_copy=is_copy):
-                if each.is_ready and each.stamp == stamp:
-                    return each
-        return None
+        same = (each for each in self.of_role(series) if each.is_ready and (each.series, each.stamp) == (series, stamp))
+        return min(same, key=lambda each: each.is_copy, default=None)
+
+    def is_full(self, series: SnapshotSeries, *, is_copy: bool = False) -> bool:
+        """Return True if a series has as many buffers as it may have."""
+        return len(self.of(series, is_copy=is_copy)) >= (MAX_COPIES if is_copy else MAX_BUFFERS)
 
     def begin(
-        self, series: SnapshotSeries, nbytes: int, floor: SnapshotStamp, *, is_copy: bool = False
+        self, series: SnapshotSeries, nbytes: int, needed: Collection[SnapshotStamp] = (), *, is_copy: bool = False
     ) -> SnapshotBuffer | None:
-        """Return a buffer to write, cleared; None: another one has to be added."""
+        """Return a buffer to write, cleared, or None if another one has to be added. The needed snapshots are kept, and
+        the newest one if they leave room: else this rank is ahead of the others."""
         buffers = self.of(series, is_copy=is_copy)
-        kept = self._kept(buffers, floor)
+        by_stamp = {each.stamp: each.number for each in buffers if each.is_ready}
+        kept = {number for stamp, number in by_stamp.items() if stamp in needed}
+        if by_stamp and len(kept) < (MAX_COPIES if is_copy else MAX_BUFFERS) - 1:
+            kept.add(by_stamp[max(by_stamp)])
         free = [each for each in buffers if each.number not in kept and not each.num_uses]
         fitting = [each for each in free if each.nbytes >= nbytes]
         if not fitting:
@@ -113,6 +118,8 @@ class SnapshotInventory:
 
     def add(self, series: SnapshotSeries, nbytes: int, *, is_copy: bool = False) -> SnapshotBuffer:
         """Add a buffer to be written. OverQuotaError: no room, even without jobs that have no worker here."""
+        if self.is_full(series, is_copy=is_copy):
+            raise OverQuotaError(f"all buffers that rank {series.rank} of role {series.role} may have here are in use")
         self._make_room(nbytes, series.job_id)
         self._number += 1
         buffer = SnapshotBuffer(self._number, series, nbytes, is_copy, state="writing")
@@ -124,25 +131,20 @@ class SnapshotInventory:
         buffer.stamp, buffer.length, buffer.state = stamp, length, "ready"
         if not buffer.is_copy and sum(each.is_ready for each in self.of(buffer.series)) > 1:
             # All ranks have written the last snapshot, so those of rounds of another size are no longer needed.
-            self._drop(each for each in self.of_role(buffer.series) if _is_of_another_size(each, buffer.series))
+            others = (each for each in self.of_role(buffer.series) if each.state != "writing")
+            self._drop(each for each in others if each.series.world_size != buffer.series.world_size)
 
     def settle_floor(self, series: SnapshotSeries, floor: SnapshotStamp) -> None:
-        """Drop copies of ranks that have newer copies elsewhere: all partners have the floor."""
-        copies = [each for each in self.of_role(series) if each.is_copy]
-        current = {each.series for each in copies if each.state == "writing" or each.stamp >= floor}
-        self._drop(each for each in copies if each.series not in current)
+        """Drop what is left of ranks that run, or have their copies, elsewhere now: all ranks there have the floor."""
+        found = list(self.of_role(series))
+        current = {(each.series, each.is_copy) for each in found if each.state == "writing" or each.stamp >= floor}
+        self._drop(each for each in found if (each.series, each.is_copy) not in current)
 
-    def go_back(self, series: SnapshotSeries, stamp: SnapshotStamp, *, has_partner: bool) -> None:
-        """Clear the snapshots of a role that are later than the one that all ranks go back to.
-
-        With partners, that snapshot counts as offered: all ranks have it, so it is the floor.
-        """
+    def go_back(self, series: SnapshotSeries, stamp: SnapshotStamp) -> None:
+        """Clear the snapshots of a role that are later than the one that all ranks go back to."""
         for buffer in self.of_role(series):
             if buffer.is_ready and buffer.stamp > stamp and not buffer.num_uses:
                 self._clear(buffer)
-        for buffer in self.of(series):
-            if buffer.is_ready:
-                buffer.is_offered = has_partner and buffer.stamp == stamp
 
     def abandon(self, series: SnapshotSeries) -> None:
         """Free the unfinished buffers of a series whose writer is gone."""
@@ -170,13 +172,6 @@ class SnapshotInventory:
         order.sort(key=lambda each: each[0])
         return [buffer for age, buffer in order if age < NUM_PERSISTED and not buffer.is_stored]
 
-    def _kept(self, buffers: list[SnapshotBuffer], floor: SnapshotStamp) -> set[int]:
-        """Return the numbers of buffers that must not be written."""
-        ready = [each for each in buffers if each.is_ready]
-        kept = {ready[-1].number} if ready else set()
-        kept |= {each.number for each in ready if each.stamp >= floor and (each.is_offered or each.is_copy)}
-        return kept | {each.number for each in buffers if each.state == "writing" and each.num_uses}
-
     def _make_room(self, nbytes: int, job_id: str) -> None:
         """Evict jobs that have no worker here, the earliest writer first, until there is room."""
         for other in dict.fromkeys(buffer.series.job_id for buffer in self.buffers.values()):
@@ -196,12 +191,7 @@ class SnapshotInventory:
                 self.buffers.pop(buffer.number, None)
 
     def _clear(self, buffer: SnapshotBuffer) -> None:
-        buffer.state, buffer.stamp, buffer.length = "free", NO_STAMP, 0
-        buffer.is_offered = buffer.is_stored = False
-
-
-def _is_of_another_size(buffer: SnapshotBuffer, series: SnapshotSeries) -> bool:
-    return buffer.series.world_size != series.world_size and buffer.state != "writing"
+        buffer.state, buffer.stamp, buffer.length, buffer.is_stored = "free", NO_STAMP, 0, False
 
 
 def _mib(nbytes: int) -> str:

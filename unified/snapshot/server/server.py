@@ -146,7 +146,7 @@ class SnapshotServer:
                 case protocol.CommitSnapshot():
                     self._commit(connection, request)
                 case protocol.AgreeOn():
-                    self._inventory.go_back(connection.series, request.stamp, has_partner=request.has_partner)
+                    self._inventory.go_back(connection.series, request.stamp)
                     self._sent(connection.series).confirmed = protocol.NO_STAMP
                     self._say_attached(connection)
                 case protocol.OpenSnapshot():
@@ -205,14 +205,16 @@ class SnapshotServer:
         if request.is_sent and sent.num_under_way:
             connection.waiting = request
             return
-        connection.floor = request.floor
-        if request.floor != protocol.NO_STAMP:
-            self._inventory.settle_floor(connection.series, request.floor)
-        buffer = self._inventory.begin(connection.series, request.nbytes, request.floor)
-        if buffer is None:
-            self._answer(connection, protocol.BufferWanted())
-        else:
+        connection.needed = request.needed
+        if request.needed and request.needed[0] != protocol.NO_STAMP:
+            self._inventory.settle_floor(connection.series, request.needed[0])
+        buffer = self._inventory.begin(connection.series, request.nbytes, request.needed)
+        if buffer is not None:
             self._give(connection, buffer)
+        elif self._inventory.is_full(connection.series):
+            connection.waiting = request  # until a transfer ends
+        else:
+            self._answer(connection, protocol.BufferWanted())
 
     def _add(self, connection: WorkerConnection, request: protocol.AddBuffer) -> None:
         buffer = self._new_buffer(connection.series, request.nbytes, is_copy=False)
@@ -243,18 +245,14 @@ class SnapshotServer:
         if request.to_copy_node and not self._sent(connection.series).num_under_way:
             target = self._copy_nodes.get(connection.series.job_id)
         if target is not None:
-            buffer.is_offered = True
             self._begin_sending(buffer)
-            self._transfers.offer(SentCopy(target, self._address(buffer.series.job_id), buffer, connection.floor))
+            self._transfers.offer(SentCopy(target, self._address(buffer.series.job_id), buffer, connection.needed))
         if request.to_storage:
             self._store(buffer)
 
     def _on_copied(self, buffer: SnapshotBuffer, error: str) -> None:
-        if error:
-            buffer.is_offered = False
-        else:
-            sent = self._sent(buffer.series)
-            sent.confirmed = max(sent.confirmed, buffer.stamp)
+        if not error:
+            self._sent(buffer.series).confirmed = buffer.stamp
         self._end_sending(buffer, error and f"the snapshot was not copied to another node: {error}")
 
     def _store(self, buffer: SnapshotBuffer) -> None:
@@ -312,7 +310,7 @@ class SnapshotServer:
             arriving[key].append(connection)
             return
         is_copy = request.series != connection.series  # one copy for all ranks here with this state
-        buffer = self._writable(request.series, request.length, protocol.NO_STAMP, is_copy=is_copy)
+        buffer = self._writable(request.series, request.length, [], is_copy=is_copy)
         arriving[key] = [connection]
         self._pull(SnapshotPull(request, request.source, buffer, self._memory[buffer.number]))
 
@@ -380,7 +378,7 @@ class SnapshotServer:
             self._checked(offer)
             if not self._inventory.attached[offer.series.job_id]:
                 self._job(offer.series).drop_at = time.monotonic() + self._order.linger_s
-            buffer = self._writable(offer.series, offer.length, offer.floor, is_copy=True)
+            buffer = self._writable(offer.series, offer.length, offer.needed, is_copy=True)
         except LookupError as reason:
             error = str(reason.args[0])
         except OverQuotaError as reason:
@@ -408,6 +406,7 @@ class SnapshotServer:
                 self._transfers.answer_offer(pull.asker, number, error)
             case protocol.OpenSnapshot():
                 self._on_arrived(pull.buffer, pull.wanted, error)
+        self._go_on(pull.buffer.series)
 
     def _on_end(self, ended: WriteOrder | SentCopy | SnapshotPull | HeldQuestion, error: str) -> None:
         """Go on after a write, a transfer or a question; `error` is "" if it succeeded."""
@@ -426,9 +425,9 @@ class SnapshotServer:
     # Memory
 
     def _writable(
-        self, series: protocol.SnapshotSeries, nbytes: int, floor: protocol.SnapshotStamp, *, is_copy: bool
+        self, series: protocol.SnapshotSeries, nbytes: int, needed: protocol.NeededSnapshots, *, is_copy: bool
     ) -> SnapshotBuffer:
-        buffer = self._inventory.begin(series, nbytes, floor, is_copy=is_copy)
+        buffer = self._inventory.begin(series, nbytes, needed, is_copy=is_copy)
         return buffer or self._new_buffer(series, nbytes, is_copy=is_copy)
 
     def _new_buffer(self, series: protocol.SnapshotSeries, nbytes: int, *, is_copy: bool) -> SnapshotBuffer:

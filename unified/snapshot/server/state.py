@@ -27,8 +27,8 @@ class WorkerConnection:
     attached: AttachSeries | None = None
     waiting: BeginSnapshot | None = None
     """Request that waits until the last snapshot has been sent on."""
-    floor: SnapshotStamp = NO_STAMP
-    """Floor of the last `BeginSnapshot`, which goes to the partner with that snapshot."""
+    needed: list[SnapshotStamp] = field(default_factory=list)
+    """Snapshots that the last `BeginSnapshot` named; they go to the partner with that snapshot."""
     is_done: bool = False
 
     @property

@@ -77,7 +77,7 @@ class SentCopy:
     target: snapshots.ServerAddress
     source: snapshots.ServerAddress
     buffer: SnapshotBuffer
-    floor: snapshots.SnapshotStamp
+    needed: snapshots.NeededSnapshots
     peer: _Peer = field(init=False)
     deadline: float = 0.0
 
@@ -178,8 +178,8 @@ class SnapshotTransfers:
             series=copy.buffer.series,
             stamp=copy.buffer.stamp,
             length=copy.buffer.length,
-            floor=copy.floor,
             source=copy.source,
+            needed=copy.needed,
         )
         self._send(peer.socket, [snapshots.encode_snapshot_message(message)])
 

@@ -59,7 +59,7 @@ class SnapshotClient:
         return self._connect()
 
     def begin(
-        self, nbytes: int, floor: protocol.SnapshotStamp = protocol.NO_STAMP, *, is_sent: bool = False
+        self, nbytes: int, needed: tuple[protocol.SnapshotStamp, ...] = (), *, is_sent: bool = False
     ) -> WritableBuffer:
         """Return a buffer to write.
 
@@ -68,7 +68,7 @@ class SnapshotClient:
         """
         began = time.monotonic()
         answer = self._ask(
-            protocol.BeginSnapshot(nbytes=nbytes, floor=floor, is_sent=is_sent),
+            protocol.BeginSnapshot(nbytes=nbytes, needed=[*needed], is_sent=is_sent),
             protocol.Writable,
             protocol.BufferWanted,
         )
@@ -81,18 +81,20 @@ class SnapshotClient:
         return WritableBuffer(answer.buffer, buffer, answer.confirmed, answer.complaint, len(answer.buffers), waited_s)
 
     def prepare(self, nbytes: int) -> None:
-        """Add a buffer for a later snapshot. Without room do nothing: the later `begin` will raise."""
+        """Add a second buffer for a later snapshot. Without room do nothing: the later `begin` will raise."""
+        if len(self._mapped) > 1:  # the next snapshot came first
+            return
         with contextlib.suppress(SnapshotQuotaError):
             answer = self._ask(protocol.AddBuffer(nbytes=nbytes, is_idle=True), protocol.Writable)
             self._mapped[answer.buffer].find_pages()
 
-    def commit(self, request: protocol.CommitSnapshot) -> None:
+    def commit(self, request: protocol.CommitSnapshot) -> protocol.Attached:
         """Say that a buffer is written."""
-        self._ask(request, protocol.Attached)
+        return self._ask(request, protocol.Attached)
 
-    def go_back(self, stamp: protocol.SnapshotStamp, *, has_partner: bool) -> None:
+    def go_back(self, stamp: protocol.SnapshotStamp) -> None:
         """Drop snapshots later than the one to which all ranks go back."""
-        self._ask(protocol.AgreeOn(stamp=stamp, has_partner=has_partner), protocol.Attached)
+        self._ask(protocol.AgreeOn(stamp=stamp), protocol.Attached)
 
     def held_by_copy_node(self) -> list[protocol.HeldSnapshot]:
         """Return what the job's copy node holds of the role."""
@@ -205,6 +207,7 @@ def _within_s(request: protocol.SnapshotRequest) -> float:
     match request:
         case (
             protocol.BeginSnapshot(is_sent=True, nbytes=nbytes)
+            | protocol.BeginSnapshot(needed=[_, _, *_], nbytes=nbytes)
             | protocol.OpenSnapshot(source=protocol.ServerAddress(), length=nbytes)
         ):
             return WRITES_AHEAD * write_within_s(nbytes)

@@ -16,7 +16,7 @@ from unified.errors import SnapshotError, SnapshotQuotaError, UsageError
 from unified.protocol import snapshots as protocol
 from unified.protocol.worker_agent import Launch
 from unified.rounds.snapshot_agreement import RoundAgreement, RoundPlace
-from unified.snapshot.core.agreement import agree, describe_source, partner_of
+from unified.snapshot.core.agreement import CopyVotes, agree, describe_source, partner_of
 from unified.snapshot.storage import SnapshotStorage, target_of
 from unified.snapshot.worker.client import SnapshotClient
 from unified.threads import start_thread
@@ -69,9 +69,10 @@ class _RoundState:
     """True if no lower rank is on this node."""
     is_alone: bool
     """True if all ranks are on this node, so that copies go to the job's copy node, if there is one."""
-    has_copy_node: bool
+    has_copies: bool
+    """True if snapshots are copied. A rank without a partner, whose node cannot be reached, then keeps its own."""
     client: SnapshotClient
-    floor: protocol.SnapshotStamp = protocol.NO_STAMP
+    votes: CopyVotes
     count: int = 0
     """Snapshots since the agreement."""
 
@@ -161,10 +162,10 @@ class Snapshots:
                     raise SnapshotError(f"No snapshot of step {step} can be restored: {why}.")
                 if agreement.note:
                     logger.warning("event=snapshot-not-restored reason=%r", agreement.note)
-                self._settle(here, protocol.NO_STAMP)
+                self._settle(here)
                 return None
             restored = self._load(here, state, found, agreement.sources[here.place.rank])
-            self._settle(here, found.stamp if found.job_id == self._launch.job_id else protocol.NO_STAMP)
+            self._settle(here)
             logger.info("event=snapshot-restored step=%d source=%s", restored.step, restored.source)
             return restored
 
@@ -180,33 +181,42 @@ class Snapshots:
     # Taking
 
     def _write(self, here: _RoundState, image: StateImage, step: int) -> None:
-        options = self._options
-        is_copied = options.is_due(options.partner_every, here.count)
-        partner = here.partner if is_copied else None
-        to_copy_node = is_copied and here.is_alone
+        options, votes = self._options, here.votes
+        stamp = protocol.SnapshotStamp(here.place.round, step)
+        is_copied = here.has_copies and stamp > votes.last and options.is_due(options.partner_every, here.count)
         to_storage = options.is_due(options.storage_every, here.count) and not (
             options.is_replicated and here.place.rank
         )
         # Different states of ranks all have to arrive. One replica is enough, so training waits for none.
-        is_awaited = partner is not None or to_storage or (to_copy_node and not options.is_replicated)
-        target = here.client.begin(image.length, here.floor, is_sent=is_awaited)
+        is_voted = is_copied and not options.is_replicated
+        if votes.pending:
+            votes.settle(here.agreement.settled())
+        target = here.client.begin(image.length, (votes.floor, *votes.pending), is_sent=is_voted or to_storage)
         self._report_sent(target.waited_s, target.complaint)
+        if is_voted:
+            votes.end_copy(target.confirmed if here.partner is not None or here.is_alone else votes.last)
+        if is_copied and not votes.has_room:
+            is_copied = False
+            self._report_sent(0.0, f"rank {here.place.rank} is ahead of others, or takes snapshots of other steps")
         image.write(target.buffer.memory)
-        stamp = protocol.SnapshotStamp(here.place.round, step)
-        here.client.commit(
+        attached = here.client.commit(
             protocol.CommitSnapshot(
                 buffer=target.number,
                 stamp=stamp,
                 length=image.length,
-                partner=partner,
-                to_copy_node=to_copy_node,
+                partner=here.partner if is_copied else None,
+                to_copy_node=is_copied and here.is_alone,
                 to_storage=to_storage,
             )
         )
-        if options.is_replicated and not here.is_alone:
-            here.floor = stamp  # all nodes have this one before any begins the next
-        elif target.confirmed > here.floor and (options.is_replicated or here.agreement.all_have(target.confirmed)):
-            here.floor = target.confirmed
+        if options.is_replicated:
+            votes.floor = stamp  # all nodes have this one before any begins the next
+        elif not here.has_copies or (here.is_alone and attached.copy_node is None):
+            votes.floor = protocol.NO_STAMP
+        elif is_voted:
+            if votes.last != protocol.NO_STAMP:
+                here.agreement.vote(votes.last, votes.last in votes.pending)
+            votes.begin_copy(stamp)
         if target.num_buffers == 1:
             start_thread("unified-snapshot", self._prepare, image.length)
 
@@ -245,10 +255,9 @@ class Snapshots:
             image = here.client.open(source, found.stamp, here.own)
         return Restored(found.stamp.step, describe_source(source, here.own), read_state(image, state))
 
-    def _settle(self, here: _RoundState, stamp: protocol.SnapshotStamp) -> None:
+    def _settle(self, here: _RoundState) -> None:
         """Drop later snapshots on all ranks, before any rank goes on and takes them again."""
-        here.client.go_back(stamp, has_partner=here.partner is not None or here.has_copy_node)
-        here.floor = stamp
+        here.client.go_back(here.votes.floor)
         here.agreement.wait_for_all()
 
     # Rounds
@@ -291,6 +300,8 @@ class Snapshots:
         copies = self._options.partner_every and not self._options.is_replicated
         nodes = [server.node for server in found.servers]
         is_alone = place.connect is not None and len(set(nodes)) == 1
+        partners = {server.node for server in found.servers if server.url}
+        ours = found.snapshot if found.snapshot and found.snapshot.job_id == self._launch.job_id else None
         self._state = _RoundState(
             place=place,
             agreement=agreement,
@@ -299,8 +310,9 @@ class Snapshots:
             partner=partner_of(place.rank, found.servers) if copies else None,
             is_first=place.connect is None or nodes.index(attached.address.node) == place.rank,
             is_alone=is_alone,
-            has_copy_node=is_alone and attached.copy_node is not None,
+            has_copies=is_alone or (bool(copies) and len(partners) > 1),
             client=self._client,
+            votes=CopyVotes(ours.stamp if ours else protocol.NO_STAMP),
         )
         return self._state, found
 
