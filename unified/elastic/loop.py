@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import msgspec
 
 from unified.elastic.core.agreement import Holding, StepAgreement, agree
-from unified.elastic.state import ElasticState, RoundEnded
+from unified.elastic.state import ElasticState
 from unified.rounds.meeting import RoundMeeting, RoundMember
 from unified.rounds.rendezvous_store import connect
 from unified.worker.context import Worker
-from unified.worker.rounds import Rounds
+from unified.worker.rounds import RoundEnded, Rounds
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # torch exports it without saying so

@@ -13,15 +13,9 @@ from unified.elastic.sampler import ElasticSampler
 from unified.errors import ElasticError, NotInWorkerError, UsageError
 from unified.protocol.agent_master import RoundNotice
 from unified.worker.context import Worker, current_worker
+from unified.worker.rounds import RoundEnded
 
 Kind = Literal["model", "optimizer", "other", "value"]
-
-
-class RoundEnded(BaseException):
-    """Raised as the round of this process ends: out of the user's loop, to the code that joins the next round.
-
-    No `Exception`, so that a loop that catches its own errors does not catch this.
-    """
 
 
 class ElasticState:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import signal
 import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import NoReturn
 
 from unified.errors import ClusterError
@@ -33,6 +35,21 @@ from unified.worker.stop import EXIT_TERMINATED
 _LOST_S = 0.5
 _AGAIN_S = (0.02, 1.0)
 """Seconds between two attempts to abort, at first and at most. A group that is not made yet cannot be aborted."""
+_LEAVE_WAIT = signal.SIGURG
+"""Signal to the main thread, which interrupts its wait. Programs that do not handle it are not told of it."""
+_WAITS = (
+    *("unified.bus.", "unified.queue.", "unified.weights.", "unified.loader.", "unified.coordinator."),
+    *("unified.worker.names", "asyncio.base_events"),
+)
+"""Modules whose waits end with the round. An exception at any moment is no harm there: Ctrl-C is one."""
+_LIBRARIES = sys.stdlib_module_names | {"zmq"}
+
+
+class RoundEnded(BaseException):
+    """Raised as the round of this process ends: out of the user's loop, to the code that joins the next round.
+
+    No `Exception`, so that a loop that catches its own errors does not catch this.
+    """
 
 
 class Rounds:
@@ -146,6 +163,8 @@ class Rounds:
         """Say that this process can take part in further rounds."""
         with self._changing:
             self._in_loop = True
+        if threading.current_thread() is threading.main_thread() and not callable(signal.getsignal(_LEAVE_WAIT)):
+            signal.signal(_LEAVE_WAIT, self._leave_wait)
         self._tell()
 
     def end_loop(self) -> None:
@@ -222,6 +241,12 @@ class Rounds:
         if notice.kind == "broken" and notice.round >= current.round:
             start_thread("unified-abort-round", self._abort, current.round)
 
+    def _leave_wait(self, _number: int, frame: FrameType | None) -> None:
+        """Handle `_LEAVE_WAIT`: raise RoundEnded if the main thread waits in the runtime for others."""
+        notice = self.notice
+        if self._in_loop and notice is not None and notice.kind == "broken" and _is_waiting(frame):
+            raise RoundEnded
+
     def _is_in(self, round_: int) -> bool:
         return self._current is not None and self._current.round == round_
 
@@ -233,10 +258,25 @@ class Rounds:
             while self._is_in(round_):
                 call_guarded("abort-failed", abort_groups, self._stores, num_peers)
                 was_lost = is_gloo_lost()
+                if signal.getsignal(_LEAVE_WAIT) == self._leave_wait:
+                    signal.pthread_kill(threading.main_thread().ident or 0, _LEAVE_WAIT)
                 self._changing.wait(pause)
                 if pause >= _LOST_S and was_lost and self._is_in(round_) and is_gloo_lost():
                     self._give_up(round_)
                 pause, num_peers = min(1.5 * pause, longest), 2 * num_peers
+
+
+def _is_waiting(frame: FrameType | None) -> bool:
+    """Return True if the innermost frame that is not of a library is of the runtime, and not of user code that the
+    runtime has called, such as a short handler."""
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith(_WAITS):
+            return True
+        if name != "unified.threads" and name.partition(".")[0] not in _LIBRARIES:
+            return False
+        frame = frame.f_back
+    return False
 
 
 class RoundChanges:
