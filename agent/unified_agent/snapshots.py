@@ -26,7 +26,6 @@ from unified.protocol.snapshots import (
     NameCopyNodes,
     PersistSnapshots,
     ReplaceKey,
-    ServerAddress,
     ServeSnapshots,
     SnapshotHost,
     snapshots_to_agent,
@@ -72,7 +71,7 @@ class SnapshotProcess:
         url = "" if self._peers is None else _url(facts.address, self._peers.getsockname()[1])
         pair = None if key is None else new_key()
         self.host = SnapshotHost(url, secrets.token_bytes(32), "" if pair is None else pair.public)
-        self._copy_nodes: dict[str, ServerAddress] = {}
+        self._others = NameCopyNodes({})
         self._order = ServeSnapshots(
             node=facts.node,
             host=self.host,
@@ -94,12 +93,14 @@ class SnapshotProcess:
         return token_of(self.host.secret, job_id)
 
     def note_copy_nodes(self, jobs: Iterable[DesiredJob]) -> None:
-        """Tell the server which other nodes hold copies for jobs here, if that has changed."""
+        """Tell the server which other nodes hold snapshots of jobs here, if that has changed."""
+        jobs = list(jobs)
         copy_nodes = {job.job_id: job.copy_node for job in jobs if job.copy_node is not None}
-        if copy_nodes != self._copy_nodes:
-            self._copy_nodes = copy_nodes
+        others = NameCopyNodes(copy_nodes, {job.job_id: job.earlier_nodes for job in jobs if job.earlier_nodes})
+        if others != self._others:
+            self._others = others
             if self._server is not None:
-                self._server.channel.send(NameCopyNodes(copy_nodes))
+                self._server.channel.send(others)
 
     def replace_key(self, key: ClusterKey) -> None:
         """Tell the server that the cluster's key has a successor."""
@@ -153,7 +154,7 @@ class SnapshotProcess:
             self._loop.unwatch(descriptor)
         self._loop.watch_channel(server.channel, lambda: self._hear(server))
         server.channel.send(self._order)
-        server.channel.send(NameCopyNodes(self._copy_nodes))
+        server.channel.send(self._others)
         self._processes.add_helper(server.pid, self._on_end)
         log.info("event=snapshots-started pid=%d quota_mb=%d", server.pid, self._order.quota_bytes >> 20)
 

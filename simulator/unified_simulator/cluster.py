@@ -394,10 +394,10 @@ class SimulatedCluster(Generic[N]):
         if node in self.cut or event.peer != self._peer(node):
             return
         self.watch(self.now, node, event.message)
-        if node in self.unreadable:
-            self._to_agent(node, lambda agent: agent.cannot_read("another protocol version"))
-        else:
+        if node not in self.unreadable:
             self.step(event)
+        elif node in self.agents:
+            self._to_agent(node, lambda agent: agent.cannot_read("another protocol version"))
 
     def _arrived(self, node: str, peer: bytes, request_id: int, message: MasterToAgent) -> None:
         if node in self.agents and node not in self.cut and peer == self._peer(node):

@@ -8,6 +8,7 @@ import pytest
 from tests.cluster.conftest import Cluster, Project
 from unified.api.builder import DLJob, DLJobBuilder
 from unified.client.handle import JobHandle
+from unified.protocol.client_master import DrainNode
 from unified.testing import LocalCluster, eventually
 
 pytestmark = pytest.mark.processes
@@ -156,3 +157,24 @@ def test_a_job_after_the_whole_cluster_goes_on_from_storage(
     again = local_cluster(nodes=2, devices=1).submit(a_job(tmp_path, "", tmp_path / "kept"), "demo")
     assert again.wait(timeout=200) == 0, "\n".join(again.logs())
     assert restored(again) == {f"incarnation 0 of rank {rank} restored 10 from storage" for rank in range(2)}
+
+
+def test_a_job_whose_workers_all_move_at_once_goes_on_from_the_nodes_that_they_left(
+    local_cluster: Cluster, project: Project, tmp_path: Path
+) -> None:
+    project(snapshot_training=TRAINING)
+    cluster = local_cluster(nodes=4, devices=1)
+    handle = cluster.submit(a_job(tmp_path, "agent"), "demo")
+    until_at_step_ten(tmp_path)
+    used = [f"node-{node_index(cluster, handle, rank) + 1}" for rank in range(2)]
+    handle.suspend()
+    eventually(lambda: cluster.status("demo").num_leaving == 0, 100, "the workers did not end")
+    for node in used:
+        handle.connection.request(DrainNode(node=node))
+    handle.resume()
+    assert handle.wait(timeout=200) == 0, "\n".join(handle.logs())
+    assert {f"node-{node_index(cluster, handle, rank) + 1}" for rank in range(2)}.isdisjoint(used)
+    again = {line for line in restored(handle) if line.startswith("incarnation 1")}
+    assert any(
+        again == {f"incarnation 1 of rank {rank} restored {step} from partner" for rank in (0, 1)} for step in (9, 10)
+    ), again

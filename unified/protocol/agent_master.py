@@ -22,7 +22,7 @@ from unified.protocol.records import (
     Progress,
     WorkerState,
 )
-from unified.protocol.snapshots import ServerAddress, SnapshotHost
+from unified.protocol.snapshots import EarlierNode, ServerAddress, SnapshotHost
 from unified.protocol.stacks import StackReport
 from unified.values import Value
 
@@ -261,6 +261,8 @@ class DesiredJob(Value, frozen=True, kw_only=True):
     """True if somebody pressed Ctrl-C: its workers are stopped by SIGINT and not by SIGTERM."""
     copy_node: ServerAddress | None = None
     """Snapshot server of the job's copy node, which holds copies while all ranks of a role are on one node."""
+    earlier_nodes: list[EarlierNode] = []
+    """Nodes that its workers have left, for an agent whose workers look for snapshots there."""
 
 
 class DesiredWorkers(MasterOrder, tag="desired-workers", frozen=True, kw_only=True):

@@ -83,6 +83,24 @@ class ServerAddress(Value, frozen=True):
     """Public half of its listener's own key pair; empty in a cluster without a key."""
 
 
+class EarlierNode(Value, frozen=True):
+    """A node that workers of a job have left, which may still hold snapshots of the job."""
+
+    server: ServerAddress
+    """Without a URL if the node, or its agent of that time, is gone."""
+    round: int
+    """Last round of the job's workers there."""
+
+
+class HeldElsewhere(Value, frozen=True):
+    """Snapshots of a role that another node holds."""
+
+    server: ServerAddress
+    held: list[HeldSnapshot] = []
+    lost_round: int = -1
+    """Last round of the role's workers there if the node does not answer, so that its snapshots are lost."""
+
+
 class SnapshotHost(Value, frozen=True):
     """Address of a node's snapshot server, and the secret from which its tokens are made; for the master."""
 
@@ -136,6 +154,8 @@ class NameCopyNodes(Value, tag_field="type", tag="copy-nodes", frozen=True):
     """Servers of copy nodes, which hold copies for jobs without workers there, by job. Other jobs have none."""
 
     copy_nodes: dict[str, ServerAddress]
+    earlier_nodes: dict[str, list[EarlierNode]] = {}
+    """Nodes that the job's workers have left, if one of its workers here has to find their snapshots."""
 
 
 class SnapshotsKept(Value, tag_field="type", tag="kept", frozen=True):
@@ -205,8 +225,9 @@ class OpenSnapshot(SnapshotRequest, tag="open", frozen=True):
     source: ServerAddress | None = None
 
 
-class ListCopyNode(SnapshotRequest, tag="list-copy-node", frozen=True):
-    """Ask for the role's snapshots on the job's copy node. Answered by `CopyNodeHeld`."""
+class ListElsewhere(SnapshotRequest, tag="list-elsewhere", frozen=True):
+    """Ask for the role's snapshots on the job's copy node, and on nodes that its workers have left. Answered by
+    `ListedElsewhere`."""
 
 
 class EndSeries(SnapshotRequest, tag="end", frozen=True):
@@ -225,10 +246,8 @@ class Attached(SnapshotAnswer, tag="attached", frozen=True):
     """Server of the job's copy node, which holds copies while all ranks of a role are on one node."""
 
 
-class CopyNodeHeld(SnapshotAnswer, tag="copy-node-held", frozen=True):
-    """Snapshots of the role that the copy node holds; none where it does not answer."""
-
-    held: list[HeldSnapshot]
+class ListedElsewhere(SnapshotAnswer, tag="listed-elsewhere", frozen=True):
+    nodes: list[HeldElsewhere]
 
 
 class BufferWanted(SnapshotAnswer, tag="buffer-wanted", frozen=True):
@@ -262,9 +281,9 @@ class SnapshotRefused(SnapshotAnswer, tag="refused", frozen=True):
 
 
 WorkerSnapshotRequest = (
-    AttachSeries | BeginSnapshot | AddBuffer | CommitSnapshot | AgreeOn | OpenSnapshot | ListCopyNode | EndSeries
+    AttachSeries | BeginSnapshot | AddBuffer | CommitSnapshot | AgreeOn | OpenSnapshot | ListElsewhere | EndSeries
 )
-WorkerSnapshotAnswer = Attached | BufferWanted | Writable | Readable | CopyNodeHeld | SnapshotRefused
+WorkerSnapshotAnswer = Attached | BufferWanted | Writable | Readable | ListedElsewhere | SnapshotRefused
 
 
 # Of two servers
@@ -338,9 +357,8 @@ class RankReport(Value, frozen=True):
     server: ServerAddress
     held: list[HeldSnapshot] = []
     """Snapshots that its node holds; only one rank of each node reports them."""
-    copy_node: ServerAddress | None = None
-    """Server of the job's copy node, which rank 0 has asked."""
-    held_by_copy_node: list[HeldSnapshot] = []
+    elsewhere: list[HeldElsewhere] = []
+    """Other nodes that rank 0 has asked."""
     stored: list[StoredSnapshot] = []
 
 

@@ -248,8 +248,8 @@ class AgentCore:
             self._start_if_free(incarnation, self.desired[incarnation])
 
     def _start_if_free(self, incarnation: JobWorkerIncarnation, wanted: agent_master.DesiredWorker) -> None:
-        """Start an incarnation, unless an earlier one of the worker still runs, or a worker of a job that the master has
-        forgotten still has one of its devices. The exits of both lead here again.
+        """Start an incarnation, unless an earlier one of the worker still runs, or its device is held by a worker of a
+        job that the master has forgotten. The exits of both lead here again.
         """
         spec = self.specs.of(wanted)
         if spec is None:

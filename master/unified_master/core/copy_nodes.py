@@ -9,9 +9,12 @@ from __future__ import annotations
 import zlib
 
 from unified.protocol.records import NodeState
-from unified.protocol.snapshots import ServerAddress
+from unified.protocol.snapshots import EarlierNode, ServerAddress
 from unified_master.core.state import Cluster, JobRecord, NodeRecord
 from unified_master.core.step import MasterStep
+
+MAX_EARLIER = 1000
+"""Nodes that a job has left and that are still known."""
 
 
 def settle(step: MasterStep, job: JobRecord) -> None:
@@ -54,6 +57,31 @@ def address_of(cluster: Cluster, job: JobRecord) -> ServerAddress | None:
     if node is None or not node.is_connected or node.info.snapshots is None:
         return None
     return node.info.snapshots.address(node.name, job.job_id)
+
+
+def note_left(job: JobRecord, node: NodeRecord, last_round: int) -> None:
+    """Note that a worker goes from a node, which may hold snapshots of the job for a while."""
+    job.earlier_nodes.pop(node.name, None)
+    job.earlier_nodes[node.name] = (last_round, node.info.incarnation)
+    while len(job.earlier_nodes) > MAX_EARLIER:
+        del job.earlier_nodes[next(iter(job.earlier_nodes))]
+
+
+def earlier_nodes(cluster: Cluster, job: JobRecord, node: NodeRecord) -> list[EarlierNode]:
+    """Return the nodes that the job's workers have left, for an agent whose workers look for snapshots there."""
+    here = (worker for worker in node.incarnations.values() if worker.job_id == job.job_id and worker.kind == "worker")
+    if not job.earlier_nodes or not any(each.rank == 0 or job.spec.role(each.role).kind == "simple" for each in here):
+        return []
+    used = {worker.node for worker in job.workers.values() if worker.is_desired}
+    found = []
+    for name, (last_round, incarnation) in job.earlier_nodes.items():
+        left = cluster.nodes.get(name)
+        is_there = left is not None and left.is_connected and left.info.incarnation == incarnation
+        if name not in used:
+            host = left.info.snapshots if left is not None and is_there else None
+            server = ServerAddress(name, "", "") if host is None else host.address(name, job.job_id)
+            found.append(EarlierNode(server, last_round))
+    return found
 
 
 def _lonely_nodes(job: JobRecord) -> set[str]:

@@ -56,6 +56,7 @@ def _send(step: MasterStep, node: NodeRecord) -> None:
             stop_grace_s=_stop_grace_s(job, node),
             is_interrupted=job.is_interrupted,
             copy_node=copy_nodes.address_of(step.cluster, job),
+            earlier_nodes=copy_nodes.earlier_nodes(step.cluster, job, node),
         )
         for job in known
     ]

@@ -251,6 +251,8 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     roles: dict[str, RoleRecord] = {}
     copy_node: str = ""
     """Node that holds copies of the job's snapshots, beside those of its workers."""
+    earlier_nodes: dict[str, tuple[int, str]] = {}
+    """Nodes that its workers have left, the last one last: the last round there, and the incarnation of the agent."""
     journals: dict[str, records.JournalPlace] = {}
     """Places of the files that belong to names, by name; the files outlive the names' holders."""
     account: Account = msgspec.field(default_factory=Account)

@@ -31,7 +31,7 @@ from unified.protocol.records import (
     Progress,
     WorkerState,
 )
-from unified.protocol.snapshots import ServerAddress, SnapshotHost
+from unified.protocol.snapshots import EarlierNode, ServerAddress, SnapshotHost
 from unified.protocol.stacks import GroupCollectives, StackReport, StackSource, WorkerStacks
 from unified_agent.core.lease import NodeLease
 from unified_simulator.agent import REJOINS, Delays, log_of, next_claims, resources
@@ -94,6 +94,7 @@ class SimAgent:
         self._jobs: dict[str, JobSpec] = {}
         self.copy_nodes: dict[str, ServerAddress | None] = {}
         """Nodes that hold copies of the jobs that are here, as the master said last."""
+        self.earlier_nodes: dict[str, list[EarlierNode]] = {}
 
     @property
     def next_deadline(self) -> float | None:
@@ -250,6 +251,7 @@ class SimAgent:
             for job in message.jobs
         }
         self.copy_nodes = {job.job_id: job.copy_node for job in message.jobs}
+        self.earlier_nodes = {job.job_id: job.earlier_nodes for job in message.jobs}
         wanted = {(one.job_id, one.name, one.worker_incarnation): one for one in message.workers}
         for incarnation, sim in list(self.incarnations.items()):
             if incarnation in wanted:

@@ -2,7 +2,14 @@
 
 import pytest
 
-from unified.protocol.snapshots import HeldSnapshot, RankReport, ServerAddress, SnapshotStamp, StoredSnapshot
+from unified.protocol.snapshots import (
+    HeldElsewhere,
+    HeldSnapshot,
+    RankReport,
+    ServerAddress,
+    SnapshotStamp,
+    StoredSnapshot,
+)
 from unified.snapshot.core.agreement import agree, describe_source, partner_of
 
 
@@ -97,11 +104,25 @@ def test_the_partner_is_on_the_next_node(nodes: str, partners: str | None) -> No
 
 def test_a_copy_node_has_what_the_ranks_nodes_lost() -> None:
     asked = RankReport(
-        server=server("b"), copy_node=server("s"), held_by_copy_node=[held(0, 4, is_copy=True), held(1, 4)]
+        server=server("b"), elsewhere=[HeldElsewhere(server("s"), [held(0, 4, is_copy=True), held(1, 4)])]
     )
     assert chosen(asked, report("b")) == (4, ["partner", "partner"])
     found = agree([asked, report("b")], "job-1", "trainer")
     assert [source.server for source in found.sources] == [server("s")] * 2
+
+
+def test_nodes_that_all_workers_have_left_have_a_newer_one_than_those_where_they_are_again() -> None:
+    left = [HeldElsewhere(server(node), [held(rank, 9, round_number=3)]) for rank, node in enumerate("ab")]
+    asked = RankReport(server=server("c"), held=[held(0, 12)], elsewhere=left)
+    assert chosen(asked, report("d", held(1, 12))) == (9, ["partner", "partner"])
+
+
+@pytest.mark.parametrize(("lost_round", "is_said"), [(2, True), (1, False)])
+def test_an_older_one_is_not_taken_without_a_word_if_a_newer_one_may_be_lost(lost_round: int, is_said: bool) -> None:
+    asked = RankReport(server=server("a"), held=[held(0, 4)], elsewhere=[HeldElsewhere(server("x"), [], lost_round)])
+    found = agree([asked, report("b", held(1, 4))], "job-1", "trainer")
+    assert found.snapshot is not None
+    assert ("x had workers in a later round, and does not answer" in found.note) == is_said
 
 
 def test_a_node_that_others_cannot_reach_neither_gives_nor_takes() -> None:

@@ -73,7 +73,13 @@ def agree(
     if not common:
         return SnapshotAgreement(servers=servers, note=_what_there_is(by_rank, reports))
     best = max(common, key=lambda each: _age(each, job_id))
-    return SnapshotAgreement(servers=servers, snapshot=best, sources=[sources[best] for sources in by_rank])
+    sources = [found[best] for found in by_rank]
+    later = best.stamp.round if best.job_id == job_id else -1
+    lost = sorted(each.server.node for report in reports for each in report.elsewhere if each.lost_round > later)
+    note = (
+        f"{', '.join(lost)} had workers in a later round, and does not answer: a newer one may be lost" if lost else ""
+    )
+    return SnapshotAgreement(servers=servers, snapshot=best, sources=sources, note=note)
 
 
 def partner_of(rank: int, servers: Sequence[ServerAddress]) -> ServerAddress | None:
@@ -96,7 +102,7 @@ def _sources(
         series = SnapshotSeries(job_id, role, len(reports), 0 if is_replicated else rank)
         found[stored] = SnapshotSource(series=series)
     found_at = [(report.server, report.held) for report in reports]
-    found_at += [(report.copy_node, report.held_by_copy_node) for report in reports if report.copy_node is not None]
+    found_at += [(each.server, each.held) for report in reports for each in report.elsewhere]
     for server, snapshots in sorted(found_at, key=lambda place: place[0].node == own.node):
         if not server.url and server.node != own.node:
             continue

@@ -59,6 +59,7 @@ class SnapshotServer:
         self._connections: dict[int, WorkerConnection] = {}
         self._jobs: dict[str, JobState] = {}
         self._copy_nodes: dict[str, protocol.ServerAddress] = {}
+        self._earlier_nodes: dict[str, list[protocol.EarlierNode]] = {}
         self._transfers = SnapshotTransfers(
             peers, order.key, order.pair, self._read_piece, self._take_offer, self._held, self._on_end
         )
@@ -100,7 +101,7 @@ class SnapshotServer:
 
     def name_copy_nodes(self, order: protocol.NameCopyNodes) -> None:
         """Send copies to these nodes from now on, for jobs that run only on this node."""
-        self._copy_nodes = order.copy_nodes
+        self._copy_nodes, self._earlier_nodes = order.copy_nodes, order.earlier_nodes
 
     def close(self) -> None:
         self._writers.close()
@@ -151,8 +152,8 @@ class SnapshotServer:
                     self._say_attached(connection)
                 case protocol.OpenSnapshot():
                     self._open(connection, request)
-                case protocol.ListCopyNode():
-                    self._list_copy_node(connection)
+                case protocol.ListElsewhere():
+                    self._list_elsewhere(connection)
                 case protocol.EndSeries():
                     connection.is_done = True
                     self._say_attached(connection)
@@ -188,17 +189,29 @@ class SnapshotServer:
         held, copy_node = self._inventory.held(connection.series), self._copy_nodes.get(connection.series.job_id)
         self._answer(connection, protocol.Attached(address=address, held=held, copy_node=copy_node))
 
-    def _list_copy_node(self, connection: WorkerConnection) -> None:
-        copy_node = self._copy_nodes.get(connection.series.job_id)
-        if copy_node is None:
-            self._answer(connection, protocol.CopyNodeHeld(held=[]))
-            return
-        self._transfers.ask_held(HeldQuestion(copy_node, connection))
+    def _list_elsewhere(self, connection: WorkerConnection) -> None:
+        job_id = connection.series.job_id
+        asked = {each.server.node: each for each in self._earlier_nodes.get(job_id, [])}
+        if (copy_node := self._copy_nodes.get(job_id)) is not None:
+            asked.setdefault(copy_node.node, protocol.EarlierNode(copy_node, -1))
+        connection.listed, connection.num_asked = [], len(asked)
+        if not asked:
+            self._answer(connection, protocol.ListedElsewhere(nodes=[]))
+        for node in asked.values():
+            question = HeldQuestion(node.server, connection, node.round)
+            if node.server.url:
+                self._transfers.ask_held(question)
+            else:
+                self._on_listed(question, "it is gone")
 
     def _on_listed(self, question: HeldQuestion, error: str) -> None:
+        connection, target = question.connection, question.target
         if error:
-            log.warning("event=snapshot-copy-node-silent node=%s reason=%r", question.target.node, error)
-        self._answer(question.connection, protocol.CopyNodeHeld(held=question.held))
+            log.warning("event=snapshot-node-silent node=%s reason=%r", target.node, error)
+        lost_round = question.round if error else -1
+        connection.listed.append(protocol.HeldElsewhere(target, question.held, lost_round))
+        if len(connection.listed) == connection.num_asked:
+            self._answer(connection, protocol.ListedElsewhere(nodes=connection.listed))
 
     def _begin(self, connection: WorkerConnection, request: protocol.BeginSnapshot) -> None:
         sent = self._sent(connection.series)

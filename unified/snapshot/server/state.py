@@ -10,6 +10,7 @@ from unified.protocol.snapshots import (
     NO_STAMP,
     AttachSeries,
     BeginSnapshot,
+    HeldElsewhere,
     SnapshotSeries,
     SnapshotStamp,
     StorageTarget,
@@ -30,6 +31,9 @@ class WorkerConnection:
     needed: list[SnapshotStamp] = field(default_factory=list)
     """Snapshots that the last `BeginSnapshot` named; they go to the partner with that snapshot."""
     is_done: bool = False
+    listed: list[HeldElsewhere] = field(default_factory=list)
+    """Answers so far of the `num_asked` nodes that may hold snapshots of the role."""
+    num_asked: int = 0
 
     @property
     def series(self) -> SnapshotSeries:

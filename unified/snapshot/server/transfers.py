@@ -65,6 +65,8 @@ class HeldQuestion:
 
     target: snapshots.ServerAddress
     connection: WorkerConnection
+    round: int
+    """Last round of the role's workers there, or -1 for a copy node."""
     held: list[snapshots.HeldSnapshot] = field(default_factory=list)
     peer: _Peer = field(init=False)
     deadline: float = 0.0

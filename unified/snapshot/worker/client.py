@@ -96,9 +96,9 @@ class SnapshotClient:
         """Drop snapshots later than the one to which all ranks go back."""
         self._ask(protocol.AgreeOn(stamp=stamp), protocol.Attached)
 
-    def held_by_copy_node(self) -> list[protocol.HeldSnapshot]:
-        """Return what the job's copy node holds of the role."""
-        return self._ask(protocol.ListCopyNode(), protocol.CopyNodeHeld).held
+    def held_elsewhere(self) -> list[protocol.HeldElsewhere]:
+        """Return what the job's copy node, and nodes that its workers have left, hold of the role."""
+        return self._ask(protocol.ListElsewhere(), protocol.ListedElsewhere).nodes
 
     def end(self) -> None:
         """Say that no snapshot is needed any more."""

@@ -160,12 +160,15 @@ class Snapshots:
                 if step is not None:
                     why = agreement.note or "none is held"
                     raise SnapshotError(f"No snapshot of step {step} can be restored: {why}.")
-                if agreement.note:
-                    logger.warning("event=snapshot-not-restored reason=%r", agreement.note)
+                if agreement.note or self._launch.incarnation:
+                    note = agreement.note or "no node holds one: training begins at its start"
+                    logger.warning("event=snapshot-not-restored reason=%r", note)
                 self._settle(here)
                 return None
             restored = self._load(here, state, found, agreement.sources[here.place.rank])
             self._settle(here)
+            if agreement.note:
+                logger.warning("event=snapshot-older step=%d reason=%r", restored.step, agreement.note)
             logger.info("event=snapshot-restored step=%d source=%s", restored.step, restored.source)
             return restored
 
@@ -281,12 +284,10 @@ class Snapshots:
             with self._storage(place) as storage:
                 stored = storage.steps()
         assert self._client is not None
-        copy_node = attached.copy_node if is_restoring and place.rank == 0 else None
         report = protocol.RankReport(
             server=attached.address,
             held=attached.held if is_first else [],
-            copy_node=copy_node,
-            held_by_copy_node=self._client.held_by_copy_node() if copy_node is not None else [],
+            elsewhere=self._client.held_elsewhere() if is_restoring and place.rank == 0 else [],
             stored=stored,
         )
         decide = partial(

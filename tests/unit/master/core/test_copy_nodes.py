@@ -8,7 +8,7 @@ from tests.support.master import elastic, simple
 from tests.support.sim.sim_agent import SimAgent, resources
 from tests.support.sim.world import World
 from unified.job.spec import JobSpec, RoleSpec
-from unified.protocol.client_master import DrainNode, SubmitJob
+from unified.protocol.client_master import DrainNode, RestartWorkers, ResumeJob, SubmitJob, SuspendJob
 from unified.protocol.records import Stage
 from unified.protocol.snapshots import SnapshotHost, token_of
 
@@ -152,3 +152,36 @@ def test_a_copy_node_that_came_back_without_a_server_while_its_job_waited_is_rep
 def test_a_job_without_ranks_that_train_together_has_none(start: Start) -> None:
     world = start(agent("n1"), agent("n2"), roles=(simple(),))
     assert world.job("job").copy_node == ""
+
+
+def test_nodes_that_all_workers_have_left_are_named_where_rank_0_is_now_and_a_new_agent_there_has_nothing(
+    start: Start,
+) -> None:
+    world = start(*(agent(f"n{number}", devices=1) for number in range(1, 5)), roles=(elastic(total=2),), node_num=2)
+    left = {worker.node for worker in world.job("job").ranks("e")}
+    world.request(SuspendJob(job="job"))
+    world.run(5.0)
+    for node in left:
+        world.request(DrainNode(node=node))
+    world.request(ResumeJob(job="job"))
+    world.until_stage("job", Stage.RUNNING)
+    world.run(1.0)
+    first, second = (worker.node for worker in world.job("job").ranks("e"))
+    assert left.isdisjoint({first, second})
+    named = {each.server.node: each for each in world.sim_agent(first).earlier_nodes["job-1"]}
+    assert named.keys() == left
+    assert {each.round for each in named.values()} == {1}
+    for name, each in named.items():
+        known = world.sim_agent(name).snapshots
+        assert known is not None
+        assert (each.server.url, each.server.token) == (known.url, token_of(known.secret, "job-1"))
+    assert world.sim_agent(second).earlier_nodes["job-1"] == []
+    again = min(left)
+    world.kill_agent(again)
+    world.add(agent(again, "b", devices=1))
+    world.run(20.0)
+    world.request(RestartWorkers(job="job", workers=[]))
+    world.until_stage("job", Stage.RUNNING)
+    world.run(5.0)
+    urls = {each.server.node: each.server.url for each in world.sim_agent(first).earlier_nodes["job-1"]}
+    assert (urls[again], urls[max(left)]) == ("", f"tcp://{max(left)}:1")
