@@ -217,6 +217,7 @@ class AgentDaemon:
                 self._keeper.close(is_orderly=True)
             self._snapshots.close()
             self._processes.close()
+            self._preparation.keep(())
             if not is_orderly:
                 self._keeper.close(is_orderly=False)
             self._output.close()

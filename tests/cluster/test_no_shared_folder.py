@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from tests.cluster.conftest import lines
-from tests.cluster.test_shipped_code import wheel
 from tests.support.hosts import Hosts
+from tests.support.wheels import wheel
 from unified.security.curve import new_key
 from unified.security.keys import KEY_VARIABLE, write_key
 from unified.testing import eventually
@@ -126,15 +126,14 @@ def test_a_laptop_trains_on_hosts_that_have_none_of_its_files(hosts: HostsWithWh
         [late[place] - early[place] for early, late in itertools.pairwise(sent)] for place in (0, 1)
     )
     assert min(by_laptop[0], by_laptop[2]) > LARGE > by_laptop[1], "to the master, unless it has the tree"
-    assert min(by_master[0], by_master[2]) > 2 * LARGE > LARGE > by_master[1], "to two nodes, unless they have it"
+    assert min(by_master) > 2 * LARGE, "to two nodes, for each job: their agents are root's"
     found = [line.split() for line in lines(tmp_path, "out")]
     assert [total for total, *_ in found] == ["330"] * 4 + ["440"] * 2, "of 10 and 100, the versions"
-    assert len({folder for _, folder, _ in found}) == 4, "two trees on two hosts"
+    assert len({folder for _, folder, _ in found}) == 6, "three jobs on two hosts"
     assert made[0] == made[1] == made[2], "once a node"
     assert {folder for _, _, folder in found} == {folder for node in made[0] for folder in node}
     assert [len(node) for node in made[0]] == [1, 1]
-    for number in (1, 2):
-        assert len(list((tmp_path / f"h{number}/code").glob("*/net.py"))) == 2, "once a node, for each of the two"
+    eventually(lambda: len(list(tmp_path.glob("h[12]/code/[0-9a-f]*/net.py"))) <= 2, timeout=100, message="one a node")
 
 
 @pytest.mark.parametrize(

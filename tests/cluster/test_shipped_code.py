@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tarfile
 import threading
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 
 from tests.cluster.conftest import Cluster, Project, lines
 from tests.support.full_disk import MountDisk
+from tests.support.wheels import wheel
 from unified.api.builder import DLJobBuilder
 from unified.client.code.archive import CodeArchive, pack
 from unified.client.code.transfer import fetch, upload
@@ -30,6 +30,7 @@ from unified.job.spec import EntryPoint, JobSpec, RoleSpec, ShippedCode
 from unified.testing import LocalCluster, eventually
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("without_torch")]
+IS_ROOT = os.geteuid() == 0
 
 JOB = """
 from unified.api.builder import DLJobBuilder
@@ -43,7 +44,8 @@ import lib.names
 
 def read():
     with open(os.path.join(os.environ["OUT"], "out"), "a") as out:
-        print(os.environ["RANK"], lib.names.NAME, open("data.txt").read(), os.getcwd(), __file__, file=out)
+        data, has_job = open("data.txt").read(), os.path.exists("job.py")
+        print(os.environ["RANK"], lib.names.NAME, data, has_job, os.getcwd(), __file__, file=out)
 """
 
 
@@ -79,18 +81,81 @@ def test_a_job_runs_with_the_code_that_came_with_it(folder: Path, local_cluster:
     again = submit(folder, cluster, "--ship")
     assert again.returncode == 0, again.stderr
     assert "ships" not in again.stderr, "the master has it"
-    (unpacked,) = (path for path in (cluster.home / "code").iterdir() if path.is_dir())
-    found = lines(tmp_path, "out")
-    assert sorted(found) == sorted(
-        f"{rank} first data {unpacked} {unpacked / 'lib/reading.py'}" for rank in (0, 1) for _ in range(2)
-    )
+    found = [line.split() for line in lines(tmp_path, "out")]
+    assert sorted(words[:4] for words in found) == [[rank, "first", "data", "True"] for rank in "0011"]
+    unpacked = {Path(words[4]) for words in found}
+    assert {path.parent for path in unpacked} == {cluster.home / "code"}
+    assert len(unpacked) == (4 if IS_ROOT else 1), "without permissions, each job has a folder of its own on each node"
+    assert [words[5] for words in found] == [f"{words[4]}/lib/reading.py" for words in found]
     (folder / "lib/names.py").write_text('NAME = "second"')
     (folder / "model.ckpt").write_text("not to be sent")
     changed = submit(folder, cluster, "--ship", "--exclude", "*.ckpt")
     assert changed.returncode == 0, changed.stderr
     assert "ships 5 files" in changed.stderr
     assert [line.split()[1] for line in lines(tmp_path, "out")] == ["first"] * 4 + ["second"] * 2
-    assert len(list((cluster.home / "code").glob("*/lib"))) == 2
+    eventually(lambda: len(list((cluster.home / "code").glob("[0-9a-f]*/lib"))) <= 2, timeout=100)
+
+
+WRITING = """
+import importlib.util, marshal, os, pathlib, struct, time
+import lib.names, lib.reading
+
+def work():
+    out = pathlib.Path(os.environ["OUT"])
+    if os.environ["WRITES"] == "yes":
+        outcome = write()
+        (out / "outcome.new").write_text(outcome)
+        (out / "outcome.new").rename(out / "outcome")
+        while not (out / "others-have-ended").exists():
+            time.sleep(0.05)
+    else:
+        with open(out / "out", "a") as file:
+            print(lib.names.NAME, hasattr(lib.reading, "read"), os.path.exists("sitecustomize.py"), file=file)
+
+def write():
+    names, reading = pathlib.Path(lib.names.__file__), pathlib.Path(lib.reading.__file__)
+    found = reading.stat()
+    header = importlib.util.MAGIC_NUMBER + struct.pack("<LLL", 0, int(found.st_mtime), found.st_size)
+    cached = pathlib.Path(importlib.util.cache_from_source(reading))
+    try:
+        names.write_text('NAME = "of another job"')
+        pathlib.Path("sitecustomize.py").write_text("")
+        cached.parent.mkdir(exist_ok=True)
+        cached.write_bytes(header + marshal.dumps(compile("", str(reading), "exec")))
+    except PermissionError:
+        return "denied"
+    return "written"
+"""
+
+
+def test_a_job_runs_nothing_that_another_job_wrote_into_the_same_code(
+    folder: Path, local_cluster: Cluster, tmp_path: Path
+) -> None:
+    """The other job still runs. Root may write where permissions say that nobody may."""
+    (folder / "writing.py").write_text(WRITING)
+    cluster = local_cluster(nodes=1, devices=2)
+
+    def begin(writes: str) -> JobHandle:
+        builder = DLJobBuilder().node_num(1).device_per_node(1).device_type("CPU")
+        builder.global_env({"OUT": str(tmp_path), "WRITES": writes})
+        job = builder.workload("worker", "writing.work").total(1).resource(cpu=0.1, accelerator=1).build()
+        return cluster.submit(job, ship=str(folder))
+
+    def unpacked() -> int:
+        return len(list((cluster.home / "code").glob("[0-9a-f]*/lib")))
+
+    first = begin("yes")
+    eventually(lambda: (tmp_path / "outcome").exists() or first.status().end is not None, timeout=100)
+    assert (tmp_path / "outcome").read_text() == ("written" if IS_ROOT else "denied")
+    assert begin("no").wait(100) == 0
+    assert begin("no").wait(100) == 0
+    (tmp_path / "others-have-ended").touch()
+    assert first.wait(100) == 0
+    assert begin("no").wait(100) == 0
+    assert lines(tmp_path, "out") == ["first True False"] * 3
+    eventually(lambda: unpacked() <= 1, timeout=100, message="the folders of jobs that have ended are removed")
+    cluster.stop()
+    assert unpacked() == (0 if IS_ROOT else 1)
 
 
 def test_an_archive_that_cannot_be_unpacked_fails_the_job_with_a_sentence(
@@ -101,7 +166,7 @@ def test_an_archive_that_cannot_be_unpacked_fails_the_job_with_a_sentence(
         assert upload(connection, archive) == archive.code.size
         assert upload(connection, archive) == 0
         with pytest.raises(RefusedError, match="has no code 000000000000"):
-            fetch(connection, "0" * 64, tmp_path / "cache")
+            fetch(connection, "0" * 64, tmp_path / "cache/code")
         assert not [path for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock"]
     (cluster.home / "code").write_text("a file where the folder has to be")
     ended = submit(folder, cluster, "--ship")
@@ -109,17 +174,6 @@ def test_an_archive_that_cannot_be_unpacked_fails_the_job_with_a_sentence(
     assert "the job's code cannot be put into" in ended.stderr
     (cluster.home / "code").unlink()
     eventually(lambda: submit(folder, cluster, "--ship").returncode == 0, timeout=100)
-
-
-def wheel(folder: Path, name: str, version: str) -> None:
-    """Write a wheel with one module, which says its version."""
-    info = f"{name}-{version}.dist-info"
-    folder.mkdir(exist_ok=True)
-    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as file:
-        file.writestr(f"{name}.py", f"VERSION = {version!r}\n")
-        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        file.writestr(f"{info}/RECORD", "")
 
 
 REQUIRING = """
@@ -198,7 +252,7 @@ def test_an_agent_that_is_killed_while_it_unpacks_leaves_nothing(
     killed: list[str] = []
 
     def kill() -> None:
-        (path,) = eventually(lambda: list(unfinished.glob(".*.new")), timeout=100)
+        path, *_ = eventually(lambda: list(unfinished.glob(".*.new")), timeout=100)
         maker = int(path.stem.rpartition("-")[2])
         os.kill(psutil.Process(maker).ppid(), signal.SIGKILL)
         killed.append(path.name)
@@ -211,7 +265,7 @@ def test_an_agent_that_is_killed_while_it_unpacks_leaves_nothing(
     assert len(lines(tmp_path, "out")) == 2
     assert not (unfinished / killed[0]).exists()
     eventually(lambda: not list(unfinished.glob(".*")), timeout=100)
-    assert len([path for path in unfinished.iterdir() if path.is_dir()]) == 1
+    assert len([path for path in unfinished.iterdir() if path.is_dir()]) == (2 if IS_ROOT else 1)
 
 
 def hostile(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> CodeArchive:
@@ -280,16 +334,18 @@ def test_too_large_a_folder_is_refused_by_the_command(
 def test_a_script_travels_with_its_folder(folder: Path, local_cluster: Cluster, tmp_path: Path) -> None:
     cluster = local_cluster(nodes=1, devices=2)
     (folder / "train.py").write_text(
-        "import os\nimport lib.names\nprint('in', os.getcwd(), lib.names.NAME, flush=True)\n"
+        "import os\nimport lib.names\n"
+        "print('in', lib.names.NAME, os.path.exists('data.txt'), os.getcwd(), flush=True)\n"
     )
     words = ["run", "--master", cluster.address, "--ship", "--exclude", "data.txt", "--nproc-per-node=2", "train.py"]
     ran = subprocess.run(
         [sys.executable, "-m", "unified", *words], cwd=folder, capture_output=True, text=True, timeout=100, check=False
     )
     assert ran.returncode == 0, ran.stderr
-    (unpacked,) = (path for path in (cluster.home / "code").iterdir() if path.is_dir())
-    assert [line.partition("in ")[2] for line in ran.stdout.splitlines()] == [f"{unpacked} first"] * 2
-    assert not (unpacked / "data.txt").exists()
+    first, second = (line.partition("in ")[2].split() for line in ran.stdout.splitlines())
+    assert first == second
+    assert first[:2] == ["first", "False"]
+    assert Path(first[2]).parent == cluster.home / "code"
 
 
 @pytest.mark.slow
@@ -302,9 +358,10 @@ def test_another_folder_or_some_paths_travel(
     builder = DLJobBuilder().node_num(1).device_per_node(1).device_type("CPU").global_env({"OUT": str(tmp_path)})
     job = builder.workload("reader", "lib.reading.read").total(1).resource(cpu=0.1, accelerator=1).build()
     assert job.submit("ships", master=cluster.address, ship=ship) == 0
-    (unpacked,) = (path for path in (cluster.home / "code").iterdir() if path.is_dir())
-    assert lines(tmp_path, "out") == [f"0 first data {unpacked} {unpacked / 'lib/reading.py'}"]
-    assert (unpacked / "job.py").exists() == (ship == "laptop")
+    (found,) = lines(tmp_path, "out")
+    *words, unpacked, file = found.split()
+    assert words == ["0", "first", "data", str(ship == "laptop")]
+    assert (Path(unpacked).parent, Path(file)) == (cluster.home / "code", Path(unpacked, "lib/reading.py"))
 
 
 UV = """#!/bin/sh

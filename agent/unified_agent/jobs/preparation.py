@@ -1,6 +1,7 @@
 """Preparation of a node for jobs, before their first worker starts: shipped code and required packages.
 
-A separate process fetches or installs each folder, once for all jobs that need it; its log says what failed.
+A separate process fetches or installs each folder, once for all jobs that need it; its log says what failed. No file
+is read-only for root. An agent that runs as root therefore gives each job a folder of its own for its code.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class Need(NamedTuple):
     arguments: list[str]
     requirements: list[str]
     """Lines of the requirements file for the program; empty: no file."""
+    is_own: bool = False
+    """The folder is for one job alone, and is removed with it."""
 
     @property
     def folder(self) -> Path:
@@ -111,7 +114,7 @@ class Preparation:
         """Note what a job needs; return its description with the interpreter of its environment."""
         self._needs[job_id] = needs = []
         if spec.code is not None:
-            needs.append(self._code(spec.code.digest))
+            needs.append(self._code(job_id, spec.code.digest))
         if spec.requirements:
             needs.append(self._environment(spec.requirements))
             spec = structs.replace(spec, python=str(needs[-1].folder / "bin/python"))
@@ -149,24 +152,37 @@ class Preparation:
             self._tell(incarnation)
 
     def keep(self, job_ids: Collection[str]) -> None:
-        """Forget the needs of all other jobs."""
+        """Forget the needs of all other jobs that have no process here."""
         gone = self._needs.keys() - job_ids
+        if gone:
+            gone -= {incarnation.job_id for incarnation in self._processes.incarnations()}
         if not gone:
             return
-        for job_id in gone:
-            del self._needs[job_id]
+        own = [need for job_id in gone for need in self._needs.pop(job_id) if need.is_own]
         used = {need.digest for needs in self._needs.values() for need in needs}
         for digest in self._locks.keys() - used:
             os.close(self._locks.pop(digest))
+        for need in own:
+            self._remove(need)
+
+    def _remove(self, need: Need) -> None:
+        """Remove a folder in a thread, under a name that the job does not find if it comes back meanwhile."""
+        unfinished = need.into / f".{need.digest}.{socket.gethostname()}-{os.getpid()}.new"
+        with contextlib.suppress(OSError, RuntimeError):  # there is no folder; without a thread, the next agent does it
+            need.folder.rename(unfinished)
+            (need.into / f"{need.digest}.lock").unlink(missing_ok=True)
+            start_thread("unified-removal", remove_folder, unfinished)
 
     def _sweep(self) -> None:
         remove_unfinished(self._home / CODE)
         remove_unfinished(self._home / ENVIRONMENTS, MARK)
 
-    def _code(self, digest: str) -> Need:
-        into = self._home / CODE
-        arguments = ["--master", self._facts.master, "--digest", digest, "--into", str(into)]
-        return Need(digest, into, "the code of its job", "", "unified.client.code.transfer", arguments, [])
+    def _code(self, job_id: str, digest: str) -> Need:
+        into, is_own = self._home / CODE, os.geteuid() == 0
+        own = f"{digest} {job_id} {self._facts.incarnation}"
+        name = hashlib.sha256(own.encode()).hexdigest() if is_own else digest
+        arguments = ["--master", self._facts.master, "--digest", digest, "--into", str(into / name)]
+        return Need(name, into, "the code of its job", "", "unified.client.code.transfer", arguments, [], is_own)
 
     def _environment(self, lines: list[str]) -> Need:
         """Return the need of an environment with a job's requirements, on top of this agent's packages."""
@@ -220,6 +236,8 @@ class Preparation:
                 self._said.pop(incarnation, None)
                 self._processes.refuse(incarnation, f"{helper.last_words()} (on node {self._facts.node})")
         helper.remove_log()
+        if need.is_own and all(need not in needs for needs in self._needs.values()):  # its job is gone
+            self._remove(need)
 
     def _settle(self, incarnation: JobWorkerIncarnation) -> None:
         if not self._waiting[incarnation]:

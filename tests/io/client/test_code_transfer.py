@@ -49,9 +49,9 @@ def test_a_master_that_is_killed_on_the_way_gets_and_gives_all(
         num_sent = upload(connection, archive)
         assert num_sent >= archive.code.size
         assert num_sent <= archive.code.size + BLOCK, "at most one part is sent twice"
-        fetch(connection, archive.code.digest, tmp_path / "node")
+        fetch(connection, archive.code.digest, tmp_path / "node/code")
         assert asked > 20
-    copy = tmp_path / "node" / archive.code.digest / "weights.bin"
+    copy = tmp_path / "node/code/weights.bin"
     assert copy.read_bytes() == (folder / "weights.bin").read_bytes()
 
 
@@ -87,11 +87,11 @@ def test_a_folder_is_made_once_however_many_want_it(start_master: StartMaster, f
     (folder / "weights.bin").write_bytes(b"few")
     with MasterConnection(master.address, timeout_s=100) as connection, pack(True, folder=str(folder)) as archive:
         upload(connection, archive)
-        digest, errors = archive.code.digest, list[Exception]()
+        errors = list[Exception]()
 
         def want() -> None:
             try:
-                fetch(connection, digest, tmp_path / "node")
+                fetch(connection, archive.code.digest, tmp_path / "node/code")
             except Exception as error:
                 errors.append(error)
 
@@ -101,7 +101,7 @@ def test_a_folder_is_made_once_however_many_want_it(start_master: StartMaster, f
         for thread in threads:
             thread.join()
     assert errors == []
-    assert sorted(path.name for path in (tmp_path / "node").iterdir()) == [digest, f"{digest}.lock"]
+    assert sorted(path.name for path in (tmp_path / "node").iterdir()) == ["code", "code.lock"]
 
 
 def test_room_is_made_of_what_nobody_uses(tmp_path: Path) -> None:

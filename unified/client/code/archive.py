@@ -225,12 +225,17 @@ def unpack(archive: Path, folder: Path) -> None:
     try:
         with tarfile.open(archive, mode="r:gz") as packed:
             packed.extractall(folder, filter="data")
-        for path in sorted(folder.rglob("*"), reverse=True):
-            if not path.is_symlink():
-                path.chmod(0o555 if path.is_dir() or path.stat().st_mode & 0o100 else 0o444)
+        make_content_read_only(folder)
         folder.chmod(0o555)
     except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error, OSError) as error:
         remove_folder(folder)
         if isinstance(error, OSError) and error.errno is not None and error.errno != errno.EINVAL:
             raise
         raise UsageError(f"the archive of the job's code is refused: {error}.") from None
+
+
+def make_content_read_only(folder: Path) -> None:
+    """Remove all rights to write what is in a folder; the folder itself stays as it is."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        if not path.is_symlink():
+            path.chmod(0o555 if path.is_dir() or path.stat().st_mode & 0o100 else 0o444)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import shutil
 import signal
 import site
 import subprocess
@@ -22,15 +21,17 @@ import venv
 from pathlib import Path
 
 from unified import process
+from unified.client.code.archive import make_content_read_only
 from unified.client.code.transfer import POLL_S, holding, make_room
+from unified.config.settings import remove_folder
 
 KEPT_BYTES = 16 << 30
 MARK = "complete"
 
 
 def make(folder: Path, requirements: Path) -> str:
-    """Make an environment with the requirements, and return the error; empty: there was none."""
-    shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed
+    """Make a read-only environment with the requirements, and return the error; empty: there was none."""
+    remove_folder(folder)  # left by a process that was killed
     has_pip = importlib.util.find_spec("pip") is not None  # can also install into the new environment
     venv.create(folder, with_pip=not has_pip, symlinks=True)
     scheme = {"base": str(folder), "platbase": str(folder)}
@@ -50,7 +51,9 @@ def make(folder: Path, requirements: Path) -> str:
             check=False,
         )
     if done.returncode == 0:
+        make_content_read_only(folder)  # later jobs use it too
         (folder / MARK).touch()
+        folder.chmod(0o555)
         return ""
     said = log.read_text(errors="replace").splitlines()
     errors = [line for line in said if line.startswith("ERROR:")]
@@ -81,7 +84,7 @@ def main() -> int:
                             return 1
                     finally:
                         if not (folder / MARK).exists():
-                            shutil.rmtree(folder, ignore_errors=True)
+                            remove_folder(folder)
     except (OSError, subprocess.SubprocessError) as error:
         print(f"the environment of the job cannot be made in {arguments.into}: {error}")
         return 1

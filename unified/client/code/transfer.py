@@ -53,8 +53,8 @@ def upload(connection: MasterConnection, archive: CodeArchive) -> int:
     return num_sent
 
 
-def fetch(connection: MasterConnection, digest: str, into: Path) -> None:
-    """Fetch an archive from the master and unpack it in ``into/DIGEST``, unless another process does.
+def fetch(connection: MasterConnection, digest: str, folder: Path) -> None:
+    """Fetch an archive from the master and unpack it into a folder, unless another process does.
 
     Raises:
         RefusedError: the master does not have it.
@@ -62,27 +62,26 @@ def fetch(connection: MasterConnection, digest: str, into: Path) -> None:
         UnifiedError: its bytes do not match the digest.
         OSError: the file system is full, or may not be written.
     """
-    folder = into / digest
     while not folder.is_dir():
-        with holding(into, digest) as is_held:
+        with holding(folder.parent, folder.name) as is_held:
             if not is_held:
                 time.sleep(POLL_S)
             elif not folder.is_dir():  # no other process was faster
-                _make(connection, digest, into)
+                _make(connection, digest, folder)
     os.utime(folder)
 
 
-def _make(connection: MasterConnection, digest: str, into: Path) -> None:
-    make_room(into)
-    name = f".{digest}.{socket.gethostname()}-{os.getpid()}"  # unique: a file system of many hosts may have no locks
-    part, unpacked = into / f"{name}.part", into / f"{name}.new"
+def _make(connection: MasterConnection, digest: str, folder: Path) -> None:
+    make_room(folder.parent)
+    name = f".{folder.name}.{socket.gethostname()}-{os.getpid()}"  # unique: file systems of many hosts may lack locks
+    part, unpacked = folder.with_name(f"{name}.part"), folder.with_name(f"{name}.new")
     try:
         _download(connection, digest, part)
         unpack(part, unpacked)
         try:
-            unpacked.rename(into / digest)
+            unpacked.rename(folder)
         except OSError:
-            if not (into / digest).is_dir():
+            if not folder.is_dir():
                 raise
     finally:
         part.unlink(missing_ok=True)
@@ -172,7 +171,7 @@ def main() -> int:
         print(str(error))
         return 1
     except OSError as error:
-        print(f"the job's code cannot be put into {arguments.into}: {error.strerror or error}")
+        print(f"the job's code cannot be put into {arguments.into.parent}: {error.strerror or error}")
         return 1
     return 0
 
