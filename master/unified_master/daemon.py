@@ -73,6 +73,7 @@ from unified_master.core.messages import (
     SaveRecord,
     Send,
 )
+from unified_master.core.restore import newest_time
 from unified_master.core.state import Cluster
 from unified_master.gateway_process import GatewayAddress, GatewayProcess
 from unified_master.relay import BusRelay
@@ -146,7 +147,8 @@ class MasterDaemon:
         self._notifier = notifier or ServiceNotifier({})
 
     def _now(self) -> float:
-        """Return seconds since 1970 that never go back: the wall clock at the daemon's start, plus monotonic time."""
+        """Return seconds since 1970 that never go back, also across terms: the wall clock at the daemon's start, or the
+        newest record's time if that is later, plus monotonic time."""
         return time.monotonic() + self._clock_offset
 
     def run(self) -> int:
@@ -253,8 +255,13 @@ class MasterDaemon:
 
     def _begin_term(self, store: Store, relay: str) -> MasterCore:
         core = MasterCore(self.options.intervals, relay, secrets.token_hex(5))
-        records, now = store.records(), self._now()
-        actions = core.restore(now, records, store.events())
+        records, events = store.records(), store.events()
+        if (behind_s := newest_time(records, events) - self._now()) > 0:
+            self._clock_offset += behind_s
+            text = f"this host's clock is {behind_s:.3f} s behind the newest record, from which times go on"
+            _log.warning("event=clock-behind reason=%r", text)
+        now = self._now()
+        actions = core.restore(now, records, events)
         self._record(actions, store)
         self._coordinator = CoordinatorService(core, self.options.worker_heartbeats)
         self._coordinator.restore(now, records)

@@ -167,7 +167,7 @@ class Job:
                 return Accepted(job_id="gpt-1")
             case GetJob(job="gpt-1" | "gpt"):
                 return self.status()
-            case WatchCluster(job="gpt-1"):
+            case WatchCluster(job="gpt-1" | "gpt"):
                 return changes_of(self.status(), self.version)
             case ReadLog():
                 return self.chunk(message)

@@ -20,7 +20,7 @@ from unified.errors import UsageError
 from unified.job.names import parse_worker
 from unified.lazy import needed_by
 from unified.protocol.client_master import GetJob, JobStatus, WorkerStatus
-from unified.protocol.records import Stage, WorkerReport
+from unified.protocol.records import Stage, WorkerReport, reported_value
 
 MAX_REPORTS = 100_000
 LOOK_S = 1.0
@@ -101,7 +101,7 @@ def newest_lines(series: Mapping[str, KeptReports], width: int | None = None) ->
     for worker, found in series.items():
         for name in dict.fromkeys(name for report in found.reports for name in report.metrics):
             points = [report for report in found.reports if name in report.metrics]
-            values = [_plain(report.metrics[name]) for report in points]
+            values = [reported_value(report.metrics[name]) for report in points]
             numbers = [float(value) for value in values if not isinstance(value, str) and math.isfinite(value)]
             ends = [number_text(end(numbers)) if numbers else "-" for end in (min, max)]
             step, at = points[-1].step, moment(points[-1].at)
@@ -122,13 +122,9 @@ def curve(numbers: Sequence[float]) -> str:
     return "".join(_BARS[round((mean - min(means)) / span * (len(_BARS) - 1)) if span else 0] for mean in means)
 
 
-def _plain(value: float | int | str | None) -> float | int | str:
-    return math.nan if value is None else value
-
-
 def _print_line(worker: str, report: WorkerReport) -> None:
     step = [] if report.step is None else [f"step {report.step}"]
-    values = [f"{name} {number_text(_plain(value))}" for name, value in report.metrics.items()]
+    values = [f"{name} {number_text(reported_value(value))}" for name, value in report.metrics.items()]
     print(escaped("  ".join([moment(report.at), worker, *step, *values])))
 
 
@@ -136,7 +132,7 @@ def _csv_writer() -> Write:
     writer = csv_format.writer(sys.stdout, lineterminator="\n")
     writer.writerow(_CSV_HEADER)
     return lambda worker, report: writer.writerows(
-        [worker, report.incarnation, report.at, report.step, name, _plain(value)]
+        [worker, report.incarnation, report.at, report.step, name, reported_value(value)]
         for name, value in report.metrics.items()
     )
 

@@ -14,6 +14,7 @@ import msgspec
 
 from unified.cli.options import add_job, add_json, add_master, at_least
 from unified.client.connection import MasterConnection, connect_master
+from unified.client.mirror import JobWatch
 from unified.client.report import (
     cut,
     event_text,
@@ -31,7 +32,7 @@ from unified.config.logging import escaped
 from unified.errors import RefusedError, UsageError
 from unified.job.names import WorkerRef, parse_worker
 from unified.protocol import client_master
-from unified.protocol.records import NodeState, Stage, WorkerState
+from unified.protocol.records import NodeState, Stage, WorkerState, json_value
 
 REASON_WIDTH = 160
 """Width of the last column if stdout is no terminal."""
@@ -91,7 +92,7 @@ def moment(at: float | None) -> str:
 
 def print_json(value: object) -> None:
     """Print a record, or a list of records, as indented JSON."""
-    print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+    print(msgspec.json.format(msgspec.json.encode(json_value(msgspec.to_builtins(value))), indent=2).decode())
 
 
 def amount(value: float) -> str:
@@ -109,13 +110,14 @@ def status_arguments(parser: ArgumentParser) -> None:
 def status(job: str, master: str | None, watch: bool, json: bool) -> int:
     """Show a job. With --watch the exit code is the job's."""
     with connect_master(master) as connection:
-        found = connection.ask(client_master.GetJob(job=job), client_master.JobStatus)
+        seen = JobWatch(connection, job)
+        found, ahead_s = seen.next_status(), seen.mirror.at - time.time()
         if watch and found.stage != Stage.STOPPED:
             found = _watch(connection, found.job_id)
     if json:
         print_json(found)
     else:
-        print("\n".join(status_lines(found, time.time(), terminal_width())))
+        print("\n".join(status_lines(found, time.time() + ahead_s, terminal_width())))
     return (found.exit_code or 0) if watch else 0
 
 
@@ -128,7 +130,7 @@ def _watch(connection: MasterConnection, job_id: str) -> client_master.JobStatus
 
 
 def status_lines(status: client_master.JobStatus, now: float, width: int | None = None) -> list[str]:
-    """Return the whole status as text. `now` is the wall clock; the table of workers is cut to `width`."""
+    """Return the whole status as text. `now` is the master's clock; the table of workers is cut to `width`."""
     lines = state_lines(status, now)
     lines.append(f"  submitted {moment(status.submitted_at)} by {status.submitted_by or '-'}")
     if spent := time_text(status, now):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Generic, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -179,6 +180,23 @@ SAVE_STEP, SAVE_WAIT_S = "save_step", "save_wait_s"
 
 MetricText = Annotated[str, msgspec.Meta(max_length=MAX_METRIC_TEXT)]
 Metrics = Annotated[dict[MetricText, float | int | MetricText], msgspec.Meta(max_length=MAX_METRICS)]
+_IN_JSON = {math.inf: "Infinity", -math.inf: "-Infinity"}
+"""Texts for numbers that JSON lacks, as in the JSON of Protocol Buffers."""
+_REPORTED: dict[float | int | str, float] = {text: value for value, text in _IN_JSON.items()}
+
+
+def json_value(value: Any) -> Any:
+    """Return plain data for JSON, which has no number for infinity: a text of `_IN_JSON`. NaN becomes null there."""
+    if isinstance(value, dict):
+        return {name: json_value(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [json_value(each) for each in value]
+    return _IN_JSON.get(value, value) if isinstance(value, float) else value
+
+
+def reported_value(value: float | int | str | None) -> float | int | str:
+    """Return the metric that was reported, from its form in JSON."""
+    return math.nan if value is None else _REPORTED.get(value, value)
 
 
 class Progress(Value, frozen=True, kw_only=True):
@@ -187,6 +205,7 @@ class Progress(Value, frozen=True, kw_only=True):
     step: int | None = None
     total: int | None = None
     metrics: Metrics = {}
+    """Newest values by name. In JSON infinity is the text `Infinity` or `-Infinity`, and NaN is null."""
     num_unread_errors: int = 0
     """Failed calls of its code, in this incarnation, whose errors nobody read."""
     num_activities: int = 0
@@ -235,7 +254,7 @@ class WorkerReport(Value, frozen=True, kw_only=True):
     step: int | None
     total: int | None
     metrics: Annotated[dict[MetricText, float | int | MetricText | None], msgspec.Meta(max_length=MAX_METRICS)]
-    """Names and values that were given with this step. JSON has no NaN, so it becomes None."""
+    """Names and values that were given with this step, as JSON has them: see `reported_value`."""
     incarnation: int = 0
     number: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Number in its incarnation, from 0. Lines of one number are one point; missing numbers were thinned out."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
-from unified.protocol.records import WorkerReport
+from unified.protocol.records import WorkerReport, reported_value
 
 MAX_POINTS = 10_000
 Value = float | int | str
@@ -105,5 +104,5 @@ def points_of(reports: Iterable[WorkerReport]) -> Iterator[Point]:
     """Yield reports that have a step, as points."""
     for report in reports:
         if report.step is not None:
-            values = {name: math.nan if value is None else value for name, value in report.metrics.items()}
+            values = {name: reported_value(value) for name, value in report.metrics.items()}
             yield Point(report.step, report.at, values)

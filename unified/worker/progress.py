@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from unified.errors import UsageError
-from unified.protocol.records import MAX_METRIC_TEXT, MAX_METRICS, MAX_POINTS, Progress, WorkerReport
+from unified.protocol.records import MAX_METRIC_TEXT, MAX_METRICS, MAX_POINTS, Progress, WorkerReport, json_value
 from unified.protocol.worker_agent import Reported
 from unified.threads import TimerThread
 
@@ -113,7 +113,7 @@ class Reporter:
             self._number, self._step = self._number + 1, newest.step
         elif not metrics:
             return
-        at, number, values = time.time(), self._number, dict[str, float | int | str | None](metrics)
+        at, number, values = time.time(), self._number, dict[str, float | int | str | None](json_value(metrics))
         if self._points and self._points[-1].number == number:
             values = {**self._points.pop().metrics, **values}
         self._points.append(WorkerReport(at=at, step=newest.step, total=newest.total, metrics=values, number=number))

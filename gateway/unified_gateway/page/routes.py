@@ -20,7 +20,7 @@ from unified.client.reports import read_reports
 from unified.errors import RefusedError, UnifiedError, UsageError
 from unified.protocol import client_master, coordinator
 from unified.protocol.framing import PROTOCOL_VERSION
-from unified.protocol.records import Progress
+from unified.protocol.records import Progress, json_value
 from unified.security.keys import current
 from unified_gateway.http.admission import Receive, Scope, Send
 from unified_gateway.http.log_stream import ClosingStream
@@ -228,7 +228,7 @@ async def tasks(call: Call) -> Answer:
         workers = mirror.workers.get(task["job_id"], {}).values()
         progress = next((each.progress for each in workers if each.rank == 0 and each.progress is not None), Progress())
         task |= {"step": progress.step, "total": progress.total}
-        task |= {name: progress.metrics.get(name) for name in ("loss", "eval_loss", "lr", "tokens_per_s")}
+        task |= {name: json_value(progress.metrics.get(name)) for name in ("loss", "eval_loss", "lr", "tokens_per_s")}
     return {"tasks": found}
 
 

@@ -12,7 +12,7 @@ from unified.client.report import summarise
 from unified.client.views.overview import attention
 from unified.protocol.client_master import Changes, JobStatus
 from unified.protocol.columns import columns_of
-from unified.protocol.records import EventRecord
+from unified.protocol.records import EventRecord, json_value
 
 MAX_EVENTS = 500
 """Most events in one message: the newest."""
@@ -66,7 +66,7 @@ class JobRows:
     def row(self, job_id: str) -> msgspec.Raw | None:
         """Return the row of a job; None: there is none of this id."""
         if (found := self._rows.get(job_id)) is None and (status := self._mirror.status(job_id)) is not None:
-            found = self._rows[job_id] = msgspec.Raw(msgspec.json.encode(job_row(status, self._mirror.at)))
+            found = self._rows[job_id] = msgspec.Raw(msgspec.json.encode(job_row(status)))
         return found
 
     def rows(self, job_ids: Iterable[str]) -> list[msgspec.Raw]:
@@ -74,10 +74,9 @@ class JobRows:
         return [row for job_id in job_ids if (row := self.row(job_id)) is not None]
 
 
-def job_row(status: JobStatus, now: float) -> dict[str, Any]:
+def job_row(status: JobStatus) -> dict[str, Any]:
     """Return a job without its workers, but with a summary of them by role."""
     row: dict[str, Any] = {name: getattr(status, name) for name in JobStatus.__struct_fields__ if name not in _HIDDEN}
-    row["seconds"] = None if status.times is None else status.times.at(now)
     row["num_workers"] = sum(role.total for role in status.roles)
     row["summary"] = {
         role.name: {
@@ -85,7 +84,7 @@ def job_row(status: JobStatus, now: float) -> dict[str, Any]:
             "round": role.round,
             "step": None if role.spread is None else role.spread._asdict(),
             "total": role.total,
-            "metrics": role.values,
+            "metrics": json_value(dict(role.values)),
         }
         for role in summarise(status)
     }

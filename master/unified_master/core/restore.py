@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterable
 
@@ -26,6 +27,15 @@ Record = tuple[str, str, bytes]
 
 class RestoreError(UnifiedError):
     """The store holds what this version cannot read."""
+
+
+def newest_time(records: Iterable[Record], events: Iterable[EventRecord]) -> float:
+    """Return the newest time in the records of earlier terms, or 0.0 if they have none."""
+    times = [event.at for event in events]
+    for data in (data for kind, _, data in records if kind == "job"):
+        with contextlib.suppress(msgspec.DecodeError):  # `restore` raises for it
+            times.append(msgspec.msgpack.decode(data, type=JobRecord).account.spent.since)
+    return max(times, default=0.0)
 
 
 def restore(step: MasterStep, records: Iterable[Record], events: Iterable[EventRecord]) -> None:

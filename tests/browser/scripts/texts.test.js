@@ -2,7 +2,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { parseLine, plain, stripped } from "../static/app/ansi.js";
-import { bytes, duration, number } from "../static/app/format.js";
+import { bytes, duration, grepPattern, number } from "../static/app/format.js";
 import { lanesOf } from "../static/app/lanes.js";
 import { LogLines, firstTrouble, lineAt, rowsOf } from "../static/app/log_lines.js";
 import { match } from "../static/app/router.js";
@@ -78,6 +78,11 @@ test("numbers as people read them", () => {
   assert.deepEqual([12345, 0.00002, 2.34567, 41650.4, "x", null].map(number), ["12\u202f345", "2.00e-5", "2.346", "41\u202f650", "x", "-"]);
   assert.deepEqual([0.42, 200, 7500, 90000].map(duration), ["0.4 s", "3 min 20 s", "2 h 5 min", "1 d 1 h"]);
   assert.equal(bytes(95.4e6), "95.4 MB");
+});
+
+test("a text is found by a pattern that a shell passes on as it is", () => {
+  assert.equal(grepPattern("it's (nan"), String.raw`'(?i)it'\''s \(nan'`);
+  assert.equal(grepPattern("-x $HOME\\[1]"), String.raw`'(?i)-x \$HOME\\\[1\]'`);
 });
 
 const event = (sequence, at, word, more = {}) => ({ sequence, at, event: word, reason: word, job: "j", role: "t", worker: "", node: "", ...more });

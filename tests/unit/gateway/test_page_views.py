@@ -147,10 +147,10 @@ def test_after_a_new_beginning_of_the_master_all_is_told_anew() -> None:
     assert (event, body["job"], body["workers"], body["nodes"]) == ("whole", None, {}, {})
 
 
-def test_what_is_not_a_number_is_told_as_none() -> None:
+def test_infinity_is_told_as_a_text_and_nan_as_none() -> None:
     worker = worker_status(0, progress=Progress(step=1, metrics={"loss": float("nan"), "lr": float("inf")}))
     roles = [RoleStatus(name="trainer", kind="simple", total=1, is_driver=True)]
     made = viewed(jobs=[job(roles=roles)], workers=[worker])
     row = read(made.views[0].whole())[1]["jobs"][0]
-    assert row["summary"]["trainer"]["metrics"] == {"loss": None, "lr": None}
+    assert row["summary"]["trainer"]["metrics"] == {"loss": None, "lr": "Infinity"}
     assert row["summary"]["trainer"]["states"] == {str(WorkerState.RUNNING): 1}

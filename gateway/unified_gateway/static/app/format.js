@@ -44,5 +44,8 @@ export function bytes(count) {
 /** `1 worker`, `3 workers`. @param {number} count @param {string} noun */
 export const count = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
 
+/** The pattern of `unified logs --grep` for lines with a text in any case, quoted for a shell. @param {string} text */
+export const grepPattern = (text) => `'(?i)${text.replace(/[\\^$.*+?()[\]{}|]/g, "\\$&").replaceAll("'", "'\\''")}'`;
+
 /** @param {string} text */
 export const firstLine = (text) => (text ?? "").split("\n", 1)[0];

@@ -155,6 +155,14 @@ export function rateOf(points) {
   return (last.step - first.step) / span;
 }
 
+/** Seconds of a job in each phase until `now`, as `TimeSpent.at` counts them: messages come with changes, not as time passes. */
+export function secondsAt({ seconds, phase, since, stalls_at: stallsAt }, now) {
+  const open = phase ? Math.max(0, now - since) : 0;
+  const stalled = stallsAt == null ? 0 : Math.min(open, Math.max(0, now - stallsAt));
+  const found = { ...seconds, stalled: (seconds.stalled ?? 0) + stalled };
+  return phase ? { ...found, [phase]: (found[phase] ?? 0) + open - stalled } : found;
+}
+
 /** Seconds until a job is done, by the steps that were seen; null where that is not known. */
 export function etaOf(job, points, now) {
   const step = stepOf(job);

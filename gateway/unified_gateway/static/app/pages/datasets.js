@@ -29,11 +29,11 @@ export function Data({ space }) {
       ["Samples", (row) => number(row.total_samples)],
       ["Read by", (row) => html`<span title=${(row.workers ?? []).join(", ")}>${number(row.workers?.length ?? 0)} workers</span>`],
       ["Path", (row) => html`<code class="clip" title=${row.path}>${row.path}</code>`]]} />`
-      : html`<${Empty} text="No dataset is registered." command="ShardedDataset(path, shard_size=10_000)" />`}<//>
+      : html`<${Empty} text="No dataset is registered. Register one from the code of the workers:" command=${'DatasetRegistry().register("samples", path, "jsonl")'} />`}<//>
     <${Card} title="Checkpoints">${checkpoints.length ? html`<${Plain} label="checkpoints" rows=${checkpoints} columns=${[...where,
       ["Series", (row) => html`<b>${row.name || "default"}</b>`], ["Step", (row) => number(row.step)], ["Age", (row) => (row.saved_at ? html`<span title=${clock(row.saved_at)}>${duration(now.value - row.saved_at)}</span>` : "-")],
       ["Size", (row) => (row.size_bytes ? bytes(row.size_bytes) : "-")], ["Path", (row) => html`<code class="clip" title=${row.path}>${row.path}</code>`]]} />`
-      : html`<${Empty} text="No checkpoint was told to the master." command="CheckpointManager(folder).save(step, state)" />`}<//>
+      : html`<${Empty} text="No checkpoint was told to the master. Save one from the code of the workers:" command="CheckpointManager(folder).save(state, step)" />`}<//>
     <div class="halves"><${Card} title="Barriers">${barriers.length ? html`<${Plain} label="barriers" rows=${barriers} columns=${[...where,
       ["Barrier", (row) => html`<b>${row.barrier_id}</b>`], ["Arrived", (row) => `${row.arrived.length} of ${row.world_size}`], ["Missing", (row) => html`<span class="clip" title=${row.missing.join(", ")}>${row.missing.join(", ") || "-"}</span>`]]} />`
       : html`<${Empty} text="Nobody waits at a barrier." />`}<//>

@@ -11,7 +11,7 @@ const MAX_METRICS = 40;
 export function JobSummary({ job, mirror }) {
   return html`
     ${job.end && isFailed(job) && html`<${RootCause} job=${job} mirror=${mirror} />`}
-    ${job.seconds && html`<${Card} title="Where the time went"><${TimeBar} seconds=${job.seconds} /><//>`}
+    ${job.times && html`<${Card} title="Where the time went"><${TimeBar} times=${job.times} /><//>`}
     <${Card} title="Roles"><${Roles} job=${job} /><//>
     <${Workers} job=${job} mirror=${mirror} />
     <div class="halves">

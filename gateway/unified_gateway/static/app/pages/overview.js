@@ -88,7 +88,7 @@ function JobLine({ job }) {
     ${step && html`<div class="job-rate"><${Spark} values=${ratesOf(points)} label="steps a second over the last minutes" /><span class="numbers">${rate == null ? "" : `${number(Number(rate.toPrecision(3)))} steps/s`}</span></div>
     <div class="numbers muted">${metrics.map(([name, value]) => `${name}\u00a0${number(value)}`).join("  ")}</div>`}
     <div class="numbers job-eta">${eta == null ? duration(now.value - job.submitted_at) : html`<b>${roughly(eta)}</b> left`}</div>
-    ${job.seconds ? html`<${TimeBar} seconds=${job.seconds} isShort />` : html`<span></span>`}
+    ${job.times ? html`<${TimeBar} times=${job.times} isShort />` : html`<span></span>`}
   </article>`;
 }
 

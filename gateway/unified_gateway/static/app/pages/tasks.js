@@ -29,5 +29,5 @@ export function Tasks() {
       ["Took", (run) => (run.submitted_at ? duration((seconds(run.ended_at) || now.value) - seconds(run.submitted_at)) : "-")],
       ["More", (run) => html`<a href=${jobUrl(run.job_id, "logs")}>log</a> <a href=${jobUrl(run.job_id, "metrics")}>curves</a> <a href=${jobUrl(run.job_id, "data")}>checkpoints</a>`],
       ["Detail", (run) => html`<span class="clip muted" title=${run.detail ?? ""}>${run.detail ?? ""}</span>`]]} />`
-    : told ? html`<${Empty} text="No training run was submitted over HTTP." command="curl HOST:PORT/train -d @run.json" />` : !error && html`<p class="loading">Reading …</p>`}<//>`;
+    : told ? html`<${Empty} text="No training run was submitted over HTTP." command=${'curl HOST:PORT/train -H "X-TRAINER-TOKEN: $TRAINER_API_TOKEN" -H content-type:application/json -d @run.json'} />` : !error && html`<p class="loading">Reading …</p>`}<//>`;
 }

@@ -1,7 +1,9 @@
 // Small pieces that many pages have.
 import { signal } from "../../vendor/vendor.js";
 import { duration } from "../format.js";
+import { secondsAt } from "../mirror.js";
 import { toneOf } from "../states.js";
+import { now } from "../stream.js";
 import { html } from "../text.js";
 
 const narrow = matchMedia("(max-width: 760px)");
@@ -67,8 +69,9 @@ const PHASES = [
   ["stalled", "bad"], ["stopping", "idle"],
 ];
 
-/** Where the time of a job went. @param {{seconds: Object<string, number>, isShort?: boolean}} props */
-export function TimeBar({ seconds, isShort = false }) {
+/** Where the time of a job went. @param {{times: any, isShort?: boolean}} props */
+export function TimeBar({ times, isShort = false }) {
+  const seconds = secondsAt(times, now.value);
   const parts = PHASES.filter(([phase]) => seconds[phase] > 0).map(([phase, tone]) => ({ phase, tone, s: seconds[phase] }));
   const total = parts.reduce((sum, part) => sum + part.s, 0);
   if (!total) return null;

@@ -1,6 +1,6 @@
 // Logs of workers, live: colours, folded lines, search, wrap; the page has only the lines that are seen.
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "../../vendor/vendor.js";
-import { count } from "../format.js";
+import { count, grepPattern } from "../format.js";
 import { firstTrouble, lineAt, LogLines, rowsOf } from "../log_lines.js";
 import { call } from "../session.js";
 import { poll } from "../stream.js";
@@ -84,7 +84,7 @@ export function LogView({ jobId, workers, stream, incarnation = "", isOver }) {
     </div>
     ${error && html`<${Failed} error=${error} />`}
     ${shown.length > 0 ? html`<${Lines} lines=${shown} isWrapped=${isWrapped} follows=${follows} setFollows=${setFollows} target=${target} setTarget=${setTarget} find=${find} isMany=${workers.length > 1} />`
-      : html`<${Empty} text=${find ? "No line that was read has this in it." : "Nothing was printed yet."} command=${find ? `unified logs ${jobId} --grep ${find}` : ""} />`}
+      : html`<${Empty} text=${find ? "No line that was read has this in it." : "Nothing was printed yet."} command=${find ? `unified logs ${jobId} --grep=${grepPattern(find)}` : ""} />`}
   </div>`;
 }
 
