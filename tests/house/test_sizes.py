@@ -19,7 +19,7 @@ LONG_FILES = {
     "agent/unified_agent/processes.py": "one owner of child processes: starts, words, signals and ends meet in a table",
     "master/unified_master/core/state.py": "the records of the master's state, which refer to each other",
     "master/unified_master/daemon.py": "one loop, with the sockets and the file that it owns",
-    "simulator/unified_simulator/cluster.py": "the shell around the master's core, and the network between it and agents",
+    "simulator/unified_simulator/cluster.py": "the shell around the master's core, and the network to its agents",
     "tests/cluster/test_failure_table.py": "one case for each row of one page",
     "tests/io/client/test_client_watch.py": "all that the display of one running job says",
     "tests/unit/master/core/test_client_requests.py": "one request of a client after the other",

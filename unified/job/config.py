@@ -244,8 +244,8 @@ class JobConfig(Description):
     """`fork` starts a worker in milliseconds from a process that has torch loaded; `spawn` starts a new interpreter."""
     ship: bool | str | list[str] = False
     """Code that travels with the job: True for the working directory, a path for another folder, a list for files and
-    folders in the working directory. Each node has it then, read-only, as the workers' directory; see
-    Operations."""
+    folders in the working directory. Each node then has it as the workers' directory, which other jobs do not change;
+    see Operations."""
     exclude: list[str] = Field(default_factory=list)
     """Patterns of files that do not travel, such as ``*.ckpt`` or ``data``, in addition to `.gitignore`."""
     requirements: str | list[str] = Field(default_factory=list)

@@ -52,7 +52,7 @@ def other_version(address: str) -> Iterator[None]:
 def http(address: str) -> Iterator[None]:
     found = split_address(address)
     handler = type("Quiet", (BaseHTTPRequestHandler,), {"log_message": lambda *_: None})
-    with ThreadingHTTPServer((found.host, found.port), handler) as server:
+    with ThreadingHTTPServer((found.host, found.port or 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         try:

@@ -1,6 +1,5 @@
 """Text of ``UNIFIED_REPORT_TO``: what it names, what is refused, and the run that a submission makes."""
 
-import re
 from typing import Any
 
 import pytest
