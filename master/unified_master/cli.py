@@ -17,11 +17,10 @@ from unified.config.addresses import HostPort, parse_flag, split_address
 from unified.config.logging import log_to_stderr, logging_level
 from unified.config.runtime import RuntimeSettings
 from unified.coordinator.core.workers import HeartbeatTimes
-from unified.errors import CoordinatorError, UnifiedError, UsageError
+from unified.errors import UnifiedError, UsageError
 from unified.probes import parse_bind
 from unified.sd_notify import ServiceNotifier
 from unified.security.keys import ClusterKey, check_listening, find_key, is_loopback, may_go_without
-from unified_master.core.restore import RestoreError
 from unified_master.daemon import MasterDaemon, MasterOptions
 from unified_master.gateway_process import GatewayAddress
 from unified_master.store import OtherStoreError, back_up
@@ -63,10 +62,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-_NOT_MENDED = (OtherStoreError, RestoreError, CoordinatorError)
-"""Errors of the saved state, with which another start would fail, too."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the master and return its exit code."""
     arguments = build_parser().parse_args(argv)
@@ -103,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return MasterDaemon(options, notifier).run()
     except (UnifiedError, OSError, ValueError) as error:
         print(f"unified-master: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else os.EX_CONFIG if isinstance(error, _NOT_MENDED) else 1
+        return 2 if isinstance(error, UsageError) else os.EX_CONFIG if isinstance(error, OtherStoreError) else 1
 
 
 def _advertised_host(text: str | None) -> str | None:

@@ -25,7 +25,7 @@ from unified.config.ports import bind_address
 from unified.config.settings import Intervals
 from unified.coordinator.core.workers import HEARTBEAT_TIMES, HeartbeatTimes
 from unified.core.timers import earliest
-from unified.errors import ClusterError, ProtocolError, UnifiedError, UsageError, VersionMismatchError
+from unified.errors import ClusterError, CoordinatorError, ProtocolError, UnifiedError, UsageError, VersionMismatchError
 from unified.probes import Probes
 from unified.protocol.agent_master import (
     AgentHeartbeat,
@@ -73,11 +73,11 @@ from unified_master.core.messages import (
     SaveRecord,
     Send,
 )
-from unified_master.core.restore import newest_time
+from unified_master.core.restore import RestoreError, newest_time
 from unified_master.core.state import Cluster
 from unified_master.gateway_process import GatewayAddress, GatewayProcess
 from unified_master.relay import BusRelay
-from unified_master.store import Store, UnwritableStoreError
+from unified_master.store import OtherStoreError, Store, UnwritableStoreError
 
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # `|` of enum members costs more than a send
 _COPIED_BYTES = 65_536
@@ -261,10 +261,13 @@ class MasterDaemon:
             text = f"this host's clock is {behind_s:.3f} s behind the newest record, from which times go on"
             _log.warning("event=clock-behind reason=%r", text)
         now = self._now()
-        actions = core.restore(now, records, events)
+        try:
+            actions = core.restore(now, records, events)
+            self._coordinator = CoordinatorService(core, self.options.worker_heartbeats)
+            self._coordinator.restore(now, records)
+        except (RestoreError, CoordinatorError) as error:
+            raise OtherStoreError(f"{store.path}: {error}") from error
         self._record(actions, store)
-        self._coordinator = CoordinatorService(core, self.options.worker_heartbeats)
-        self._coordinator.restore(now, records)
         return core
 
     def _announce(self, address: str, relay: str) -> None:

@@ -67,8 +67,10 @@ class Store:
         try:
             self._database = self._open()
             self._witness_file = os.open(self._witness, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except BaseException:
+        except BaseException as error:
             os.close(self._lock)
+            if isinstance(error, OSError):
+                raise OtherStoreError(settings.unusable("the state", self._witness, error, "--state-dir")) from None
             raise
 
     def commit(self, saves: Iterable[SaveRecord], reports: Iterable[ReportEvent]) -> None:
@@ -166,6 +168,11 @@ class Store:
             is_new: bool | None = None
             if not self.path.exists() or not self.path.stat().st_size:
                 self._compare(0)
+            elif not os.access(self.path, os.W_OK):
+                raise OtherStoreError(
+                    f"{self.path} may not be written by this user: give the file, and those beside it, to the user of "
+                    "the master, or give another --state-dir."
+                )
             elif self.path.with_name("master.sqlite-wal").exists():
                 # The last connection that may write moves the log into the file. A file that is refused stays as it is.
                 with contextlib.closing(
@@ -267,7 +274,11 @@ def _is_new(database: sqlite3.Connection, path: Path) -> bool:
             f"{path} is damaged ({found}): restore it from a backup (`unified-master --backup` makes them), or give "
             "another --state-dir to start with an empty one; workers that run will then be stopped."
         )
-    (tables,) = database.execute("select count(*) from sqlite_schema").fetchone()
+    tables = {name for (name,) in database.execute("select name from sqlite_schema")}
     if version == 0 and tables:
         raise OtherStoreError(f"{path} is a database of another program: give another --state-dir.")
+    if version and (missing := {"records", "events"} - tables):
+        raise OtherStoreError(
+            f"{path} is damaged (it has no table {min(missing)}): restore a backup into a new --state-dir."
+        )
     return bool(version == 0)

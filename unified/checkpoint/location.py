@@ -55,6 +55,7 @@ def open_location(
     settings: StorageSettings,
 ) -> CheckpointLocation:
     """Open the storage of a manager. `settings` stand in for a backend or bucket that is not given."""
+    from unified.storage.backend import check_key
     from unified.storage.local import LocalBackend
     from unified.storage.location import open_storage
 
@@ -62,7 +63,7 @@ def open_location(
     within = run_prefix(options["run_id"], options["framework"])
     backend = settings.backend if backend is None else backend
     if not isinstance(backend, str):
-        prefix = joined(path.strip("/"), within)
+        prefix = joined(check_key(path.strip("/")) if path.strip("/") else "", within)
         is_local = isinstance(backend, LocalBackend)
         return CheckpointLocation(backend, prefix, joined(repr(backend), prefix), False, is_local)
     if backend not in ("local", "s3"):

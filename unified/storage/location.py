@@ -8,6 +8,7 @@ import re
 from typing import TYPE_CHECKING
 
 from unified.errors import UsageError
+from unified.storage.backend import check_key
 from unified.storage.local import LocalBackend
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def open_storage(
         is_private: for a local store; see `LocalBackend`.
 
     Raises:
-        UsageError: no path, no bucket, or an unknown kind of store.
+        UsageError: no path, no bucket, an unknown kind of store, or a key with an empty part (``s3://bucket/a//b``).
     """
     text = os.fspath(path)
     scheme, separator, rest = text.partition("://")
@@ -49,8 +50,9 @@ def open_storage(
     elif scheme == "s3":
         from unified.storage.s3 import S3Backend
 
-        bucket, _, prefix = rest.partition("/")
-        return S3Backend(bucket, region, endpoint_url=endpoint_url), prefix.strip("/")
+        bucket, _, key = rest.partition("/")
+        prefix = check_key(key.strip("/")) if key.strip("/") else ""  # now, and not at the first write
+        return S3Backend(bucket, region, endpoint_url=endpoint_url), prefix
     elif scheme != "file":
         raise UsageError(
             f"{text!r} names an unknown kind of store: give a local path, file:///path or s3://bucket/path"

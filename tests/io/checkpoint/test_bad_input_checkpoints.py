@@ -57,6 +57,17 @@ def save_error(manager: CheckpointManager, step: int = 2, data: bytes = b"new") 
 # Places
 
 
+@pytest.mark.parametrize("place", ["s3://b/runs//r1", "s3://b/runs/../r1"])
+def test_a_place_that_is_no_key_of_a_bucket_is_refused_when_the_manager_is_made(place: str) -> None:
+    with pytest.raises(UsageError, match="is no key of a store"):
+        CheckpointManager(place)
+
+
+def test_a_prefix_that_is_no_key_of_a_given_store_is_refused_when_the_manager_is_made(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="'runs//r1' is no key of a store"):
+        CheckpointManager("runs//r1", backend=LocalBackend(tmp_path))
+
+
 def test_place_that_is_missing(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "nowhere") as manager:
         assert manager.steps() == []

@@ -3,11 +3,13 @@
 import contextlib
 import os
 import re
+import shutil
 import signal
 import socket
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -231,6 +233,58 @@ def test_a_state_that_no_start_can_read_has_an_exit_code_of_its_own(start_master
     master = start_master()
     assert master.process.wait(100) == os.EX_CONFIG
     assert "has schema version 99" in master.log.read_text()
+
+
+def drop_a_table(database: sqlite3.Connection) -> None:
+    database.execute("drop table events")
+
+
+def write_junk(kind: str) -> Callable[[sqlite3.Connection], None]:
+    def write(database: sqlite3.Connection) -> None:
+        database.execute("replace into records values (?, 'x', x'c1c1')", (kind,))
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (drop_a_table, "is damaged (it has no table events)"),
+        (write_junk("job"), "a record of the store cannot be read"),
+        (write_junk("node"), "a record of the store cannot be read"),
+        (write_junk("coordinator-barrier"), "cannot be read"),
+    ],
+    ids=["a table", "a job", "a node", "the coordinator"],
+)
+def test_damage_in_a_file_that_sqlite_can_read_is_one_sentence_that_names_the_file(
+    start_master: StartMaster, tmp_path: Path, damage: Callable[[sqlite3.Connection], None], told: str
+) -> None:
+    Store(tmp_path / "state").close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "state/master.sqlite", isolation_level=None)) as database:
+        damage(database)
+    master = start_master()
+    assert master.process.wait(100) == os.EX_CONFIG
+    said = master.log.read_text()
+    assert f"unified-master: {tmp_path / 'state/master.sqlite'}" in said
+    assert told in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may run a program as another user")
+def test_a_file_that_belongs_to_another_user_is_told_and_not_tried_again(tmp_path: Path) -> None:
+    state = Path(tempfile.mkdtemp(prefix="unified-test-", dir="/tmp"))
+    try:
+        Store(state).close()
+        for path in (state, state / "lock", state / "master.sqlite-commits"):
+            os.chown(path, 65534, 65534)
+        code = "import os, pathlib; from unified_master.store import Store; os.setuid(65534); "
+        code += f"Store(pathlib.Path({str(state)!r}))"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    finally:
+        shutil.rmtree(state)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("unified_master.store.OtherStoreError: ")
+    assert "may not be written by this user" in last
 
 
 def test_a_state_directory_in_use_is_named(start_master: StartMaster) -> None:

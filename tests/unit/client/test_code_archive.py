@@ -6,6 +6,7 @@ import stat
 import subprocess
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -192,3 +193,15 @@ def test_an_absolute_path_stays_within(tmp_path: Path) -> None:
     (tmp_path / "archive").write_bytes(hostile("/absolute.py"))
     unpack(tmp_path / "archive", tmp_path / "folder")
     assert names(tmp_path / "folder") == {"good.py", "absolute.py"}
+
+
+def test_a_file_that_becomes_shorter_while_it_is_packed_is_named(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fstat = os.fstat
+
+    def grown(descriptor: int) -> SimpleNamespace:  # the size of before, so that less is read
+        return SimpleNamespace(st_size=fstat(descriptor).st_size + 5)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("unified.client.code.archive.os.fstat", grown)
+        with pytest.raises(UsageError, match=rf"{tree}/\S+ became shorter while it was packed"):
+            pack(True, folder=str(tree))

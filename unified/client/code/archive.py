@@ -206,7 +206,12 @@ def _write(root: Path, names: Sequence[str], file: BufferedRandom) -> str:
             info.type, info.linkname = tarfile.REGTYPE, ""  # hard links become files of their own
             with (root / name).open("rb") as source:
                 info.size = os.fstat(source.fileno()).st_size
-                archive.addfile(info, source)
+                try:
+                    archive.addfile(info, source)
+                except OSError as error:
+                    if error.errno is not None:  # of the archive itself
+                        raise
+                    raise UsageError(f"ship: {root / name} became shorter while it was packed: submit again.") from None
     file.seek(0)
     return hashlib.file_digest(file, "sha256").hexdigest()
 
