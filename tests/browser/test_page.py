@@ -101,14 +101,14 @@ def test_logs_follow_and_do_no_harm(tab: Tab) -> None:
     tab.eventually_has("\ufffd", ".lines")
     tab.page.fill("input.search", "long long")
     tab.eventually_has("more characters", ".lines")
-    assert tab.page.title() == "train-1, logs · Unified"
+    assert tab.page.title() == f"train-1-{tab.suffix}, logs · Unified"
 
 
 def test_a_log_is_downloaded_whole(tab: Tab, tmp_path: Path) -> None:
     tab.open("/jobs/broken-2/logs?worker=ELASTIC-1&incarnation=1", ".line")
     with tab.page.expect_download() as download:
         tab.page.click("text=download")
-    assert download.value.suggested_filename == "broken-2-ELASTIC-1.log"
+    assert download.value.suggested_filename == f"broken-2-{tab.suffix}-ELASTIC-1.log"
     download.value.save_as(tmp_path / "log")
     assert "ValueError" in (tmp_path / "log").read_text()
 
@@ -130,7 +130,7 @@ def test_a_flame_graph_is_shown_and_downloaded(tab: Tab, tmp_path: Path) -> None
     assert picture.evaluate("async (image) => (await image.decode(), image.naturalWidth)") > 100
     with tab.page.expect_download() as download:
         tab.page.click("text=Download, to zoom")
-    assert download.value.suggested_filename == "train-1-ELASTIC-1.svg"
+    assert download.value.suggested_filename == f"train-1-{tab.suffix}-ELASTIC-1.svg"
     download.value.save_as(tmp_path / "graph")
     assert "train (page_jobs.py" in (tmp_path / "graph").read_text()
 
