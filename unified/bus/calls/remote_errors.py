@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import pickle
@@ -16,7 +17,7 @@ from unified.bus.buffers import Buffer
 from unified.bus.calls.inbound import InboundCall
 from unified.bus.calls.registry import is_runtimes
 from unified.bus.codec.codec import SerializedValue
-from unified.bus.codec.pickling import are_refused
+from unified.bus.codec.pickling import are_refused, raise_if_signal
 from unified.config.logging import LogOnce
 from unified.errors import (
     BusOverloadedError,
@@ -38,6 +39,7 @@ _OURS: dict[str, type[RpcError]] = {
     cls.__name__: cls for cls in (RpcNotFoundError, BusOverloadedError, RpcCancelledError, RouteLostError)
 }
 """Errors of the callee's bus itself; the caller gets them as they are."""
+_FACTS = ("type_name", "traceback", "worker", "node")
 _UNFIT = (StopIteration, StopAsyncIteration)
 """Exceptions that an asyncio future refuses; GeneratorExit and the like are no `Exception`, and left out anyway."""
 
@@ -54,6 +56,9 @@ class Raised(Value, frozen=True, kw_only=True):
     node: str = ""
     pickled: bytes = b""
     """The exception itself, where it can be pickled."""
+    group_message: str = ""
+    members: tuple[Raised, ...] = ()
+    """Members of an exception group. Each arrives, even if the group or another member cannot be pickled."""
 
 
 class HandlerErrors:
@@ -72,7 +77,8 @@ class HandlerErrors:
     def describe(self, call: InboundCall, error: BaseException) -> SerializedValue:
         """Return the answer to a call whose handler raised."""
         body = describe(error, worker=self._worker, node=self._node, ours=self._ours)
-        self.log(call, error)
+        with contextlib.suppress(Exception):  # a user's log handler may raise, and the caller would wait for ever
+            self.log(call, error)
         return SerializedValue(body, [])
 
     def log(self, call: InboundCall, error: BaseException) -> None:
@@ -107,8 +113,19 @@ def describe(error: BaseException, *, worker: str, node: str, ours: dict[str, An
     if trace is None:  # raised by the call itself, not within the handler
         _point_out_option(error)
     else:
-        error = error.with_traceback(trace)
-    raised = Raised(
+        BaseException.with_traceback(error, trace)
+    try:
+        return _encoder.encode(_raised(error, worker, node))
+    except BaseException as second:  # such as groups that are nested too deeply, or a pickle of more than 4 GiB
+        name = type.__dict__["__name__"].__get__(type(error))
+        lost = f"{error_text(error)}\nOnly its text could be sent: {_text(second)}"
+        raised = Raised(from_bus=False, type_name=name, message=_text(error), traceback=lost, worker=worker, node=node)
+        return _encoder.encode(raised)
+
+
+def _raised(error: BaseException, worker: str, node: str) -> Raised:
+    members = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return Raised(
         from_bus=False,
         type_name=_type_name(error),
         message=_text(error),
@@ -116,13 +133,14 @@ def describe(error: BaseException, *, worker: str, node: str, ours: dict[str, An
         worker=worker,
         node=node,
         pickled=_pickled(error),
+        group_message=_utf8(BaseExceptionGroup.message.__get__(error)) if members else "",
+        members=tuple(_raised(each, worker, node) for each in members),
     )
-    return _encoder.encode(raised)
 
 
 def describe_ours(error: RpcError) -> bytes:
     """Return the body of an ERROR for an error of the bus itself."""
-    return _encoder.encode(Raised(from_bus=True, type_name=type(error).__name__, message=str(error)))
+    return _encoder.encode(Raised(from_bus=True, type_name=type(error).__name__, message=_text(error)))
 
 
 def rebuild(body: Buffer, what: str) -> RpcError:
@@ -133,12 +151,21 @@ def rebuild(body: Buffer, what: str) -> RpcError:
         raise ProtocolError(f"not the body of an ERROR: {unreadable}") from None
     if raised.from_bus:
         return _OURS.get(raised.type_name, RpcError)(raised.message)
-    facts = {name: getattr(raised, name) for name in ("type_name", "traceback", "worker", "node")}
-    far = _unpickled(raised.pickled)
-    error = RemoteError(raised.message, **facts) if far is None else raise_as(far, raised.message, facts)
+    error = _rebuilt(raised)
     where = f"worker {raised.worker}" + (f" on node {raised.node}" if raised.node else "")
     error.add_note(f"{what} raised {raised.type_name} in {where}:\n{raised.traceback.rstrip()}")
     return error
+
+
+def _rebuilt(raised: Raised) -> RemoteError:
+    facts = {name: getattr(raised, name) for name in _FACTS}
+    far = _unpickled(raised.pickled)
+    if raised.members:
+        kind = type(far) if isinstance(far, ExceptionGroup) else ExceptionGroup
+        group = ExceptionGroup.__new__(kind, raised.group_message, [_rebuilt(each) for each in raised.members])
+        group.__dict__.update(far.__dict__ if far is not None else {})
+        far = group
+    return RemoteError(raised.message, **facts) if far is None else raise_as(far, raised.message, facts)
 
 
 def summary(body: Buffer) -> str:
@@ -154,15 +181,15 @@ def raise_as(far: Exception, message: str, facts: dict[str, str]) -> RemoteError
         cls = _both(base)
         native = _native(base)
         arguments = native.__reduce__(far)[1]  # also those that `args` lacks, such as the filename of an OSError
-        both = native.__new__(cls, *arguments)
+        both = _native(cls.__base__).__new__(cls, *arguments)
         native.__init__(both, *arguments)
         both.args = far.args
-        both.__dict__.update(far.__dict__)
-    except Exception:  # a user's class may refuse to be subclassed
+        both.__dict__.update(far.__dict__ | facts | {"message": message, "far": far})
+        if not isinstance(getattr(both, "__notes__", []), list):  # `add_note` would refuse
+            both.__notes__ = []
+    except BaseException as refused:  # a user's class may refuse to be subclassed
+        raise_if_signal(refused)
         return RemoteError(message, **facts)
-    both.message, both.far = message, far
-    for name, value in facts.items():
-        setattr(both, name, value)
     error: RemoteError = both
     return error
 
@@ -185,10 +212,11 @@ def _both(cls: type[Exception]) -> Any:
         return self.message
 
     def reduce(self: Any) -> Any:
-        facts = {name: getattr(self, name) for name in ("type_name", "traceback", "worker", "node")}
+        facts = {name: getattr(self, name) for name in _FACTS}
         return raise_as, (self.far, self.message, facts)
 
-    body = {"__str__": to_text, "__reduce__": reduce, "far_class": cls, "__module__": RemoteError.__module__}
+    hidden = dict.fromkeys((*_FACTS, "message", "far"))  # read-only ones of `cls`, such as the message of a group
+    body = hidden | {"__str__": to_text, "__reduce__": reduce, "far_class": cls, "__module__": RemoteError.__module__}
     return type(f"Remote{cls.__name__}", (RemoteError, cls), body)
 
 
@@ -202,7 +230,7 @@ def _pickled(error: BaseException) -> bytes:
         return b""
     try:
         return pickle.dumps(error, protocol=5)
-    except Exception:  # a lock in it, a local class: type, message and traceback still arrive
+    except BaseException:  # a lock in it, a local class: type, message and traceback still arrive
         return b""
 
 
@@ -211,29 +239,35 @@ def _unpickled(data: bytes) -> Exception | None:
         return None
     try:
         error = pickle.loads(data)
-    except Exception:  # its class is not importable here, or its __init__ wants other arguments
+    except BaseException as refused:  # its class is not importable here, or its __init__ wants other arguments
+        raise_if_signal(refused)
         return None
     return error if isinstance(error, Exception) else None
 
 
 def _text(error: BaseException) -> str:
     try:
-        return str(error)[:MAX_TEXT]
-    except Exception as second:
+        return _utf8(str(error)[:MAX_TEXT])
+    except BaseException as second:
         return f"<its __str__ raised {type(second).__name__}>"
 
 
 def error_text(error: BaseException) -> str:
     """Return the traceback of an error (its last `MAX_TEXT` characters), or a note that it cannot be formatted."""
     try:
-        return "".join(traceback.format_exception(error))[-MAX_TEXT:]
-    except Exception as second:
+        return _utf8("".join(traceback.format_exception(error))[-MAX_TEXT:])
+    except BaseException as second:
         return f"<its traceback cannot be formatted: {type(second).__name__}>"
 
 
 def _type_name(error: BaseException) -> str:
     """Return the type name of an error; if it came from another worker, that of the original error."""
-    if type(error) is RemoteError and error.type_name:
+    if isinstance(error, RemoteError) and error.type_name:
         return error.type_name
-    far = getattr(type(error), "far_class", type(error))
-    return far.__qualname__ if far.__module__ == "builtins" else f"{far.__module__}.{far.__qualname__}"
+    cls = type(error)
+    return _utf8(cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}")
+
+
+def _utf8(text: str) -> str:
+    """Return the text with escapes in place of lone surrogates, which UTF-8 and so MessagePack cannot express."""
+    return str.encode(text, errors="backslashreplace").decode()

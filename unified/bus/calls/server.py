@@ -301,7 +301,12 @@ class CallServer:
         """Run the generator that a handler returned, in the context of the call."""
 
         def send(kind: Kind, count: int, content: SerializedValue, may_wait: bool) -> bool:
-            return self._reply(call, kind, content, may_wait, count)
+            try:
+                return self._reply(call, kind, content, may_wait, count)
+            except Exception as error:  # as in `_answer`
+                self._reply(call, Kind.ERROR, self._errors.describe(call, error), may_wait, count)
+                source.close()
+                return False
 
         source = call.stream = StreamSource(
             generator,

@@ -23,6 +23,7 @@ from typing import Any
 from unified.bus.buffers import Buffer
 from unified.bus.codec.decoder import ValueDecoder
 from unified.bus.codec.encoder import BODY, SCALARS, Ext, TooDeep, ValueEncoder, is_plain, pack
+from unified.bus.codec.pickling import raise_if_signal
 from unified.bus.codec.serialized import SerializedValue as SerializedValue
 from unified.bus.codec.tensors import OUT_OF_BAND_BYTES as OUT_OF_BAND_BYTES
 from unified.errors import ProtocolError
@@ -96,7 +97,8 @@ def _decode(reader: ValueDecoder, body: Buffer) -> Any:
         return reader.unpack(body)
     except ProtocolError:
         raise
-    except Exception as error:
+    except BaseException as error:  # a pickle may raise SystemExit
+        raise_if_signal(error)
         raise ProtocolError(f"the body of a bus message cannot be decoded: {type(error).__name__}: {error}") from error
     finally:
         if reader is not _BARE:

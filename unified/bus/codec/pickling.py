@@ -9,8 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import opcode
 import pickle
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,6 +91,22 @@ def without_pickles() -> Iterator[None]:
 def are_refused() -> bool:
     """Return True while this process is to read no pickles."""
     return _are_refused
+
+
+def raise_if_signal(error: BaseException) -> None:
+    """Raise an error of reading a pickle again if the handler of a signal raised it, such as that of Ctrl-C."""
+    if isinstance(error, Exception) or threading.current_thread() is not threading.main_thread():
+        return
+    handlers = [signal.getsignal(each) for each in signal.valid_signals()]
+    codes = [getattr(getattr(each, "func", each), "__code__", None) for each in handlers]
+    instruction, trace = -1, error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in codes:
+            raise error
+        instruction, trace = trace.tb_frame.f_code.co_code[trace.tb_lasti], trace.tb_next
+    is_ctrl_c = type(error) is KeyboardInterrupt and signal.default_int_handler in handlers
+    if is_ctrl_c and instruction != opcode.opmap["RAISE_VARARGS"]:  # Python's own handler leaves no frame
+        raise error
 
 
 def as_it_is(value: Any) -> Any:

@@ -292,7 +292,7 @@ def _without_ours(error: BaseException) -> BaseException:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals is globals():
         trace = trace.tb_next
-    return error.with_traceback(trace or error.__traceback__)
+    return BaseException.with_traceback(error, trace or error.__traceback__)
 
 
 _NOTHING = encode(None)
