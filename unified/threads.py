@@ -17,6 +17,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
+from unified.errors import UsageError
+
 logger = logging.getLogger(__name__)
 K = TypeVar("K")
 CLOSE_WITHIN_S = 2.0
@@ -66,6 +68,15 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
+class OwnedLock(type(threading.RLock())):  # type: ignore[misc]  # the class has no public name
+    """Lock that code which interrupted its holder does not wait for: a signal handler, on the same thread."""
+
+    def check(self) -> None:
+        """Raise UsageError if this thread holds the lock."""
+        if self._is_owned():
+            raise UsageError("a signal handler used the bus that it interrupted: set a flag, or use another thread.")
+
+
 class TimerThread:
     """Timer that calls `ring` at the earliest time set since the last call. Its thread starts when a time is set.
 
@@ -83,7 +94,7 @@ class TimerThread:
         after_fork(self._begin)
 
     def _begin(self) -> None:
-        self._changed = threading.Condition(threading.Lock())
+        self._changed = threading.Condition()
         self._at = math.inf
         self._thread: threading.Thread | None = None
 

@@ -12,6 +12,8 @@ import pytest
 from tests.cluster.conftest import Cluster, Project, lines
 from tests.cluster.test_failure_table import documented
 from unified.api.builder import DLJob, DLJobBuilder
+from unified.cli.main import main
+from unified.protocol.client_master import Explain, Story
 from unified.testing import LocalCluster, eventually
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("without_torch")]
@@ -296,3 +298,50 @@ def test_a_queue_that_its_consumer_closes_is_the_end_of_its_producers(
         assert [(worker.incarnation, worker.num_unread_errors) for worker in handle.status().workers] == [(0, 0)] * 4
     with cluster.submit(job(consumer=1, careful=1), failover_exec_strategy=0) as handle:
         assert handle.wait(WAIT_S) == 1, "code that catches it decides for itself"
+
+
+def test_queues_that_wait_for_one_another_are_named_while_they_do(
+    local_cluster: Cluster, write: Callable[[str], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`a` fills `x` before it fills `y` again, and `b` empties `x` only after an item of `y`."""
+    write(
+        """
+        from unified.queue import consumer, producer
+        from unified.worker import progress
+
+        consumer.SLICE_S = producer.SLICE_S = 2.0
+        progress.QUEUES_S = 0.5
+
+        def a():
+            x, y = DataQueue("x", is_master=True, size=1), DataQueue("y", is_master=True)
+            y.put(0)
+            x.put(0)
+            x.put(1, 2)
+            y.put(1)
+
+        def b():
+            x, y = DataQueue("x"), DataQueue("y")
+            for queue in (y, x, y, x, x, y):
+                queue.get()
+
+        def helper():
+            while not (folder / "help").exists():
+                time.sleep(0.01)
+            DataQueue("y").put("help")
+        """
+    )
+    cluster = local_cluster(nodes=1, devices=1)
+    handle = cluster.submit(job(a=1, b=1, helper=1), "cycle")
+    cycle = (
+        "queues wait for one another: worker a_1-0_1-0 (thread MainThread) puts to full queue 'x' -> "
+        "worker b_1-0_1-0 (thread MainThread) gets from empty queue 'y' -> the first"
+    )
+    eventually(lambda: handle.status().reason == cycle, WAIT_S, handle.status().reason)
+    main(["status", "cycle", "--master", cluster.address])
+    assert cycle in capsys.readouterr().out
+    (tmp_path / "help").touch()
+    assert handle.wait(timeout=WAIT_S) == 0
+    events = handle.connection.ask(Explain(job="cycle"), Story).events
+    told = [(each.event, each.reason) for each in events if each.event.startswith("queue-cycle")]
+    assert told[0] == ("queue-cycle", cycle)
+    assert "event=queue-cycle " in (cluster.home / "master.log").read_text()

@@ -49,7 +49,7 @@ def call(bus: BusEndpoint, method: str, *args: Any, target: str = "b", **kwargs:
 def pass_deadlines(bus: BusEndpoint) -> None:
     """Have the deadlines of all open calls pass now, so that a test can await what has to be before them."""
     client = bus._client
-    with client._lock:
+    with client.lock:
         for call in client.table._open.values():
             if call.timeout_s is not None:
                 client.table._timers.arm(("deadline", call.call_id), time.monotonic())

@@ -34,7 +34,7 @@ from unified.bus.executor import HandlerPool
 from unified.bus.identity import BusIdentity, BusNetwork
 from unified.bus.shm.pool import SharedPool, Trimmer
 from unified.bus.shm.reader import SharedReader
-from unified.bus.streams.stream import Awaited
+from unified.bus.streams.stream import Awaited, waited_in_vain
 from unified.bus.transport.connections import ConnectionTable
 from unified.bus.transport.io_threads import IoThreads
 from unified.bus.transport.listeners import Listeners
@@ -320,7 +320,7 @@ class BusEndpoint:
         if self._sender.holding:
             self._sender.release()
         if awaited.link is None and threading.get_ident() == self._remote_thread:
-            raise awaited.waited_in_vain()
+            raise waited_in_vain(awaited)
         self._io.hand_over()
         return self._server.begin_wait(awaited, task), self._pool.waits(), awaited
 
@@ -353,6 +353,7 @@ class BusEndpoint:
             raise UsageError(f"the method name {method[:40]!r}… has {len(method)} characters.")
 
     def _check_is_ours(self) -> None:
+        self._client.lock.check()
         if self._pid != own_pid():
             raise UsageError(
                 f"the bus of worker {self.worker} belongs to process {self._pid}: this one ({os.getpid()}) was forked "

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection
 from queue import Empty, SimpleQueue
 
@@ -20,8 +21,10 @@ class LoopThread:
 
     def __init__(self) -> None:
         self.is_closing = False
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self.waits: tuple[object, ...] = ()  # the call or stream that a handler waits for without `await`
+        self._asked: list[float] = []
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
     def run(self, work: Callable[[], object]) -> None:
@@ -29,17 +32,26 @@ class LoopThread:
         with self._lock:
             if self.is_closing:
                 return
-            if self._loop is None:
+            if self.loop is None:
                 loop = asyncio.new_event_loop()
                 thread = start_thread("bus-loop", self._main, loop)
-                self._loop, self._thread = loop, thread
-            self._loop.call_soon_threadsafe(work)
+                self.loop, self.thread = loop, thread
+            self.loop.call_soon_threadsafe(work)
+
+    def blocked_s(self) -> float:
+        """Return for how many seconds the loop has begun nothing new, although it was asked to."""
+        now = time.monotonic()
+        if not self._asked and self.thread is not None:
+            self.thread.name = "bus-loop"
+            self._asked.append(now)
+            self.run(self._asked.clear)
+        return now - min(self._asked, default=now)
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Cancel the tasks of the loop, and end its thread."""
         with self._lock:
             self.is_closing = True
-            loop, thread = self._loop, self._thread
+            loop, thread = self.loop, self.thread
             if loop is None or thread is None:
                 return
             loop.call_soon_threadsafe(loop.stop)
@@ -87,7 +99,7 @@ class HandlerPool:
         self._num_waiting = 0
         self._num_presumed = 0
         """Number of threads that seem to wait without `waits` (`presume`)."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._is_closed = False
 
     def submit(self, work: Callable[[], object]) -> None:

@@ -136,6 +136,8 @@ class Evidence(Value, frozen=True, kw_only=True, omit_defaults=True):
 
     killed_for: str = ""
     """Reason why its agent killed it, or why it was killed with its zygote; empty: neither."""
+    cause: str = ""
+    """Id of the fault, such as the end of one zygote, if the fault can end several workers; empty: this one alone."""
     out_of_memory: str = ""
     """The kernel's record of its out-of-memory kill, or else the risen count of its control group."""
     out_of_memory_here: str = ""
@@ -170,6 +172,11 @@ class Failure(Value, frozen=True, kw_only=True):
     evidence: Evidence | None = None
     """Evidence from its agent; None: the process did not end by itself, or there was none."""
 
+    @property
+    def cause(self) -> str:
+        """Id of a fault that can have ended other workers, too; empty: there was none, or the program failed before."""
+        return self.evidence.cause if self.evidence is not None and self.category == "crash" else ""
+
 
 MAX_METRICS = 256
 """Most metrics of one worker."""
@@ -199,6 +206,17 @@ def reported_value(value: float | int | str | None) -> float | int | str:
     return math.nan if value is None else _REPORTED.get(value, value)
 
 
+class QueueUse(NamedTuple):
+    """Use of a queue by a thread of a worker."""
+
+    thread: MetricText
+    """Name of the thread; empty for all that wait at no queue."""
+    does: Literal["gets", "puts"]
+    queue: MetricText
+    waits: bool
+    """True if it has waited there for seconds: the owner has said that the queue is empty, or full."""
+
+
 class Progress(Value, frozen=True, kw_only=True):
     """Last progress that a worker gave to `current_worker().report(…)`, and what its runtime counted."""
 
@@ -217,6 +235,8 @@ class Progress(Value, frozen=True, kw_only=True):
     """Exception that its main thread has handled for some seconds, within one collective; empty: none."""
     num_collectives: int | None = None
     """Collectives of the default process group that it had entered when its program ended; None: it runs."""
+    queues: Annotated[list[QueueUse], msgspec.Meta(max_length=MAX_METRICS)] = []
+    """Uses of queues by its living threads; they are no sign of progress."""
 
 
 class NodeCheckReport(Value, frozen=True, kw_only=True):

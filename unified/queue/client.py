@@ -13,6 +13,7 @@ import msgspec
 
 from unified.bus.calls.future import RpcFuture
 from unified.errors import QueueClosedError, UnifiedError, UsageError
+from unified.job.driver import is_text
 from unified.queue.consumer import QueueConsumer, end_main_thread
 from unified.queue.core.state import QueueStats
 from unified.queue.items import pack
@@ -223,7 +224,7 @@ class DataQueue(Generic[T]):
 def _check(
     name: str, size: int, max_bytes: int | None, is_master: bool, *, durable: bool, path: object, fsync: bool
 ) -> None:
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_LENGTH:
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_LENGTH or not is_text(name):
         raise UsageError(f"a queue's name is a text of 1 to {MAX_NAME_LENGTH} characters, not {name!r}.")
     if type(size) is not int or size < 1:
         raise UsageError(f"queue {name!r} was given size={size!r}: give a number of items, 1 or more.")

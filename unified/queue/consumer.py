@@ -16,6 +16,8 @@ from unified.queue.cleanup import CLEANUP, Gone
 from unified.queue.core.messages import Outcome
 from unified.queue.items import Packed, unpack
 from unified.queue.owner_lookup import SLICE_S, OwnerEndpoint, OwnerLookup, result_of
+from unified.threads import OwnedLock
+from unified.worker.progress import QUEUE_USES, QueueWaits
 
 FINISH_WITHIN_S = 5.0
 
@@ -26,7 +28,9 @@ class _ConsumerThread:
     It is collected when the thread ends."""
 
     lookup: OwnerLookup
+    waits: QueueWaits = field(default_factory=lambda: QUEUE_USES[threading.current_thread()])
     consumer: int = field(default_factory=partial(secrets.randbits, 62))
+    lock: OwnedLock = field(default_factory=OwnedLock)  # a signal handler must not take meanwhile
     number: int = 0
     """The number of its newest get."""
     received: int = 0
@@ -81,6 +85,7 @@ def end_main_thread() -> None:
     """End the consumers of this thread, whose entry point has returned, and of threads that ended before."""
     for consumer in list(_thread.holding):
         consumer.end()
+    QUEUE_USES[threading.current_thread()].clear()
     CLEANUP.flush(FINISH_WITHIN_S)
 
 
@@ -98,17 +103,21 @@ class QueueConsumer:
         thread took before are done. Errors are those of `DataQueue.get`."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         consumer = self._consumer()
+        consumer.lock.check()
         before = consumer.number, consumer.num_items, consumer.num_done
         consumer.number += 1
         consumer.num_items = consumer.num_done = 0
         try:
-            items, is_only = self._take(consumer, max_items, until)
+            with consumer.lock:
+                items, is_only = self._take(consumer, max_items, until)
         except (QueueError, RpcError):
             raise
         except BaseException:  # an interrupt: the answer may be on its way, and nobody waits for it
             if (endpoint := self._lookup.endpoint) is not None:
                 endpoint.tell("give_back", self._lookup.handle, consumer.consumer, consumer.number, consumer.received)
             raise
+        finally:
+            consumer.waits["gets", self._lookup.queue] = 0
         if items is None:  # the owner may have handed out items that never came: the next take uses the number again
             consumer.number, consumer.num_items, consumer.num_done = before
             return []
@@ -195,6 +204,7 @@ class QueueConsumer:
                 raise QueueClosedError(
                     f"queue {lookup.queue!r} is closed, and all that was in it has been taken: nothing more will come."
                 )
+            consumer.waits["gets", lookup.queue] += is_heard and answer == Outcome.WAITING
             if answer == Outcome.UNKNOWN:
                 lookup.detach(endpoint)
             elif until is not None and time.monotonic() >= until:

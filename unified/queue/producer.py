@@ -37,7 +37,8 @@ from unified.queue.owner_lookup import (
     listens_s,
     result_of,
 )
-from unified.threads import call_guarded, start_thread
+from unified.threads import OwnedLock, call_guarded, start_thread
+from unified.worker.progress import QUEUE_USES, QueueWaits
 
 _WAITING = int(Outcome.WAITING)
 
@@ -54,6 +55,7 @@ class _Put(msgspec.Struct, eq=False):
     """The endpoint that was asked last; None: none was asked yet, or the put is parked."""
     future: RpcFuture[None] | None = None
     """The future of a `put_async`, or of a `put` that was parked."""
+    waits: QueueWaits | None = None  # of the thread of a `put`
 
 
 class QueueProducer:
@@ -64,7 +66,7 @@ class QueueProducer:
         self._next = 0
         self._open: OrderedDict[int, _Put] = OrderedDict()
         self._parked: dict[int, _Put] = {}
-        self._lock = threading.Lock()
+        self._lock = OwnedLock()
         self._changed = threading.Condition(self._lock)
         self._helper: threading.Thread | None = None
         self._settled: OwnerEndpoint | None = None
@@ -73,16 +75,21 @@ class QueueProducer:
     def put(self, items: list[Packed], timeout_s: float | None) -> None:
         """Put all of the items in; return when the last one is in. Errors are those of `DataQueue.put`."""
         put = self._begin(items, timeout_s)
+        waits = put.waits = QUEUE_USES[threading.current_thread()]
+        waits["puts", self._lookup.queue] = -(put.nbytes > LARGE_BYTES)  # whose first slice is short
         try:
             if not self._put_straight(put):
                 self._await_parked(put, time.monotonic())
         except BaseException:
             self._forget(put)
             raise
+        finally:
+            waits["puts", self._lookup.queue] = 0
 
     def put_async(self, items: list[Packed]) -> RpcFuture[None]:
         """Put items in without waiting. The items must not be changed before the future has ended."""
         put = self._begin(items, None)
+        QUEUE_USES[threading.current_thread()]["puts", self._lookup.queue] = 0
         future = self._promised(put)
         endpoint = self._straight_to(put)
         if endpoint is None:
@@ -103,6 +110,7 @@ class QueueProducer:
 
     def _begin(self, items: list[Packed], timeout_s: float | None) -> _Put:
         self._lookup.check_process()
+        self._lock.check()
         until = None if timeout_s is None else time.monotonic() + timeout_s
         size = 0
         for item in items:
@@ -174,6 +182,8 @@ class QueueProducer:
                 return [_WAITING, 0]
             below = next(iter(self._open))
             put.endpoint = endpoint
+        if put.is_there and put.waits is not None:
+            put.waits["puts", self._lookup.queue] += 1
         items, size = (None, 0) if put.is_there else (put.items, put.nbytes)
         wait_s = LARGE_SLICE_S if size > LARGE_BYTES else SLICE_S
         is_last = False

@@ -183,6 +183,7 @@ class _WorkerProcess:
             tracer=tracing.asked(os.environ, launch.log_file),
         )
         bus.unread.on_total = self._reporter.count_unread
+        self._reporter.watch_queues()
         self._inbox = bus.start()
         if self._role.hang_timeout_s is not None:
             activity = ActivityWatch(self._role.hang_timeout_s, lambda: bus.num_received, self._reporter.count_activity)

@@ -9,12 +9,14 @@ import json
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec.structs import replace
 
 from unified.errors import UsageError
+from unified.protocol import records
 from unified.protocol.records import MAX_METRIC_TEXT, MAX_METRICS, MAX_POINTS, Progress, WorkerReport, json_value
 from unified.protocol.worker_agent import Reported
 from unified.threads import TimerThread
@@ -27,7 +29,12 @@ INTERVAL_S = 0.1
 LOOKS = 8
 """Number of checks of the counters in one `hang_timeout`."""
 LONGEST_S = 10.0
+QUEUES_S = 5.0
 _LARGEST = 2**63
+QueueWaits = defaultdict[tuple[Literal["gets", "puts"], str], int]
+"""Uses of queues by a thread, with how often the owner has told it to wait on. That takes 20 s, longer than the end of
+another wait is on its way to the master: so waits that followed one another are not taken for a cycle."""
+QUEUE_USES: defaultdict[threading.Thread, QueueWaits] = defaultdict(lambda: defaultdict(int))
 
 
 class Reporter:
@@ -52,6 +59,7 @@ class Reporter:
         self._sent = self._newest
         self._next_at = 0.0
         self._timer = TimerThread("unified-progress", self._ring, stays=True)
+        self._queue_timer = TimerThread("unified-queues", self.watch_queues, stays=True)
         self.trackers: Trackers | None = None
         """Trackers that are given each report, too."""
         self.recorder: StepRecorder | None = None
@@ -87,9 +95,22 @@ class Reporter:
         """Report how many collectives the program had entered when it ended."""
         self._change({}, num_collectives=num_collectives)
 
-    def _change(
-        self, metrics: dict[str, float | int | str], is_report: bool = False, **counts: int | str | None
-    ) -> None:
+    def watch_queues(self) -> None:
+        """Report the uses of queues by the threads that live, now and every `QUEUES_S`."""
+        self._queue_timer.set(time.monotonic() + QUEUES_S)
+        found: set[records.QueueUse] = set()
+        for thread in set(QUEUE_USES) - set(threading.enumerate()):
+            QUEUE_USES.pop(thread, None)
+        for thread, uses in list(QUEUE_USES.items()):
+            for use in list(uses)[:-MAX_METRICS]:  # a program may make a queue for each of its requests
+                uses.pop(use, None)
+            seen = {use: count > 0 for use, count in uses.copy().items()}
+            name = thread.name.encode(errors="replace").decode()[:MAX_METRIC_TEXT] if any(seen.values()) else ""
+            found |= {records.QueueUse(name, *use, waits) for use, waits in seen.items()}
+        if (queues := sorted(found)[:MAX_METRICS]) != self._newest.queues:
+            self._change({}, queues=queues)
+
+    def _change(self, metrics: dict[str, float | int | str], is_report: bool = False, **counts: Any) -> None:
         with self._lock:
             merged = {**self._newest.metrics, **metrics}
             left_out = list(merged)[MAX_METRICS:]

@@ -28,7 +28,6 @@ from unified.errors import (
     BusOverloadedError,
     ClusterError,
     RpcCancelledError,
-    RpcError,
     RpcTimeoutError,
     UsageError,
     WorkerDiedError,
@@ -275,7 +274,7 @@ def test_waiting_inside_a_callback_is_refused_instead_of_hanging(world: World) -
     def on_done(_: object) -> None:
         try:
             a.call("b", "ping", (), {}).result()
-        except RpcError as error:
+        except UsageError as error:
             caught.succeed(str(error))
 
     a.call("b", "hold", (), {}).add_done_callback(on_done)

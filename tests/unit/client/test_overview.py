@@ -93,6 +93,14 @@ def test_a_job_may_hang_until_it_goes_on_or_begins_anew(word: str) -> None:
     assert [each.what for each in attention(made)] == ["stalled"]
 
 
+def test_a_job_whose_queues_wait_for_one_another_may_hang() -> None:
+    made = mirror(job())
+    made.events.append(event("queue-cycle"))
+    assert attention(made) == [Attention("may hang", "gpt-1", "queue-cycle", True)]
+    made.events.append(event("queue-cycle-over"))
+    assert attention(made) == []
+
+
 def test_a_checkpoint_is_late_after_three_usual_intervals() -> None:
     made = mirror(job(), job(job_id="new-2"))
     made.events += [event("checkpoint-complete", NOW - ago) for ago in (91, 61, 41, 31)]

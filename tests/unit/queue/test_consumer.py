@@ -1,5 +1,6 @@
 """A take whose time is over before the owner was heard: whatever the owner handed out meanwhile comes with the next."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ from unified.queue.consumer import QueueConsumer
 from unified.queue.core.messages import Outcome
 from unified.queue.items import pack
 from unified.queue.owner_lookup import GetQuestion, OwnerLookup
+from unified.worker.progress import QUEUE_USES
 
 DEADLINE_S = 300.0
 
@@ -160,3 +162,17 @@ def test_the_wait_for_an_owner_begins_anew_with_each_time_that_it_is_missed(cloc
 
 def _raise(endpoint: object, error: RpcError) -> None:
     raise error
+
+
+def test_only_what_the_owner_has_said_is_a_wait() -> None:
+    seen: list[int] = []
+    owner = ScriptedOwner(Outcome.UNKNOWN, RouteLostError("it broke"), Outcome.WAITING, Outcome.WAITING, [pack("a")])
+    ask, waits = owner.get, QUEUE_USES[threading.current_thread()]
+
+    def get(question: GetQuestion, until: float | None) -> Any:
+        seen.append(waits["gets", "q"])
+        return ask(question, until)
+
+    owner.get = get  # type: ignore[method-assign]
+    assert taker_of(owner).take(1, None) == ["a"]
+    assert (seen, waits["gets", "q"]) == ([0, 0, 0, 1, 2], 0)

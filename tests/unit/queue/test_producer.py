@@ -34,6 +34,7 @@ from unified.queue.core.messages import Outcome
 from unified.queue.owner_lookup import LARGE_BYTES, LARGE_SLICE_S, SLICE_S, OwnerLookup
 from unified.queue.producer import QueueProducer
 from unified.testing import eventually
+from unified.worker.progress import QUEUE_USES
 
 
 def test_all_is_well() -> None:
@@ -368,3 +369,17 @@ def test_an_owner_in_this_process_that_fails_ends_the_put_and_no_other() -> None
 
 def _no_thread(thread: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize(("size", "num_slices"), [(1, 1), (LARGE_BYTES + 1, 2)])
+def test_a_wait_counts_after_a_long_slice(size: int, num_slices: int) -> None:
+    """The first slice of a large put is short."""
+    endpoint = FakeEndpoint(*[WAITING] * num_slices, "later")
+    ours = producer_of(endpoint)
+    thread = threading.Thread(target=ours.put, args=[[bytes(size)], None])
+    thread.start()
+    assert eventually(lambda: endpoint.later, DEADLINE_S)
+    assert QUEUE_USES[thread] == {("puts", "q"): 1}
+    endpoint.later[0].succeed(None)
+    thread.join(DEADLINE_S)
+    assert QUEUE_USES[thread] == {("puts", "q"): 0}

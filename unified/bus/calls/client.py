@@ -62,11 +62,11 @@ class CallClient:
         self._sender = sender
         self._connections = connections
         self._default_timeout_s = default_timeout_s
-        self._lock = threading.Lock()
+        self._flow_control = FlowControl(limit_bytes)
+        self.lock = self._flow_control.lock  # one lock, so that one check tells whether a signal handler may go on
         self.table = pending.CallTable(directory)
         self._outbound: dict[int, OutboundCall] = {}
         self._call_ids = itertools.count(1)
-        self._flow_control = FlowControl(limit_bytes)
         self._reaper = SerialWorker("bus-reaper", self._cancel)
         self._resumer = SerialWorker("bus-resumer", self._send_waiting)
         self._timer = TimerThread("bus-timer", partial(self.step, pending.TimePassed()), stays=True)
@@ -114,7 +114,7 @@ class CallClient:
         )
         self._outbound[call_id] = outbound
         try:
-            with self._lock:
+            with self.lock:
                 inbox = self.table.make(time.monotonic(), call_id, target, method, timeout, incarnation)
                 if timeout is not None:
                     self._mind_deadlines()
@@ -132,12 +132,12 @@ class CallClient:
         actions: list[pending.Action] = []
         stopped_by: BaseException | None = None
         try:
-            with self._lock:
+            with self.lock:
                 actions = self.table.step(time.monotonic(), event)
                 self._mind_deadlines()
         except BaseException as error:  # such as KeyboardInterrupt: the table returns actions only once
             stopped_by = error
-            with self._lock:
+            with self.lock:
                 self._mind_deadlines()  # the error may have come before the timer was set
         while actions:
             try:
@@ -159,7 +159,7 @@ class CallClient:
         The lock is held: nobody calls the next incarnation of a worker while a call of an earlier one is open.
         """
         later: list[RpcFuture[Any]] = []
-        with self._lock:
+        with self.lock:
             changes, actions = self.table.learn(time.monotonic(), entries)
             failed = [action for action in actions if isinstance(action, pending.FailCall)]
             ended = [(self._outbound.pop(each.call_id, None), each.error) for each in failed]
@@ -204,7 +204,7 @@ class CallClient:
         """Handle the last answer of a call, or the begin of a stream."""
         call_id, kind = envelope.call_id, envelope.kind
         is_last = kind is not Kind.STREAM
-        with self._lock:
+        with self.lock:
             is_awaited = self.table.answer(call_id, envelope.sender, is_last)
         if not is_awaited:
             inbox = None if is_last else self.table.directory.inbox(envelope.sender)
@@ -272,6 +272,7 @@ class CallClient:
                 outbound.is_relayed = True
 
     def _cancel(self, call_id: int) -> None:
+        self.lock.check()
         self.step(pending.CallCancelled(call_id=call_id))
 
     def _perform(self, action: pending.Action, later: list[RpcFuture[Any]]) -> None:
@@ -293,7 +294,7 @@ class CallClient:
     def _send_waiting(self, target: str) -> None:
         """Send waiting calls on a thread of its own: news and deadlines cannot wait for connections and large
         copies."""
-        with self._lock:
+        with self.lock:
             released = self.table.release(time.monotonic(), target)
         for each in released:
             outbound = self._outbound.get(each.call_id)
@@ -343,7 +344,7 @@ class CallClient:
         )
         feed.reader_thread = outbound.made_on
         stream: RpcStream[Any] = RpcStream(feed)
-        with self._lock:
+        with self.lock:
             if call_id not in self._outbound:  # the call and its future have ended meanwhile
                 return
             outbound.feed = feed
@@ -353,7 +354,7 @@ class CallClient:
         future.succeed(stream)
 
     def _ended(self, call_id: int) -> OutboundCall | None:
-        with self._lock:  # from here on, `_open_stream` opens no stream
+        with self.lock:  # from here on, `_open_stream` opens no stream
             outbound = self._outbound.pop(call_id, None)
         self._let_go(outbound)
         return outbound

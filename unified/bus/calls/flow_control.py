@@ -7,6 +7,7 @@ import threading
 import time
 
 from unified.errors import BusOverloadedError, RpcTimeoutError
+from unified.threads import OwnedLock
 
 CALL_OVERHEAD_BYTES = 512
 """Memory that an empty call takes, on both sides, roughly."""
@@ -21,8 +22,8 @@ class FlowControl:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self._held: dict[str, int] = {}
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self.lock = OwnedLock()
+        self._changed = threading.Condition(self.lock)
         self._num_waiting = 0
         self._is_closed = False
 
@@ -31,7 +32,7 @@ class FlowControl:
 
         BusOverloadedError: no room, and `block` is False. RpcTimeoutError: no room came before the deadline.
         """
-        with self._lock:
+        with self.lock:
             if not self.has_room(target, nbytes):
                 if not block:
                     raise BusOverloadedError(self._full(target, nbytes))
@@ -45,7 +46,7 @@ class FlowControl:
             self._held[target] = self._held.get(target, 0) + nbytes
 
     def give_back(self, target: str, nbytes: int) -> None:
-        with self._lock:
+        with self.lock:
             left = self._held.get(target, 0) - nbytes
             if left > 0:
                 self._held[target] = left

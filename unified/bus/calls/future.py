@@ -10,9 +10,9 @@ from concurrent.futures import Future
 from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED, PENDING
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from unified.bus.streams.stream import Host, Unread
+from unified.bus.streams.stream import Host, Unread, waited_in_vain
 from unified.bus.transport.unix_connection import UnixConnection
-from unified.errors import RpcCancelledError, RpcError, RpcTimeoutError
+from unified.errors import RpcCancelledError, RpcTimeoutError
 
 T = TypeVar("T")
 _LONGEST_SLEEP_S = 3600.0
@@ -270,15 +270,8 @@ class RpcFuture(Future[T]):
         if link is None or self.has_ended() or whole.has_ended():
             return
         if link.reader == threading.get_ident():
-            raise self.waited_in_vain()
+            raise waited_in_vain(self)
         link.receive_until(self.has_ended if whole is self else lambda: self.has_ended() or whole.has_ended(), until)
-
-    def waited_in_vain(self) -> RpcError:
-        """Make the error for a thread that waits for an answer that only this thread could receive."""
-        return RpcError(
-            f"{self.what} was waited for on the thread that its answer comes on (in a done callback, or while a "
-            "value is unpickled): it would wait for ever. Wait in another thread, or chain callbacks."
-        )
 
     def _sleep(self, until: float | None) -> None:
         if self.has_ended():

@@ -56,6 +56,7 @@ class InboundCall(msgspec.Struct, eq=False):
     waits: tuple[Awaited, ...] = ()
     """Calls and streams that threads and tasks of the handler wait for now."""
     limit: ConcurrencyLimit[InboundCall] | None = None
+    is_on_loop: bool = False
     task: asyncio.Task[None] | None = None
     deferred: RpcFuture[Any] | None = None
     """The future that the handler returned: both calls end together, and are given up together."""

@@ -36,7 +36,7 @@ from unified.errors import RpcError
 from unified.protocol.envelope import BUS_VERSION, Envelope, Kind, encode_envelope
 from unified.protocol.records import Inbox
 
-_exporting = threading.Lock()
+_exporting = threading.RLock()
 
 
 class OutgoingPayload:
@@ -257,6 +257,7 @@ class Sender:
         give_up: Callable[[], bool],
     ) -> bool:
         """Send a message; return False if there was no room, and `may_wait` or `give_up` ruled out waiting."""
+        connection.lock.check()
         if isinstance(connection, UnixConnection):
             pieces = pack(encode_envelope(envelope), body, buffers)
             if self._shares_write(connection, envelope.kind) and len(pieces) == 1 and len(pieces[0]) <= JOINED_BYTES:

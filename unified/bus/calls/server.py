@@ -81,6 +81,7 @@ class CallServer:
             sender=sender,
             refuse=self._refuse,
             calls=calls,
+            loop=self._loop,
         )
         self._refusing = threading.local()
         pool.on_used_up = self._refuse_queued
@@ -161,6 +162,8 @@ class CallServer:
         with self._lock:
             call.waits = (*call.waits, awaited)
             deadlocked = call.limit.deadlocked() if call.limit is not None else []
+        if call.is_on_loop and not task and self._loop.thread is threading.current_thread():
+            self._loop.waits = (awaited,)
         for each in deadlocked:
             self._refuse(each, _OWN_LIMIT)
         method = self._methods.get(call.method)
@@ -170,8 +173,10 @@ class CallServer:
 
     def end_wait(self, who: InboundCall | int, awaited: Awaited) -> None:
         if isinstance(who, int):
-            self.deadlocks.end_outside(who)
+            self.deadlocks.outside.pop(who, None)
         else:
+            if awaited in self._loop.waits:
+                self._loop.waits = ()
             with self._lock:
                 waits = list(who.waits)
                 waits.remove(awaited)
@@ -179,7 +184,7 @@ class CallServer:
 
     def close(self) -> None:
         """Cancel async handlers and stop the loop. The owner of the pool closes the pool."""
-        self.deadlocks.close()
+        self.deadlocks.is_closed = True
         for call in list(self._known.values()):
             if call.stream is not None:
                 call.stream.close()
@@ -216,7 +221,7 @@ class CallServer:
         if method.is_inline:
             self._run_here(call, method)
         elif method.is_async:
-            self._loop.run(lambda: self._start_task(call, method))
+            self._run_on_loop(call, lambda: self._start_task(call, method))
         elif (
             method.inline_policy.is_short
             and method.limit is None
@@ -231,6 +236,11 @@ class CallServer:
                 may_start = self._order.line_up(call)
             if may_start:
                 self._pool.submit(partial(self._run, call, method, True))
+
+    def _run_on_loop(self, call: InboundCall, work: Callable[[], object]) -> None:
+        call.is_on_loop = True
+        self._loop.run(work)
+        self.deadlocks.begin()
 
     def _run_here(self, call: InboundCall, method: Method) -> None:
         is_leading = self._io.begin_user_code(INLINE_TICKS if method.is_inline else 1)
@@ -293,7 +303,7 @@ class CallServer:
             value.add_done_callback(lambda ended: self._answer_future(call, ended))
             return True
         if inspect.isawaitable(value):
-            self._loop.run(lambda: self._follow(call, value))
+            self._run_on_loop(call, lambda: self._follow(call, value))
             return True
         return False
 
@@ -329,12 +339,12 @@ class CallServer:
                 self._forget(call)
 
         def begin_async() -> None:
-            call.task = asyncio.ensure_future(run_async())
+            call.task = asyncio.create_task(run_async(), name=call.method)
 
         if call.is_cancelled:
             source.close()
         if source.is_async:
-            self._loop.run(begin_async)
+            self._run_on_loop(call, begin_async)
         else:
             self._pool.submit(run)
 
@@ -364,7 +374,7 @@ class CallServer:
         self._follow(call, invoke())
 
     def _follow(self, call: InboundCall, work: Awaitable[Any]) -> None:
-        call.task = asyncio.ensure_future(self._run_async(call, work))
+        call.task = asyncio.create_task(self._run_async(call, work), name=call.method)
 
     async def _run_async(self, call: InboundCall, work: Awaitable[Any]) -> None:
         if call.is_stale:

@@ -61,7 +61,6 @@ def identity(directory: str = DIRECTORY) -> str:
 
 
 def own_mark() -> int:
-    """Return the mark of this process."""
     own = process.facts(own_pid())
     return make_mark(own_pid(), own.start_ticks if own is not None else 0)
 

@@ -10,7 +10,6 @@ import errno
 import itertools
 import logging
 import os
-import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ from unified.bus.shm.segment import Segment, extents, space_for
 from unified.bus.shm.slots import Plan, Slot, SlotTable
 from unified.errors import UsageError
 from unified.tensors.copy import address_of
-from unified.threads import TimerThread, own_pid
+from unified.threads import OwnedLock, TimerThread, own_pid
 
 LIMIT_VARIABLE = "UNIFIED_SHM_LIMIT"
 SHARE_OF_MOUNT = 0.25
@@ -84,7 +83,7 @@ class SharedPool:
         self._directory = directory
         self._limit_bytes = default_limit(directory) if quota_bytes is None else quota_bytes
         self._table = SlotTable(self._limit_bytes)
-        self._lock = threading.Lock()
+        self._lock = OwnedLock()
         self._segments: dict[int, Segment] = {}
         self._numbers = itertools.count()
         self._forwards: dict[tuple[str, int, int], tuple[str, ReaderReference]] = {}
@@ -231,7 +230,7 @@ class SharedPool:
         return entry.references.is_in_flight(entry.number, entry.tag, self._mark)
 
     def _is_on(self) -> bool:
-        return self._limit_bytes > 0 and not self._is_closed and self._pid == own_pid()
+        return self._limit_bytes > 0 and not self._is_closed and self._pid == own_pid() and not self._lock._is_owned()
 
     def _found(self, view: memoryview, num_readers: int) -> Source | None:
         """Find the place of a buffer that lies in shared memory and can be handed on as it is."""

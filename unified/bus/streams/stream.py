@@ -35,7 +35,7 @@ from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 from unified.bus.buffers import Buffer, size_of
 from unified.bus.codec.codec import decode
 from unified.bus.transport.unix_connection import UnixConnection
-from unified.errors import ProtocolError, RpcError
+from unified.errors import ProtocolError, RpcError, UsageError
 
 WINDOW_ITEMS = 16
 """Most items that a callee may be ahead of its caller."""
@@ -57,16 +57,25 @@ class Awaited(Protocol):
     def link(self) -> UnixConnection | None:
         """Connection that the answer or item comes on, where a waiting thread can receive it itself; else None."""
 
-    def waited_in_vain(self) -> RpcError:
-        """Make the error of a thread that waits for a message that it alone could receive."""
+    @property
+    def what(self) -> str:
+        """The call in words."""
+
+
+def waited_in_vain(awaited: Awaited) -> UsageError:
+    """Make the error of a thread that waits for a message that it alone could receive."""
+    return UsageError(
+        f"{awaited.what} was waited for on a thread that its answer needs (in a done callback, in a signal handler, or "
+        "while a value is unpickled): it would wait for ever. Wait in another thread, or chain callbacks."
+    )
 
 
 class Host(Protocol):
     """The endpoint, as futures and streams that wait see it."""
 
     def before_wait(self, awaited: Awaited, task: int = 0) -> object:
-        """Note that this thread, or its task with this id, begins to wait; `after_wait` needs the result. RpcError: it
-        would wait for ever."""
+        """Note that this thread, or its task with this id, begins to wait; `after_wait` needs the result. UsageError:
+        it would wait for ever."""
 
     def after_wait(self, token: Any) -> None:
         """Note that the wait is over."""
@@ -110,7 +119,7 @@ class StreamFeed:
         self._host = host
         self._items: deque[_StreamItem] = deque()
         self._error: BaseException | None = None
-        self._changed = threading.Condition(threading.Lock())
+        self._changed = threading.Condition()
         self._num_waiting = 0
         self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._num_pushed = 0
@@ -187,7 +196,7 @@ class StreamFeed:
             raise RpcError(f"an item of {self.what} cannot be read here: {error}") from error
 
     def wait(self) -> bool:
-        """Wait for something to take; return False if there never will be. RpcError: this thread must not wait."""
+        """Wait for something to take; return False if there never will be. UsageError: this thread must not wait."""
         if self._has_news():
             return not self.is_drained
         token = None if self._host is None else self._host.before_wait(self)
@@ -195,7 +204,7 @@ class StreamFeed:
         try:
             if link is not None:
                 if link.reader == threading.get_ident():
-                    raise self.waited_in_vain()
+                    raise waited_in_vain(self)
                 link.receive_until(self._has_news, None)
             self._sleep()
         finally:
@@ -225,13 +234,6 @@ class StreamFeed:
             if self._host is not None:
                 self._host.after_wait(token)
         return not self.is_drained
-
-    def waited_in_vain(self) -> RpcError:
-        """Make the error of a thread that waits for a message that it alone could receive."""
-        return RpcError(
-            f"{self.what} was read on the thread that its items come on (in a done callback, or while a value is "
-            "unpickled): it would wait for ever. Read it in another thread."
-        )
 
     def _has_news(self) -> bool:
         return bool(self._items) or self.is_over

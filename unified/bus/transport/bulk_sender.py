@@ -45,7 +45,7 @@ class BulkSender:
     """
 
     def __init__(
-        self, address: str, lock: threading.Lock, try_send: Callable[[Messages], bool], introduction: bytes
+        self, address: str, lock: threading.RLock, try_send: Callable[[Messages], bool], introduction: bytes
     ) -> None:
         self._address = split_address(address, (BULK.partition(":")[0],))
         self._changed = threading.Condition(lock)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
 import time
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from unified.errors import RpcCancelledError, WorkerDiedError
 from unified.protocol.envelope import Kind, encode_envelope, encode_record
 from unified.protocol.records import Inbox
 from unified.security.curve import Gatekeeper
+from unified.threads import OwnedLock
 
 
 class Tombstones:
@@ -96,7 +96,7 @@ class ConnectionTable:
         self.greeted: dict[str, Inbox] = {}
         self._broken: dict[str, float] = {}
         """Peers that may have lost answers, and when to report that."""
-        self._lock = threading.Lock()
+        self._lock = OwnedLock()
         self._is_closed = False
 
     def start(self, events: TransportEvents) -> None:
@@ -165,6 +165,7 @@ class ConnectionTable:
     def _connect(self, inbox: Inbox, came_relayed: bool) -> Connection:
         route = choose_route(_present(inbox), host_id=self.inbox.host_id, policy=self._policy, relay=self._relay)
         key = _RELAY if route.kind == "relay" else inbox.inbox_id
+        self._lock.check()
         with self._lock:
             if self._is_closed:
                 raise RpcCancelledError(f"the bus of worker {self._identity.worker} was closed.")

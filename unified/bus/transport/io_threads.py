@@ -60,7 +60,7 @@ class IoThreads:
         """Connections that nobody reads since a waiting thread left them: `num_reads` when last seen, and ticks since
         then."""
         self._messages: deque[tuple[UnixConnection, Frames]] = deque()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._leading = threading.Lock()
         """Guards the choice of the leader."""
         self._leader = 0
@@ -116,14 +116,14 @@ class IoThreads:
     def _watch(self, connection: UnixConnection, events: int) -> None:
         if events == connection.watched:
             return
+        before, connection.watched = connection.watched, events  # first: a signal handler may watch it, too
         if not events:  # modified to no events, it would still report its end, again and again
             with contextlib.suppress(OSError, ValueError):
                 self._epoll.unregister(connection.fd)
-        elif connection.watched:
+        elif before:
             self._epoll.modify(connection.fd, events)
         else:
             self._epoll.register(connection.fd, events)
-        connection.watched = events
 
     def watch_file(self, fd: int, on_ready: Callable[[], None]) -> None:
         """Have the leader call `on_ready()`, which must not wait, whenever this file can be read."""

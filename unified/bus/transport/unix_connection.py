@@ -24,6 +24,7 @@ from unified.bus.buffers import Buffer
 from unified.bus.transport.framing import FrameReader, Frames, RemoteMessage
 from unified.errors import ProtocolError
 from unified.protocol.records import Inbox
+from unified.threads import OwnedLock
 
 SPIN_S = 0.0002
 """Several times the cost of sleeping and waking: enough for the answer to a call with a payload of a megabyte. With 40
@@ -190,7 +191,7 @@ class UnixConnection:
         self._frames = FrameReader()
         self._read_size = FEW_BYTES
         self._received: deque[Frames] = deque()  # not handed on yet
-        self._sending = threading.Lock()
+        self.lock = self._sending = OwnedLock()
         self._held: list[Buffer] = []
         self._held_bytes = 0
         self._holding: set[UnixConnection] = set()
@@ -200,7 +201,7 @@ class UnixConnection:
         self.backlog_bytes = 0
         self._writable = threading.Condition(self._sending)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if is_ours else -1
-        self._waking = threading.Lock()
+        self._waking = threading.RLock()
         """Guards against a write to a descriptor that was reused."""
         self._spin = Spin()
         self._poll = select.poll()

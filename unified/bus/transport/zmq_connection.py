@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from unified.bus.transport.failover import DirectOrRelay, State
 from unified.bus.transport.io_threads import IoThreads
 from unified.core.backoff import Backoff
 from unified.security.curve import Gatekeeper, read_event
+from unified.threads import OwnedLock
 
 MAX_QUEUED_MESSAGES = 16_384
 TRACKED_BYTES = 64 * 1024
@@ -81,7 +81,7 @@ class SocketSender:
         self._gatekeeper = gatekeeper
         self._kind = kind
         self._limit_bytes = limit_bytes
-        self._lock = threading.Lock()
+        self.lock = self._lock = OwnedLock()
         self._on_way: deque[tuple[zmq.MessageTracker, int]] = deque()
         self._held = HeldMessages(limit_bytes)
         self._socket: Socket | None = None

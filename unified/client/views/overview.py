@@ -71,7 +71,6 @@ class Attention(NamedTuple):
 
 
 def totals(mirror: ClusterMirror) -> Totals:
-    """Return the counts of a cluster."""
     alive = [node for node in mirror.nodes.values() if node.state is NodeState.ALIVE]
     return Totals(
         nodes=dict(Counter(node_state(node) for node in mirror.nodes.values())),
@@ -146,9 +145,9 @@ def _hangs(mirror: ClusterMirror) -> dict[str, str]:
     """Return why jobs may hang, by job."""
     found: dict[str, str] = {}
     for event in mirror.events:
-        if event.event in ("hang-suspected", "hang-diagnosed"):
+        if event.event in ("hang-suspected", "hang-diagnosed", "queue-cycle"):
             found[event.job] = first_line(event.reason)
-        elif event.event in HANG_ENDS:
+        elif event.event in (*HANG_ENDS, "queue-cycle-over"):
             found.pop(event.job, None)
     return found
 

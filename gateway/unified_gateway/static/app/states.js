@@ -62,8 +62,8 @@ export const shortName = (worker) => `${worker.role}-${worker.rank}`;
 /** @type {[RegExp, string][]} */
 const EVENT_TONES = [
   [/failed|lost|excluded|diagnosed|damaged|refused|given-up/, "bad"],
-  [/restart|hang-suspected|replaced|killed|broken|waits|drained|suspended|slow|stops|left|silent/, "warn"],
-  [/running|sealed|complete|joined|placed|ready|resumed|readmitted|hang-over|finished/, "good"],
+  [/restart|hang-suspected|queue-cycle$|replaced|killed|broken|waits|drained|suspended|slow|stops|left|silent/, "warn"],
+  [/running|sealed|complete|joined|placed|ready|resumed|readmitted|(hang|cycle)-over|finished/, "good"],
 ];
 
 /** @param {string} event short word of an event */

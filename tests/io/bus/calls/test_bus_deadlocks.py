@@ -13,14 +13,16 @@ import pytest
 
 from tests.support.bus import DEADLINE_S, World
 from unified.bus.calls.deadlock import monitor
-from unified.bus.calls.future import RpcFuture
+from unified.bus.calls.future import RpcFuture, gather
 from unified.bus.calls.registry import rpc
 from unified.errors import RpcError
 from unified.testing import eventually
+from unified.worker.stacks import threads
 
 
 class Cast:
     def __init__(self, world: World, **methods: Callable[[Cast], dict[str, Callable[..., Any]]]) -> None:
+        self.begun: RpcFuture[Any] = RpcFuture()
         self.ends = world.cast({name: make(self) for name, make in methods.items()})
 
     def call(self, caller: str, target: str, method: str, *args: Any) -> RpcFuture[Any]:
@@ -230,3 +232,190 @@ def test_stream_whose_reader_waits_for_a_worker_that_is_in_line_behind_it(world:
     for words in ("'hand_on' in worker c (waits)", "'double' in worker a (in line)", "'count' in worker a (waits)"):
         assert words in str(caught.value)
     assert ask(cast.call("b", "a", "double", 1)) == 2
+
+
+def _on_loop(cast: Cast) -> dict[str, Callable[..., Any]]:
+    """Methods of worker `a`: some wait on its event loop without `await`, for calls that come back to that loop."""
+    entered = threading.Event()
+
+    async def inner() -> str:
+        return "inner"
+
+    async def count() -> AsyncIterator[int]:
+        for i in range(1000):
+            yield i
+
+    async def directly() -> Any:
+        return ask(cast.call("a", "a", "inner"))
+
+    async def through(target: str, method: str) -> Any:
+        return ask(cast.call("a", target, method))
+
+    async def by_exception() -> Any:
+        error = cast.call("a", "a", "inner").exception(DEADLINE_S)
+        raise error if error is not None else AssertionError("it cannot have ended")
+
+    async def by_gather() -> Any:
+        return gather([cast.call("a", "c", "ping"), cast.call("a", "a", "inner")], "both").result(DEADLINE_S)
+
+    async def open_stream() -> Any:
+        return next(ask(cast.call("a", "a", "count")))
+
+    async def read_stream() -> Any:
+        return list(await cast.call("a", "a", "count"))
+
+    async def suspended() -> str:
+        entered.set()
+        return str(await cast.call("a", "c", "when_asked"))
+
+    async def for_one_that_has_begun() -> Any:
+        cast.begun = cast.call("c", "a", "suspended")
+        await asyncio.to_thread(entered.wait, DEADLINE_S)
+        return ask(cast.call("a", "c", "ask_for_begun"))
+
+    async def with_await(target: str, method: str) -> Any:
+        return await cast.call("a", target, method)
+
+    async def in_a_thread() -> Any:
+        return await asyncio.to_thread(ask, cast.call("a", "b", "ask_back"))
+
+    return {name: each for name, each in locals().items() if callable(each)}
+
+
+def _helpers(cast: Cast) -> dict[str, Callable[..., Any]]:
+    """Methods of worker `b`, which call the loop of `a` back."""
+
+    async def ask_back_async() -> Any:
+        return await cast.call("b", "a", "inner")
+
+    async def ask_back_without_await() -> Any:
+        return ask(cast.call("b", "a", "inner"))
+
+    return {
+        "ask_back": lambda: ask(cast.call("b", "a", "inner")),
+        "ask_back_async": ask_back_async,
+        "ask_back_without_await": ask_back_without_await,
+    }
+
+
+def _loop_cast(world: World) -> Cast:
+    asked = threading.Event()
+
+    def ask_for_begun(cast: Cast) -> Any:
+        asked.set()
+        return ask(cast.begun)
+
+    def third(cast: Cast) -> dict[str, Callable[..., Any]]:
+        return {
+            "ping": lambda: 1,
+            "when_asked": lambda: asked.wait(DEADLINE_S),
+            "ask_for_begun": lambda: ask_for_begun(cast),
+        }
+
+    return Cast(world, a=_on_loop, b=_helpers, c=third)
+
+
+@pytest.mark.parametrize(
+    ("method", "args"),
+    [
+        ("directly", ()),
+        ("by_exception", ()),
+        ("by_gather", ()),
+        ("open_stream", ()),
+        ("read_stream", ()),
+        ("for_one_that_has_begun", ()),
+        ("through", ("b", "ask_back")),
+        ("through", ("b", "ask_back_async")),
+        ("through", ("b", "ask_back_without_await")),
+    ],
+)
+def test_async_handler_that_waits_without_await_for_its_own_loop_is_refused(
+    world: World, method: str, args: tuple[str, ...]
+) -> None:
+    cast = _loop_cast(world)
+    (error,) = ends_of([cast.call("c", "a", method, *args)])
+    assert isinstance(error, RpcError)
+    assert "a turn on the event loop of worker" in str(error)
+    assert "which a handler blocks that does not `await` (in line)" in str(error)
+    assert "Await calls in an `async def` handler" in str(error)
+    assert ask(cast.call("c", "a", "inner")) == "inner", "the loop goes on"
+    assert ask(cast.call("c", "a", "with_await", "b", "ask_back")) == "inner"
+
+
+def test_async_handler_that_does_not_block_its_loop_is_not_refused(world: World) -> None:
+    cast = _loop_cast(world)
+    assert ask(cast.call("c", "a", "with_await", "a", "inner")) == "inner"
+    assert ask(cast.call("c", "a", "with_await", "b", "ask_back_async")) == "inner"
+    assert ask(cast.call("c", "a", "in_a_thread")) == "inner"
+    assert ask(cast.call("c", "a", "through", "c", "ping")) == 1, "it blocks the loop, and needs it not"
+
+
+def test_calls_behind_a_loop_that_is_blocked_for_a_while_are_not_refused(world: World) -> None:
+    entered, release = threading.Event(), threading.Event()
+
+    def serving(cast: Cast) -> dict[str, Callable[..., Any]]:
+        async def wait_for_c() -> Any:
+            return ask(cast.call("a", "c", "hold"))
+
+        async def inner() -> str:
+            return "inner"
+
+        return {"wait_for_c": wait_for_c, "inner": inner}
+
+    def holding(cast: Cast) -> dict[str, Callable[..., Any]]:
+        def hold() -> int:
+            entered.set()
+            release.wait(DEADLINE_S)
+            return 1
+
+        return {"hold": hold}
+
+    def asking(cast: Cast) -> dict[str, Callable[..., Any]]:
+        return {"ask": lambda: ask(cast.call("b", "a", "inner"))}
+
+    cast = Cast(world, a=serving, b=asking, c=holding)
+    first = cast.call("b", "a", "wait_for_c")
+    assert entered.wait(DEADLINE_S)
+    second = cast.call("c", "b", "ask")
+    watch = cast.ends["b"]._server.deadlocks
+    assert eventually(lambda: watch._graph.has_heard)  # it was told that its call waits, and for what
+    release.set()
+    assert ask(first) == 1
+    assert ask(second) == "inner"
+
+
+def test_handler_that_blocks_the_loop_is_named_in_the_log_and_in_the_stacks(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(monitor, "WARN_S", 0.1)
+    entered, release = threading.Event(), threading.Event()
+
+    def serving(cast: Cast) -> dict[str, Callable[..., Any]]:
+        async def block() -> str:
+            entered.set()
+            await asyncio.sleep(0)
+            release.wait(DEADLINE_S)
+            return threading.current_thread().name
+
+        async def nap() -> None:
+            await asyncio.sleep(0)
+
+        return {"block": block, "nap": nap}
+
+    cast = Cast(world, a=serving, b=lambda cast: {})
+
+    def loops() -> list[str]:
+        return [thread.name for thread in threads() if thread.name.startswith("bus-loop")]
+
+    assert ask(cast.call("b", "a", "nap")) is None
+    for num_blocked in (1, 2):
+        blocked = cast.call("b", "a", "block")
+        assert eventually(lambda: loops() == ["bus-loop, blocked by block"])
+        assert not blocked.done()
+        assert caplog.text.count("worker=a event=loop-blocked method='block' seconds=0: no other") == num_blocked
+        release.set()
+        assert ask(blocked) == "bus-loop, blocked by block"
+        assert eventually(lambda: loops() == ["bus-loop"])
+        release.clear()
+    assert ask(cast.call("b", "a", "nap")) is None
+    assert caplog.text.count("loop-blocked") == 2

@@ -3,10 +3,12 @@ would wait for ever (`unified.bus.calls.deadlock.graph`)."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from traceback import walk_stack
 
 from unified.bus.buffers import Buffer
 from unified.bus.calls.client import CallClient
@@ -23,9 +25,9 @@ from unified.bus.calls.inbound import InboundCall
 from unified.bus.calls.retry import LATER
 from unified.bus.calls.sender import OutboundCall, Sender
 from unified.bus.codec.codec import SerializedValue
-from unified.bus.executor import HandlerPool
+from unified.bus.executor import HandlerPool, LoopThread
 from unified.bus.identity import BusIdentity
-from unified.bus.streams.stream import StreamFeed
+from unified.bus.streams.stream import Awaited, StreamFeed, waited_in_vain
 from unified.errors import RpcError
 from unified.protocol.envelope import Kind
 
@@ -33,7 +35,7 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.25
 _REPORTED = float("inf")
 WARN_S = 10.0
-"""Seconds after which the log names a call that is queued behind a stream of its own caller: it may wait for ever."""
+"""Seconds after which the log names a call queued behind its caller's stream, or a handler that blocks the loop."""
 
 
 class DeadlockMonitor:
@@ -55,29 +57,31 @@ class DeadlockMonitor:
         sender: Sender,
         refuse: Callable[[InboundCall, str], object],
         calls: CallClient,
+        loop: LoopThread,
     ) -> None:
         self._inbox_id = identity.inbox
         self._worker = identity.worker
         self._known = known
-        self._outside: dict[int, object] = {}
+        self.outside: dict[int, Awaited] = {}
         """Calls and streams that threads and tasks outside of handlers wait for, by thread ident or negated task id."""
         self._limits = limits
         self._lock_of_limits = lock
         self._sender = sender
         self._refuse = refuse
         self._calls = calls
+        self._loop = loop
         self._graph = WaitsForGraph(identity.inbox)
         self._behind: dict[str, float] = {}
         """Times since which calls are queued behind streams of their own callers; `_REPORTED`: the log says so."""
         self._lock = threading.Lock()
         self._is_looking = False
-        self._is_closed = False
+        self.is_closed = False
 
     def begin(self) -> None:
         """Schedule a look, unless one is scheduled."""
         if not self._is_looking:
             with self._lock:
-                if self._is_looking or self._is_closed:
+                if self._is_looking or self.is_closed:
                     return
                 self._is_looking = True
             LATER.call_after(LOOK_S, self._look)
@@ -89,38 +93,44 @@ class DeadlockMonitor:
             self._graph.hear(time.monotonic(), name_of(self._inbox_id, call_id), blocked)
         self.begin()
 
-    def begin_outside(self, awaited: object, task: int) -> int:
-        """Note that this thread, or the task with this id, begins to wait outside of handlers; `end_outside` needs the
-        result."""
+    def begin_outside(self, awaited: Awaited, task: int) -> int:
+        """Note that this thread, or the task with this id, begins to wait outside of handlers; return its key in
+        `outside`. UsageError: the thread waits already, and a signal handler interrupted it."""
         strand = -task or threading.get_ident()
-        self._outside[strand] = awaited
+        outer = self.outside.get(strand)
+        if outer is not None and (outer.link is None or outer.link.reader != strand):
+            names = [frame.f_code.co_qualname for frame, _ in walk_stack(None)]
+            if sum(each in ("RpcFuture._wait", "StreamFeed.wait") for each in names) > 1:  # else an interrupt ended one
+                raise waited_in_vain(awaited)
+        self.outside[strand] = awaited
         return strand
-
-    def end_outside(self, strand: int) -> None:
-        self._outside.pop(strand, None)
-
-    def close(self) -> None:
-        self._is_closed = True
 
     def _look(self) -> None:
         self._is_looking = False  # first: a call queued after this schedules a look
-        if self._is_closed:
+        if self.is_closed:
             return
-        waiting = self._queued()
+        waiting, blocked_s = self._queued(), self._loop.blocked_s()
+        self._warn(time.monotonic(), waiting, blocked_s)
+        is_needed = waiting or self._loop.waits or self._graph.has_heard
+        if is_needed or blocked_s or any(call.is_on_loop for call in list(self._known.values())):
+            self.begin()
+        if not is_needed:
+            return
         calls = {_name(call): call for call, _ in waiting}
         here = [self._blocked(call, True, [_name(other) for other in admitted]) for call, admitted in waiting]
         index = _WaitIndex(self._inbox_id, self._calls.outgoing_calls())
+        turns = {f"{name}^": name for name in index.known(self._loop.waits)}
+        words = f"a turn on the event loop of worker {self._worker}, which a handler blocks that does not `await`"
+        here += [BlockedCall(turn, self._inbox_id, words, True, [name]) for turn, name in turns.items()]
         for call in list(self._known.values()):
             name = _name(call)
-            if call.limit is not None and _is_parked(call):
-                calls[name] = call
-                here.append(self._blocked(call, False, [reader_of(name)]))
-            elif names := index.names(call):
+            names = [reader_of(name)] if call.limit is not None and _is_parked(call) else index.names(call)
+            if names := [*names, *(turns if call.is_on_loop else ())]:
                 calls[name] = call
                 here.append(self._blocked(call, False, names))
                 readers = [reader_of(stream) for stream in index.streams_read_by(call)]
                 here += [BlockedCall(reader, self._inbox_id, "its reader", False, [name]) for reader in readers]
-        here += index.outside(self._outside, self._worker)
+        here += index.outside(self.outside, self._worker)
         with self._lock:
             came = {name: bool(call.chain) for name, call in calls.items()}
             findings = self._graph.look(time.monotonic(), here, came, index.ids)
@@ -131,12 +141,9 @@ class DeadlockMonitor:
             if name in calls:
                 self._refuse(calls[name], f"{words} Let one of them make its call outside such a group.")
             else:
-                advice = "Read the stream to its end before you wait for the call, or close it."
+                advice = "Await calls in an `async def` handler; read a stream to its end before you wait, or close it."
                 what = f"a call from worker {self._worker} was given up: calls wait for one another"
-                self._calls.give_up(index.ids[name], RpcError(f"{what}, and {words} {advice}"))
-        self._warn(time.monotonic(), waiting)
-        if waiting or self._graph.has_heard:
-            self.begin()
+                self._calls.give_up(index.ids[turns.get(name, name)], RpcError(f"{what}, and {words} {advice}"))
 
     def _queued(self) -> list[tuple[InboundCall, list[InboundCall]]]:
         """Return the queued calls that handlers made or that are behind streams, each with the calls that its limit
@@ -148,7 +155,15 @@ class DeadlockMonitor:
                 found += [(call, admitted) for call in limit.waiting if has_streams or call.chain]
         return found
 
-    def _warn(self, now: float, waiting: list[tuple[InboundCall, list[InboundCall]]]) -> None:
+    def _warn(self, now: float, waiting: list[tuple[InboundCall, list[InboundCall]]], blocked_s: float) -> None:
+        if blocked_s >= WARN_S and (thread := self._loop.thread) is not None and "blocked" not in thread.name:
+            method = task.get_name() if (task := asyncio.current_task(self._loop.loop)) else "a callback"
+            thread.name += f", blocked by {method}"  # for `unified stack`
+            logger.warning(
+                "worker=%s event=loop-blocked method=%r seconds=%.0f: no other `async def` handler goes on. Await "
+                "calls and `asyncio.to_thread(work)`, or make the handler a plain `def`",
+                *(self._worker, method, blocked_s),
+            )
         was_behind, self._behind = self._behind, {}
         for call, admitted in waiting:
             if not all(_is_parked(each) and each.sender == call.sender for each in admitted):
@@ -201,7 +216,7 @@ class _WaitIndex:
         if not call.waits and call.deferred is None and not self._watched:
             return []
         awaited = [*call.waits] if call.deferred is None else [*call.waits, call.deferred]
-        return sorted({*self._known(awaited), *(name for _, name in self._watched.get(call.token, ()))})
+        return sorted({*self.known(awaited), *(name for _, name in self._watched.get(call.token, ()))})
 
     def streams_read_by(self, call: InboundCall) -> list[str]:
         """Return the names of the streams that a handler does not read now: all of it waits for something else."""
@@ -216,7 +231,7 @@ class _WaitIndex:
         streams = self._streams.get(None, ())
         if not streams:  # only a stream can wait for threads and tasks
             return []
-        names = {strand: {*self._known([awaited])} for strand, awaited in list(waits.items())}
+        names = {strand: {*self.known([awaited])} for strand, awaited in list(waits.items())}
         for thread, name in self._watched.get(None, ()):
             names.setdefault(thread, set()).add(name)
         blocked = []
@@ -237,7 +252,7 @@ class _WaitIndex:
                 ]
         return blocked
 
-    def _known(self, awaited: Iterable[object]) -> list[str]:
+    def known(self, awaited: Iterable[object]) -> list[str]:
         return [self._names[id(each)] for each in _parts(awaited) if id(each) in self._names]
 
 
