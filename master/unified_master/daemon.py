@@ -36,6 +36,7 @@ from unified.protocol.agent_master import (
     StacksRead,
 )
 from unified.protocol.client_master import (
+    Changes,
     ClientRequest,
     ClientToCodeStore,
     ClientToMaster,
@@ -88,7 +89,7 @@ MAX_DEFECTS = 5
 DEFECT_WINDOW_S = 60.0
 FAREWELL_S = 1.0
 """Time to wait for an answer of each agent to `MasterStopping`. Agents that miss it would end their workers."""
-FULL_POLL_MS = 500
+FULL_POLL_S = 0.5
 """Time between two attempts to write to a disk that is full."""
 MAX_DEFERRED = 10_000
 _HARMLESS = (
@@ -401,22 +402,35 @@ class MasterDaemon:
     ) -> None:
         """Serve for a moment while nothing can be recorded: nodes stay alive, and clients may read.
 
-        Nothing is decided. Other requests of clients are refused, and all other events are deferred.
+        Nothing is decided. Watches are answered with the reason, without what is not recorded. Other requests of
+        clients are refused, and all other events are deferred.
         """
-        router.poll(FULL_POLL_MS)
-        self._notifier.beat(True, lambda: f"its state cannot be written: {reason}")
-        self._probes.turned()
-        for event in self._take_in(router):
-            if isinstance(event, Received) and isinstance(event.message, _HARMLESS):
-                decided = core.step(self._now(), event)
-                if any(isinstance(each, SaveRecord | ReportEvent) for each in decided):
-                    actions += decided
-                else:
-                    self._perform(decided, router)
-            elif _begins_something(event):
-                self._refuse_for_now(router, event, reason)
-            elif len(self._deferred) < MAX_DEFERRED:
-                self._deferred.append(event)
+        until = time.monotonic() + FULL_POLL_S
+        parked = [each for watches in core.cluster.watches.values() for each in watches.values()]
+        watches = {(each.peer, each.request_id) for each in parked}
+        for each in actions:  # answers that wait for their records
+            if isinstance(each, Send) and isinstance(each.message, Changes) and not each.message.is_whole:
+                watches.add((each.peer, each.request_id))
+        while not self._is_stopping and (left_s := until - time.monotonic()) > 0:
+            router.poll(math.ceil(left_s * 1000))
+            self._notifier.beat(True, lambda: f"its state cannot be written: {reason}")
+            self._probes.turned()
+            for event in self._take_in(router):
+                match event:
+                    case Received(message=WatchCluster(after_version=after)) if after >= 0:
+                        watches.add((event.peer, event.request_id))
+                    case Received() if isinstance(event.message, _HARMLESS):
+                        decided = core.step(self._now(), event)
+                        if any(isinstance(each, SaveRecord | ReportEvent) for each in decided):
+                            actions += decided
+                        else:
+                            self._perform(decided, router)
+                    case _ if _begins_something(event):
+                        self._refuse_for_now(router, event, reason)
+                    case _ if len(self._deferred) < MAX_DEFERRED:
+                        self._deferred.append(event)
+        for peer, request_id in watches:
+            _send(router, peer, *_codec.encode(Changes(version=-1, at=self._now(), problem=reason), request_id))
 
     def _refuse_for_now(self, router: zmq.Socket[bytes], event: DaemonEvent, reason: str) -> None:
         if isinstance(event, Received | CodeReceived):

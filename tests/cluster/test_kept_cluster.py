@@ -1,5 +1,6 @@
 """``unified up`` and ``unified down``: a cluster that stays, found by whatever submits or looks, and by nobody else."""
 
+import contextlib
 import json
 import os
 import re
@@ -43,6 +44,7 @@ class Done(NamedTuple):
 
 
 Command = Callable[..., Done]
+Drive = Callable[[str], "subprocess.Popen[str]"]
 
 
 @pytest.fixture
@@ -190,8 +192,23 @@ def test_one_that_cannot_start_says_why(place: Path, monkeypatch: pytest.MonkeyP
     assert kept_cluster() is None
 
 
+@pytest.fixture
+def drive() -> Iterator[Drive]:
+    """Starts a driver of this name; one that still runs at the end of the test is ended in order."""
+    with contextlib.ExitStack() as drivers:
+
+        def start(name: str) -> "subprocess.Popen[str]":
+            words = [sys.executable, "-m", "unified", "run", "--name", name, "waits.py"]
+            driver = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            drivers.enter_context(driver)
+            drivers.callback(driver.terminate)
+            return driver
+
+        yield start
+
+
 def test_the_cluster_of_a_running_driver_is_found_and_what_it_leaves_is_read(
-    tmp_path: Path, place: Path, command: Command
+    tmp_path: Path, place: Path, command: Command, drive: Drive
 ) -> None:
     drivers = [drive("first")]
     await_output(command, "first", living=1)
@@ -218,11 +235,39 @@ def test_the_cluster_of_a_running_driver_is_found_and_what_it_leaves_is_read(
     assert command("logs", "third").code == 2
 
 
-def drive(name: str) -> "subprocess.Popen[str]":
-    words = [sys.executable, "-m", "unified", "run", "--name", name, "waits.py"]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-
-
 def await_output(command: Command, job: str, *, living: int) -> None:
     eventually(lambda: len(living_clusters()) == living, timeout=100, message="the driver has no cluster")
     eventually(lambda: "waits" in command("logs", job).out, timeout=100, message=f"{job} prints nothing")
+
+
+SLOW = """
+import os, sys, time
+while "unified_master" in sys.orig_argv and not os.path.exists(os.environ["GO"]):
+    time.sleep(0.02)
+"""
+
+
+SLOW_UP = """
+from unified.client import embedded
+from unified.client.keeper import start_keeper
+embedded.NOTE_S = 0.05
+print(start_keeper(1, 1, 60.0).address)
+"""
+
+
+def test_a_slow_start_is_waited_for_and_told(tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(SLOW)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    monkeypatch.setenv("GO", str(tmp_path / "go"))
+    command = [sys.executable, "-c", SLOW_UP]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as starter:
+        assert starter.stderr is not None
+        told = [starter.stderr.readline() for _ in range(2)]
+        (tmp_path / "go").touch()
+        out, err = starter.communicate(timeout=100)
+    assert starter.returncode == 0, err
+    assert kept().address == out.strip()
+    for line in told:
+        assert re.match(r"the cluster is not ready after \S+ s: the process \d+, which keeps it, still starts", line)
+        assert f"; logs: {tmp_path}/home/up.log. The start goes on while its processes live." in line

@@ -1,15 +1,18 @@
 """Small file systems that a test fills: a tmpfs, which only root may mount."""
 
 import contextlib
+import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
 
 class SmallDisk:
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._filler = folder / "filler"
 
     def fill(self) -> None:
@@ -21,18 +24,25 @@ class SmallDisk:
     def make_room(self) -> None:
         self._filler.unlink()
 
+    @property
+    def free(self) -> int:
+        """Bytes that are left."""
+        found = os.statvfs(self._folder)
+        return found.f_bavail * found.f_frsize
 
-MountDisk = Callable[[Path], SmallDisk]
+
+class MountDisk(Protocol):
+    def __call__(self, folder: Path, mebibytes: int = 4) -> SmallDisk: ...
 
 
 @pytest.fixture
 def small_disk() -> Iterator[MountDisk]:
-    """Mounts a file system of 4 MiB over a folder until the end of the test."""
+    """Mounts a small file system over a folder until the end of the test."""
     folders: list[Path] = []
 
-    def mount(folder: Path) -> SmallDisk:
+    def mount(folder: Path, mebibytes: int = 4) -> SmallDisk:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        command = ["mount", "-t", "tmpfs", "-o", "size=4m,mode=700", "tmpfs", str(folder)]
+        command = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m,mode=700", "tmpfs", str(folder)]
         mounted = subprocess.run(command, capture_output=True, text=True)
         if mounted.returncode != 0:
             pytest.skip(f"mounting needs root: {mounted.stderr.strip()}")

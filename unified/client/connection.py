@@ -226,7 +226,6 @@ class MasterConnection:
 
     @property
     def is_closed(self) -> bool:
-        """True after `close`."""
         return self._is_closed
 
     def request(self, message: ClientRequest, *, timeout_s: float | None = None) -> MasterAnswer:

@@ -8,6 +8,7 @@ ends in order stops the agents before the master, and leaves nothing behind.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import shutil
 import signal
@@ -34,12 +35,30 @@ from unified.threads import start_thread
 CLUSTER_VARIABLE = "UNIFIED_CLUSTER_ID"
 """In the environment of every process of an embedded cluster, workers included."""
 MAX_KEPT = 10
-READY_S = 30.0
+NOTE_S = 10.0
+"""Time after which a start is logged as slow, and then whenever it has doubled."""
 POLL_S = 0.01
 MASTER_STOP_S = 3.0
 MASTER_BACKOFF = Backoff()
 """Pause between two starts of a master, because its cause of death, such as a full disk, may still be there."""
 LEFTOVER_S = 1.0
+
+
+class StartLimit:
+    """Time limit of a start, in seconds (None: as long as its processes live). A start that takes long is logged."""
+
+    def __init__(self, logs: Path, timeout_s: float | None = None) -> None:
+        self._logs, self._timeout_s, self._began, self._note_s = logs, timeout_s, time.monotonic(), NOTE_S
+
+    def check(self, waits_for: str) -> None:
+        """Raise `ClusterError` if the time is over."""
+        waited_s = time.monotonic() - self._began
+        text = f"the cluster is not ready after {waited_s:.3g} s: {waits_for}; logs: {self._logs}"
+        if self._timeout_s is not None and waited_s > self._timeout_s:
+            raise ClusterError(text)
+        if waited_s >= self._note_s:
+            self._note_s *= 2
+            logging.getLogger("unified.cluster").warning("%s. The start goes on while its processes live.", text)
 
 
 class EmbeddedCluster:
@@ -137,18 +156,18 @@ class EmbeddedCluster:
         atexit.register(self.stop)
         return self
 
-    def start(self, timeout_s: float = READY_S) -> Self:
-        """Start everything and wait until every agent is registered.
+    def start(self, timeout_s: float | None = None) -> Self:
+        """Start everything and wait until every agent is registered, without a time limit as long as all daemons live.
 
         Raises:
             UsageError: this process may open too few files.
-            ClusterError: a daemon ended or was not ready in time; the message has its last words.
+            ClusterError: a daemon ended, and the message has its last words; or it was not ready after `timeout_s`.
         """
         if self._thread is None:
             self.begin()
         self._is_sized.set()
         try:
-            self._wait_until_ready(time.monotonic() + timeout_s, timeout_s)
+            self._wait_until_ready(StartLimit(self.home, timeout_s))
             clusters.write_record(self._run_dir, self._record())
         except BaseException:
             self.stop(timeout_s=1.0)
@@ -214,13 +233,14 @@ class EmbeddedCluster:
             key_file=str(self._key_file or ""),
         )
 
-    def _wait_until_ready(self, deadline: float, timeout_s: float) -> None:
+    def _wait_until_ready(self, limit: StartLimit) -> None:
         from unified.client.connection import MasterConnection  # imported while the daemons start
 
         while not self._spawned.wait(POLL_S):
-            self._check_time(deadline, timeout_s, "the master did not write its address")
+            self.check()
+            limit.check("the master did not write its address")
         key = find_key(self.address, self._environment())
-        with MasterConnection(self.address, key=key, timeout_s=timeout_s) as connection:
+        with MasterConnection(self.address, key=key) as connection:
             while True:
                 try:
                     nodes = connection.ask(ListNodes(), NodeList, timeout_s=1.0).nodes
@@ -230,20 +250,14 @@ class EmbeddedCluster:
                 if alive.issuperset(self.node_names):
                     return
                 missing = ", ".join(name for name in self.node_names if name not in alive)
-                self._check_time(deadline, timeout_s, f"the master does not know {missing}")
+                self.check()
+                limit.check(f"the master does not know {missing}")
                 self._stopping.wait(POLL_S)
 
     def check(self) -> None:
         """Raise `ClusterError` if the cluster is of no use any more."""
         if self.problem is not None:
             raise ClusterError(self.problem)
-
-    def _check_time(self, deadline: float, timeout_s: float, waits_for: str) -> None:
-        self.check()
-        if time.monotonic() > deadline:
-            raise ClusterError(
-                f"the embedded cluster was not ready after {timeout_s:g} s: {waits_for}. Its logs are in {self.home}."
-            )
 
     def _supervise(self) -> None:
         """The thread that owns the daemons."""

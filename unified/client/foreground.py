@@ -16,7 +16,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Literal, NamedTuple
 
-from unified.client.connection import MasterConnection
+from unified.client.connection import MasterConnection, PendingReply
 from unified.client.display import Display, open_display
 from unified.client.handle import MASTER_GRACE_S, JobHandle
 from unified.client.logs import RENEW_S, LogReader, Mode, Output
@@ -24,7 +24,7 @@ from unified.client.mirror import JobWatch
 from unified.client.output import Prefix, TracebackFilter
 from unified.client.report import STOPPED_BY_USER, end_lines, event_text, short_name
 from unified.client.terminal import PASSED_ON, exit_code, handled, lasting, printable, signal_name
-from unified.errors import MasterUnreachableError, UnifiedError
+from unified.errors import MasterUnreachableError, RefusedError, UnifiedError
 from unified.job.driver import STORY_FOLDER
 from unified.job.spec import JobSpec, OutputFiles
 from unified.protocol.client_master import Explain, JobStatus, SignalWorkers, StopJob, Story, SuspendJob
@@ -86,6 +86,11 @@ def run_in_foreground(handle: JobHandle, prefix: Prefix, spec: JobSpec, passed_o
             lines = [f"{status.job_id}  {status.reason}{hint}"]
         err.write("".join(f"{printable(line) if err.isatty() else line}\n" for line in lines))
         err.flush()
+    except RefusedError as error:
+        if cluster is None or watch is None or not watch.stopped_by:
+            raise
+        print(f"{handle.job_id}  ends with its cluster, and without a record: {error}", file=lasting(sys.stderr))
+        return exit_code(watch.stopped_by)
     except SystemExit:  # the second Ctrl-C or SIGTERM: no grace period
         if cluster is not None:
             cluster.stop(timeout_s=0.0)
@@ -207,7 +212,7 @@ class Follower:
 
     def _follow_status(self) -> None:
         watch = JobWatch(self._connection, self._job)
-        seen, has_more = -1, True
+        seen, has_more = (-1, ""), True
         silent_since: float | None = None
         while not self._stop.is_set():
             asked_at = time.monotonic()
@@ -231,8 +236,8 @@ class Follower:
             if has_more:
                 continue
             status = watch.status
-            if watch.version > seen:
-                seen = watch.version
+            if (now := (watch.version, watch.mirror.problem)) != seen:
+                seen = now
                 self._status = status
                 self.news.put(StatusChanged(status))
             if is_over(status, suspends_job=self._suspends_job):
@@ -310,7 +315,7 @@ class Watch:
         self._ended_at = 0.0
         self._is_drained = self._reader is None
         self.tracebacks = TracebackFilter()
-        self._stopped_by = 0
+        self.stopped_by = 0
         """The signal that had the job stopped."""
         self._is_master_silent = False
         self._left_out = 0
@@ -339,7 +344,8 @@ class Watch:
                     else:
                         self._take(news)
                     self._display.refresh()
-                    if self._ended and (self._is_drained or self._is_drained_too_long()):
+                    is_late = not self._keep and time.monotonic() - self._ended_at > DRAINED_S
+                    if self._ended and (self._is_drained or is_late):
                         self._display.update(self._ended)  # behind the last output
                         return self._ended
         finally:
@@ -353,14 +359,11 @@ class Watch:
         if self._ended is not None and self._ended.stage != Stage.STOPPED:
             return EXIT_SUSPENDED
         code = 1 if self._ended is None or self._ended.exit_code is None else self._ended.exit_code
-        return exit_code(self._stopped_by) if self._stopped_by and code == STOPPED_BY_USER else code
+        return exit_code(self.stopped_by) if self.stopped_by and code == STOPPED_BY_USER else code
 
     def join(self) -> None:
         """Wait for the follower's threads. Call it after the connection is closed, which ends their requests."""
         self._follower.join()
-
-    def _is_drained_too_long(self) -> bool:
-        return not self._keep and time.monotonic() - self._ended_at > DRAINED_S
 
     def _take(self, news: News) -> None:
         match news:
@@ -426,18 +429,18 @@ class Watch:
             self._display.note(f"{self._job_id}  {signal_name(number)} goes to the workers that handle it")
             self._connection.send(SignalWorkers(job=self._job_id, signal=number), timeout_s=MASTER_GRACE_S)
             return
-        is_second = self._stopped_by != 0
-        self._stopped_by = self._stopped_by or number
+        is_second = self.stopped_by != 0
+        self.stopped_by = self.stopped_by or number
         if not self._stops_job:
             raise SystemExit(exit_code(number))
         name = signal_name(number)
-        reason, is_interrupt = f"{name} in its driver", self._stopped_by == signal.SIGINT
+        reason, is_interrupt = f"{name} in its driver", self.stopped_by == signal.SIGINT
         if self._suspends_job and number == signal.SIGTERM:
             if not is_second:
                 self._display.note(f"{self._job_id}  is suspended: {reason}")
             allocation = f"allocation {os.environ.get(ALLOCATION, '')} of SLURM ends"
             suspend = SuspendJob(job=self._job_id, reason=f"{allocation}: {reason}")
-            self._connection.send(suspend, timeout_s=MASTER_GRACE_S)
+            self._connection.send(suspend, timeout_s=MASTER_GRACE_S, when_done=self._on_stop_answered)
             return
         request = StopJob(job=self._job_id, force=is_second, reason=reason, interrupt=is_interrupt)
         if is_second:
@@ -449,5 +452,12 @@ class Watch:
             raise SystemExit(exit_code(number))
         self._display.note(f"{self._job_id}  stopping in order; {name} again ends it at once")
         # Do not wait for the answer: that would delay a second signal. The status shows the effect. A master that is
-        # away gets the request when it is back.
-        self._connection.send(request, timeout_s=MASTER_GRACE_S)
+        # away gets the request when it is back. One that can record nothing refuses it.
+        self._connection.send(request, timeout_s=MASTER_GRACE_S, when_done=self._on_stop_answered)
+
+    def _on_stop_answered(self, reply: PendingReply) -> None:
+        try:
+            reply.result()
+        except UnifiedError as error:
+            if isinstance(error, RefusedError) and error.code == "unavailable":
+                self._follower.news.put(FollowFailed(error))

@@ -15,7 +15,7 @@ import msgspec
 from unified import process
 from unified.client.connection import connect_to
 from unified.client.daemons import Daemon
-from unified.client.embedded import READY_S, EmbeddedCluster
+from unified.client.embedded import EmbeddedCluster, StartLimit
 from unified.client.local_cluster import MAX_RESTARTS
 from unified.config import clusters, settings
 from unified.config.clusters import ClusterRecord
@@ -47,13 +47,12 @@ def start_keeper(nodes: int, devices: int | None, idle_s: float) -> ClusterRecor
         daemon = Daemon("unified.client.keeper", [arguments], log_file, os.environ)
     except OSError as error:
         raise ClusterError(f"the cluster cannot be started: {error}") from None
-    deadline = time.monotonic() + READY_S
+    limit = StartLimit(log_file)
     try:
         while (found := clusters.kept_cluster()) is None:
             if daemon.wait(START_POLL_S) and clusters.kept_cluster() is None:
                 raise ClusterError(f"the process that keeps the cluster {daemon.last_words()}")
-            if time.monotonic() > deadline:
-                raise ClusterError(f"the cluster was not ready after {READY_S:g} s; the log: {log_file}")
+            limit.check(f"the process {daemon.pid}, which keeps it, still starts it")
     except BaseException:
         daemon.signal(signal.SIGTERM)
         raise

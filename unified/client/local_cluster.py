@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from unified.client.embedded import READY_S, EmbeddedCluster
+from unified.client.embedded import EmbeddedCluster
 from unified.config import addresses
 from unified.devices import VIRTUAL_DEVICES, has_accelerator
 
@@ -21,7 +21,7 @@ class SessionCluster(EmbeddedCluster):
         state = f"at {self.address}" if self.address in addresses.own_masters else "stopped"
         return f"<unified.local_cluster {state}, {len(self.node_names)} node(s); logs: {self.home}>"
 
-    def start(self, timeout_s: float = READY_S) -> Self:
+    def start(self, timeout_s: float | None = None) -> Self:
         """Start the cluster. Returns at once if it runs already, because `local_cluster` has started it."""
         if not self.address:
             super().start(timeout_s)
@@ -47,7 +47,7 @@ def local_cluster(nodes: int = 1, devices: int | None = None, cpus: float | None
         cpus: cores that each node offers; None: those that this process may use.
 
     Raises:
-        ClusterError: a daemon ended or was not ready in time; the message has its last words.
+        ClusterError: a daemon ended; the message has its last words.
     """
     if devices is None and not (nodes == 1 and has_accelerator()):
         devices = VIRTUAL_DEVICES

@@ -157,7 +157,6 @@ class StreamCursor:
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape" if self._keep else "replace")
 
     def request(self, job: str, max_bytes: int = 0) -> ReadLog:
-        """Return the next request."""
         return ReadLog(
             job=job,
             worker=self.worker,

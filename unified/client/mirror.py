@@ -23,6 +23,7 @@ class ClusterMirror:
     Attributes:
         version: version of the state; -1 before the first answer.
         at: the master's clock when it sent that version, in seconds since 1970.
+        problem: `Changes.problem` of the newest answer. It is then the reason of each job.
         jobs: jobs by id, without workers.
         nodes: nodes by name. Their `seen_s_ago` is as of their last change.
         events: the newest events of jobs and nodes, oldest first.
@@ -31,6 +32,7 @@ class ClusterMirror:
     def __init__(self) -> None:
         self.version = -1
         self.at = 0.0
+        self.problem = ""
         self.jobs: dict[str, JobStatus] = {}
         self.workers: dict[str, dict[str, WorkerStatus]] = {}
         """Workers by job and full name. Only their order is cached, in `_order`."""
@@ -57,7 +59,8 @@ class ClusterMirror:
             if len(workers) != count:
                 self._order.pop(job_id, None)
         self.events.extend(changes.events)
-        self.version, self.at = changes.version, changes.at
+        self.at, self.problem = changes.at, changes.problem
+        self.version = self.version if self.problem else changes.version
 
     def status(self, job_id: str) -> JobStatus | None:
         """Return the status of a job with its workers, by role and rank; None: there is no such job."""
@@ -69,7 +72,7 @@ class ClusterMirror:
             number = {role.name: index for index, role in enumerate(job.roles)}
             order = sorted(workers, key=lambda name: (number.get(workers[name].role, 0), workers[name].rank))
             self._order[job_id] = order
-        return structs.replace(job, workers=[workers[name] for name in order])
+        return structs.replace(job, workers=[workers[name] for name in order], reason=self.problem or job.reason)
 
 
 class ClusterWatch:
@@ -92,7 +95,6 @@ class ClusterWatch:
         return self.mirror.version
 
     def request(self, wait_s: float = 0.0) -> WatchCluster:
-        """Return the request for changes."""
         after, is_with = self.mirror.version, self._has_workers
         return WatchCluster(job=self._job_id, after_version=after, wait_s=wait_s, has_workers=is_with)
 

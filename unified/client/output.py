@@ -224,7 +224,6 @@ class TracebackFilter:
             yield output._replace(text=text)
 
     def has_shown(self, traceback: str) -> bool:
-        """Return True if all parts of a traceback were shown."""
         parts = _TRACEBACK.findall(traceback)
         return bool(parts) and all(part in self._shown_by for part in parts)
 

@@ -253,7 +253,7 @@ def state_html(status: JobStatus, now: float) -> str:
 def lost_lines(status: JobStatus) -> list[str]:
     """Return lines about dropped output, for the first workers that lost some."""
     lost = [worker for worker in status.workers if worker.output_lost]
-    lines = [_row("output", f"{short_name(worker)}, {worker.output_lost}") for worker in lost[:MAX_CALLERS]]
+    lines = [_row("output", f"{short_name(each)} on {each.node}, {each.output_lost}") for each in lost[:MAX_CALLERS]]
     return lines + ([_row("output", f"and of {len(lost) - MAX_CALLERS} more workers")] if lost[MAX_CALLERS:] else [])
 
 

@@ -119,7 +119,6 @@ def with_own_folder(role: RoleSpec) -> RoleSpec:
 
 
 def cluster_nodes(master: str) -> list[NodeStatus]:
-    """The nodes that a master knows."""
     with connect_to(master) as connection:
         return connection.ask(ListNodes(), NodeList).nodes
 
@@ -167,7 +166,6 @@ def _with_code(spec: JobSpec, archive: CodeArchive) -> JobSpec:
 
 
 def _submit(connection: MasterConnection, spec: JobSpec, wait: bool, joins: bool, archive: CodeArchive | None) -> str:
-    """Return the id of the job, or of the job that it joins."""
     if archive is not None:
         from unified.client.code.transfer import upload
 

@@ -13,14 +13,16 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Self, TextIO, cast
 
 from unified.config import settings
 from unified.job.spec import DriverProcess
 
-_GONE = (errno.EPIPE, errno.EIO, errno.EBADF)
-"""Errors of a pipe without a reader, of a closed terminal or descriptor. (A full disk is another matter.)"""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_GONE = (errno.EPIPE, errno.EIO, errno.EBADF, *_FULL)
+"""Errors of a pipe without a reader, of a closed terminal or descriptor, of a full disk."""
 _UNWANTED = re.compile(
     r"(?P<colour>\x1b\[[0-9;:]*m)"
     r"|\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: moves the cursor, clears the screen
@@ -75,7 +77,8 @@ def write_bytes(stream: TextIO, data: bytes) -> None:
 
 
 def lasting(stream: TextIO | None) -> TextIO:
-    """Return a stream that drops what is written, without an error, if it has no reader any more or is None."""
+    """Return a stream that drops what is written, without an error, if it is None or has no reader any more, and from
+    the moment on when its disk is full, which stderr says."""
     return stream if isinstance(stream, _LastingStream) else cast("TextIO", _LastingStream(stream))
 
 
@@ -123,9 +126,14 @@ class _LastingStream:
                 number = stream.fileno()
             except OSError:  # not a file
                 return
+            file = Path(os.readlink(f"/proc/self/fd/{number}"))
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, number)
             os.close(nowhere)
+            if error.errno in _FULL:
+                disk = next((each for each in file.parents if each.is_mount()), "")
+                text = f"{error.strerror} (disk {disk}): {file} lacks all further output; `unified logs` shows it"
+                print(f"unified: {text}", file=lasting(sys.stderr))
 
 
 class _OwnHandler:

@@ -413,6 +413,8 @@ class Changes(MasterAnswer, tag="changes", frozen=True, kw_only=True):
     version: int
     at: float
     """Time of the master's clock (seconds since 1970)."""
+    problem: str = ""
+    """Reason why the master can decide nothing, such as a full disk: then nothing else is told. Empty: it can."""
     is_whole: bool = False
     """True if the client has to forget all earlier state."""
     is_last: bool = True

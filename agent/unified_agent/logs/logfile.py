@@ -7,6 +7,7 @@ follows a log. `0.err.base` holds the offset at which `0.err` begins; without th
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import sys
@@ -23,7 +24,9 @@ MAX_SLICE_BYTES = 1024 * 1024
 HELD_BYTES = 256 * 1024
 """Most output of a stream that is held in memory while the disk refuses it."""
 LEAST_FREE = 4 * HELD_BYTES
-"""Free bytes on the disk from which on a file that was refused is written again."""
+"""Free bytes on the disk, beside the reserve, from which on a file that was refused is written again."""
+RESERVE = 64 * 1024 * 1024
+"""Free bytes of a disk (at most a 16th of it) that logs leave to the state of the master, which may be there, too."""
 RETRY_S = 1.0
 _TAIL_BYTES = 16384
 _TAIL_LINES = 40
@@ -73,6 +76,12 @@ def _clock(at: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(at))
 
 
+def _room(place: int | Path) -> int:
+    """Return how many bytes a disk has left for logs."""
+    found = os.statvfs(place)
+    return (found.f_bavail - min(RESERVE // found.f_frsize, found.f_blocks // 16)) * found.f_frsize
+
+
 class LogFile:
     """A log file that rotates. Output that the disk refuses is dropped, with one log entry; the worker goes on.
 
@@ -99,6 +108,7 @@ class LogFile:
         self.lost = ""
         """Losses in words; empty: none."""
         self._descriptor = -1
+        self._look_at = 0
         try:
             others = [_base_path(path), path.with_name(f"{path.name}.archived")]
             for old in [*(rotated(path, number) for number in range(1, max_files)), *others]:
@@ -140,6 +150,10 @@ class LogFile:
                 self._drop(view)
                 return
             try:
+                if self.end >= self._look_at:
+                    self._look_at = self.end + HELD_BYTES
+                    if _room(self._descriptor) < HELD_BYTES:
+                        raise OSError(errno.ENOSPC, "No space left on device, except for state")
                 count = os.write(self._descriptor, view[: self.bytes_left] if may_rotate else view)
             except OSError as error:
                 self._refuse(error)
@@ -189,8 +203,9 @@ class LogFile:
 
     def _refuse(self, error: OSError) -> None:
         if self._hole is None:
-            self._hole = _Hole(error.strerror or str(error), self._last_hole)
-            log.error("event=log-dropped file=%s: %s; output is dropped", self.path, error.strerror)
+            disk = next(each for each in self.path.absolute().parents if each.is_mount())
+            self._hole = _Hole(f"{error.strerror or error} (disk {disk})", self._last_hole)
+            log.error("event=log-dropped file=%s: %s; output is dropped", self.path, self._hole.why)
 
     def _drop(self, data: memoryview) -> None:
         if self._hole is not None:
@@ -203,8 +218,7 @@ class LogFile:
             return False
         hole.try_at = time.monotonic() + RETRY_S
         try:
-            found = os.statvfs(self.path.parent)
-            if found.f_bavail * found.f_frsize < LEAST_FREE:
+            if _room(self.path.parent) < LEAST_FREE:
                 return False
             if self._descriptor < 0:
                 self._open()

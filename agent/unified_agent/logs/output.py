@@ -138,6 +138,12 @@ class _OutputStream:
     """Losses that were reported."""
     tell_at: float = 0.0
 
+    @property
+    def lost(self) -> str:
+        """Losses in words, of the log and of its copy; empty: none."""
+        copied = f"{self.copy.path}: {self.copy.lost}" if self.copy is not None and self.copy.lost else ""
+        return "; ".join(filter(None, (self.file.lost, copied)))
+
     def must_wait(self, now: float) -> bool:
         """Return True if the next write would remove bytes that the reader has not read."""
         return self.keep_until > now and not self.file.bytes_left and self.file.start_after_rotation > self.read_to
@@ -380,14 +386,14 @@ class OutputReader:
                 stream.copy.write(data)
             stream.file.write(data, may_rotate=not (is_last and stream.keep_until > now))
             self._tails.wrote(stream.file.path, stream.file.end, now)
-            if stream.file.lost != stream.reported and now >= stream.tell_at:
+            if stream.lost != stream.reported and now >= stream.tell_at:
                 self._tell_lost(stream, now)
         else:
             self._selector.unregister(stream.descriptor)
         return len(data)
 
     def _tell_lost(self, stream: _OutputStream, now: float) -> None:
-        stream.reported, stream.tell_at = stream.file.lost, now + TELL_LOST_S
+        stream.reported, stream.tell_at = stream.lost, now + TELL_LOST_S
         name = "stdout" if stream.file.path.suffix == ".out" else "stderr"
         self._answer(OutputLost(stream.incarnation, name, stream.reported))
 
@@ -414,7 +420,7 @@ class OutputReader:
             for file in (stream.file, stream.copy):
                 if file is not None:
                     file.close()
-            if stream.file.lost != stream.reported:
+            if stream.lost != stream.reported:
                 self._tell_lost(stream, self._clock())
             if self._archive is not None:
                 self._archive.end(stream.file.path)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import pytest
 from msgspec import json
 
+from tests.support.full_disk import MountDisk
 from unified.protocol.agent_master import OutputTail, ReadAgentLog
 from unified.protocol.records import JobWorkerIncarnation, WorkerReport
 from unified_agent.logs.logfile import LogFile, LogSlice, last_lines, read_slice
@@ -131,6 +132,21 @@ def test_the_end_of_an_incarnation_brings_its_last_lines(bench: Output) -> None:
     assert closed == OutputClosed(INCARNATION, -9, "\n".join(f"line {number}" for number in range(10, 50)))
     os.close(out)  # a stray that still holds the pipe holds nothing up
     os.close(err)
+
+
+def test_lines_that_only_the_copy_lacks_are_told_too(bench: Output, tmp_path: Path, small_disk: MountDisk) -> None:
+    small_disk(tmp_path / "copies").fill()
+    copy = tmp_path / "copies/0/stdout.log"
+    out, err = bench.reader.open(INCARNATION, Destination(copy=str(copy)))
+    for _ in range(8):
+        os.write(out, (b"x" * 65535 + b"\n"))
+    os.close(out)
+    os.close(err)
+    bench.reader.finish(INCARNATION, 0)
+    assert isinstance(bench.next(), OutputClosed)
+    assert bench.lost[-1].stream == "stdout"
+    assert bench.lost[-1].text.startswith(f"{copy}: 4 lines (262144 bytes) dropped since ")
+    assert bench.lost[-1].text.endswith(f"No space left on device, except for state (disk {tmp_path}/copies)")
 
 
 def test_an_incarnation_that_never_began_can_be_finished(bench: Output) -> None:

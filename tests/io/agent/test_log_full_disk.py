@@ -1,5 +1,6 @@
 """Output of workers where the disk of their node is full for a while."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def test_a_reader_goes_on_and_so_does_the_file_when_there_is_room(
     num_lost = file.end - on_disk - HELD_BYTES
     assert f" lines ({num_lost} bytes) dropped since " in file.lost
     assert int(file.lost.partition(" ")[0]) - num_lost // 8 in (0, 1)
-    assert file.lost.endswith(": No space left on device")
+    assert file.lost.endswith(f": No space left on device (disk {tmp_path}/logs)")
 
     late = read(file, 7)  # a reader that comes now has what is there, and then what is held
     assert late.data == seen[: on_disk - 7]
@@ -55,6 +56,19 @@ def test_a_reader_goes_on_and_so_does_the_file_when_there_is_room(
     assert missing == file.lost
     again = read_slice(file.path, end - 8, 1 << 20, 3)
     assert (again.offset, again.data) == (end - 8, b"0199999\nafter\n")
+    file.close()
+
+
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_the_last_of_the_room_is_left_for_others(tmp_path: Path, small_disk: MountDisk, is_copy: bool) -> None:
+    disk = small_disk(tmp_path / "logs", mebibytes=16)
+    path = tmp_path / "logs/w/0.out"
+    file = LogFile(path, 1 << 40, 1, is_private=False) if is_copy else LogFile(path, 1 << 20, 64)
+    for _ in range(24 * 16):
+        file.write(b"x" * 65535 + b"\n")
+    assert 1 << 20 <= disk.free < 2 << 20, "a 16th"
+    assert re.search(r"^\d+ lines \(\d+ bytes\) dropped since .* on device, except for state", file.lost)
+    assert file.lost.endswith(f"(disk {tmp_path}/logs)")
     file.close()
 
 

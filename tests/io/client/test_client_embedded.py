@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 from tests.support.deadlines import missed
 from unified import process
 from unified.cli.main import main
-from unified.client import submission
+from unified.client import embedded, submission
 from unified.client.connection import MasterConnection
 from unified.client.daemons import marked_processes
 from unified.client.embedded import CLUSTER_VARIABLE, EmbeddedCluster
@@ -29,7 +30,7 @@ from unified.testing import Belongings, eventually, left_behind
 pytestmark = pytest.mark.processes
 
 MASTER = """
-import os, pathlib, signal, sys, zmq
+import os, pathlib, signal, sys, time, zmq
 from unified.process import die_with_parent
 from unified.protocol.client_master import NodeList, NodeStatus, client_to_master, master_to_client
 from unified.protocol.records import NodeResources, NodeState
@@ -38,6 +39,8 @@ signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # no answer on its way ma
 if os.environ.get("FAKE_MASTER") == "port-taken":
     print("unified-master: tcp://127.0.0.1:0 is taken", file=sys.stderr)
     sys.exit(1)
+while os.environ.get("FAKE_MASTER") == "late" and not pathlib.Path(os.environ["PYTHONPATH"]).with_name("go").exists():
+    time.sleep(0.02)
 nothing = NodeResources(cpu=1, memory_mb=1, disk_mb=1)
 router = zmq.Context().socket(zmq.ROUTER)
 bind = sys.argv[sys.argv.index("--bind") + 1]
@@ -276,6 +279,48 @@ def test_a_daemon_that_cannot_start_is_an_error_with_its_last_words(
         cluster.start()
     assert processes(cluster.cluster_id) == []
     assert left_behind(before) == []
+
+
+def test_a_slow_start_is_waited_for_and_told(
+    stand_ins: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def let_go() -> None:
+        eventually(lambda: len(caplog.messages) >= 3, message="nothing was said")
+        (stand_ins / "go").touch()
+
+    monkeypatch.setattr(embedded, "NOTE_S", 0.05)
+    with pytest.raises(ClusterError, match=r"not ready after .* s: the master did not write its address; logs: "):
+        EmbeddedCluster(1, 1, env={"FAKE_MASTER": "late"}).start(timeout_s=missed(0.2))
+    caplog.clear()
+    going = threading.Thread(target=let_go)
+    going.start()
+    with EmbeddedCluster(1, 1, home=stand_ins / "home", env={"FAKE_MASTER": "late"}):
+        going.join()
+    for message in caplog.messages:
+        assert re.match(r"the cluster is not ready after \d\S* s: the master did not write its address; ", message)
+        assert f"; logs: {stand_ins}/home. The start goes on while its processes live." in message
+
+
+def is_handled(pid: int, number: int) -> bool:
+    (caught,) = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_slow_start(stand_ins: Path, number: int) -> None:
+    (stand_ins / "hello.py").write_text("print(1)")
+    command = [sys.executable, "-m", "unified", "run", "--standalone", "hello.py"]
+    env = {**os.environ, "FAKE_MASTER": "late"}
+    homes = stand_ins / "unified-home" / "embedded"
+    with subprocess.Popen(command, cwd=stand_ins, env=env, stderr=subprocess.PIPE, text=True) as run:
+        home = eventually(lambda: [*homes.glob("*/node-1.log")], message="no daemon was started")[0].parent
+        eventually(lambda: len(processes(home.name)) == 2, message="not both daemons were started")
+        eventually(lambda: is_handled(run.pid, signal.SIGTERM), message="the command takes no signals")
+        run.send_signal(number)
+        assert run.wait(100) == 128 + number
+        assert run.stderr is not None
+        assert "unified: ended by " in run.stderr.read()
+    assert processes(home.name) == []
 
 
 def test_a_home_that_cannot_be_made_is_an_error_of_ours(stand_ins: Path, tmp_path: Path) -> None:

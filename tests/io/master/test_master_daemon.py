@@ -28,6 +28,7 @@ from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.agent_master import DesiredWorkers, MasterStopping, MasterToAgent, master_to_agent
 from unified.protocol.client_master import (
     Accepted,
+    Changes,
     ClientToMaster,
     Done,
     Explain,
@@ -43,6 +44,7 @@ from unified.protocol.client_master import (
     StopJob,
     Story,
     SubmitJob,
+    WatchCluster,
     master_to_client,
 )
 from unified.protocol.framing import PROTOCOL_VERSION
@@ -416,6 +418,31 @@ def test_a_defect_is_answered_and_the_core_rebuilt_from_the_store(
 # A full disk
 
 
+def watch_after(version: int) -> WatchCluster:
+    return WatchCluster(job="train", after_version=version, wait_s=100.0)
+
+
+def test_with_a_full_disk_it_ends_when_it_is_asked_to(
+    tmp_path: Path, small_disk: MountDisk, start_master: StartMaster, connect: Connect
+) -> None:
+    disk = small_disk(tmp_path / "state")
+    master = start_master()
+    agent, client = FakeAgent(connect(master.address)), connect(master.address)
+    agent.until(lambda: bool(agent.heard))
+    expect(agent.status_after(client, SubmitJob(spec=spec())), Accepted)
+    agent.until_stage(client, "train", Stage.RUNNING)
+    version = expect(agent.status_after(client, WatchCluster(job="train")), Changes).version
+    disk.fill()
+    for job_id, worker, _ in list(agent.agent.incarnations):
+        agent._say(agent.agent.finish(job_id, worker))
+    while not expect(agent.status_after(client, watch_after(version)), Changes).problem:
+        pass
+    master.process.terminate()
+    assert master.process.wait(100) == 1
+    last = master.log.read_text().splitlines()[-1]
+    assert last.startswith(f"unified-master: {tmp_path}/state/master.sqlite cannot be written: "), last
+
+
 def test_with_a_full_disk_it_stays_refuses_and_goes_on_when_there_is_room(
     tmp_path: Path, small_disk: MountDisk, start_master: StartMaster, connect: Connect
 ) -> None:
@@ -428,6 +455,7 @@ def test_with_a_full_disk_it_stays_refuses_and_goes_on_when_there_is_room(
         worker.state is not WorkerState.RUNNING for worker in agent.until_stage(client, "train", Stage.RUNNING).workers
     ):
         pass  # the agent has yet to take their orders
+    known = expect(agent.status_after(client, WatchCluster(job="train")), Changes)
     disk.fill()
 
     refused = expect(agent.status_after(client, SubmitJob(spec=spec("second"))), Refused)
@@ -440,6 +468,9 @@ def test_with_a_full_disk_it_stays_refuses_and_goes_on_when_there_is_room(
     nodes = expect(agent.status_after(client, ListNodes()), NodeList)
     assert [node.state for node in nodes.nodes] == [NodeState.ALIVE]
     expect(agent.status_after(client, GetJob(job="train")), JobStatus)
+    told = expect(agent.status_after(client, watch_after(known.version)), Changes)
+    assert f"{tmp_path}/state/master.sqlite cannot be written: database or disk is full. Make room" in told.problem
+    assert not told.jobs, "what is not recorded may yet be lost"
     expect(agent.status_after(client, StopJob(job="train")), Refused)
     expect(agent.status_after(client, SignalWorkers(job="train", signal=signal.SIGUSR1)), Done)  # to have them save
     assert master.process.poll() is None

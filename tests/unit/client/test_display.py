@@ -1,8 +1,8 @@
 """What a person sees, on a terminal and off it."""
 
-import errno
 import io
 import os
+from pathlib import Path
 
 import pytest
 
@@ -138,13 +138,20 @@ def test_a_reader_that_goes_away_is_no_error(choice: str) -> None:
         assert os.readlink(f"/proc/self/fd/{writing}") == os.devnull  # so that the flush at exit says nothing either
 
 
-def test_a_full_disk_is_an_error() -> None:
-    class Full(io.StringIO):
-        def write(self, text: str) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.raises(OSError, match="No space left"):
-        lasting(Full()).write("hello")
+@pytest.mark.parametrize("choice", ["plain", "live"])
+@pytest.mark.parametrize("both", [False, True])
+def test_a_full_disk_ends_the_output_and_not_the_job(
+    choice: str, both: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Path("/dev/full").open("w") as full, io.StringIO() as other:
+        with open_display({"UNIFIED_PROGRESS": choice}, out=full, err=full if both else other) as display:
+            display.note("gpt-1  submitted")
+            display.update(running(1))
+            display.output(said("hello\n"))
+            display.output(said("again\n"))
+        assert os.readlink(f"/proc/self/fd/{full.fileno()}") == os.devnull  # so that the flush at exit does not fail
+    text = "No space left on device (disk /dev): /dev/full lacks all further output; `unified logs` shows it"
+    assert capsys.readouterr().err == f"unified: {text}\n"
     assert lasting(None).write("hello") == 5
 
 
