@@ -6,6 +6,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Sequence
+from typing import ClassVar
 
 from unified.protocol.framing import StreamBuffer, encode_stream
 
@@ -22,6 +23,8 @@ class ChannelOverflowError(ConnectionError):
 
 class ChildChannel:
     """One end of a socket pair with a child process."""
+
+    _last: ClassVar[tuple[object, bytes]] = None, b""  # a message and its bytes, which thousands of workers may get
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -46,7 +49,9 @@ class ChildChannel:
         if not self.is_open:
             _close_all(descriptors)
             return
-        data = encode_stream(message)
+        if message is not self._last[0]:
+            ChildChannel._last = message, encode_stream(message)
+        data = self._last[1]
         # The first message may be of any size: it contains a job's configuration.
         if self._waiting and self._num_waiting_bytes + len(data) > MAX_WAITING_BYTES:
             self.close()

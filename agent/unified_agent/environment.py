@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from unified.job.driver import is_read_at_start
 from unified.job.spec import JobSpec
@@ -26,7 +27,7 @@ is the default of newer releases. Its cost beside a collective is too small to m
 _TORCH_NAME = {"cuda": "cuda", "rocm": "cuda", "npu": "npu"}
 
 
-class NodeFacts(Value, frozen=True):
+class NodeFacts(Value, frozen=True, dict=True):
     """Facts that an agent knows of its node and of itself; they never change."""
 
     node: str
@@ -53,6 +54,10 @@ class NodeFacts(Value, frozen=True):
     """Address at which whole logs are archived; empty: nowhere."""
     python: str = ""
 
+    @cached_property
+    def devices(self) -> dict[int, Device]:
+        return {device.index: device for device in self.resources.devices}
+
 
 def log_path(log_dir: str, job_id: str, worker: str, incarnation: int, stream: str) -> str:
     """Return the file of one stream (``out`` or ``err``) of one incarnation."""
@@ -64,8 +69,7 @@ def devices_of(spec: JobSpec, indices: Sequence[int], node: NodeFacts) -> list[D
 
     A job for CPUs on a node with real accelerators counts slots, not devices, so it gets no devices.
     """
-    known = {device.index: device for device in node.resources.devices}
-    found = [known[index] for index in indices if index in known]
+    found = [node.devices[index] for index in indices if index in node.devices]
     if spec.accelerator_type == "CPU":
         return [device for device in found if device.kind == "virtual"]
     return found

@@ -29,7 +29,7 @@ from unified.core.timers import earliest
 from unified.errors import ProtocolError
 from unified.protocol.agent_zygote import ChildExited, Fork, Forked, ForkFailed, ZygoteToAgent, ZygoteUp
 from unified.protocol.framing import PROTOCOL_VERSION
-from unified.protocol.records import Failure, JobWorkerIncarnation
+from unified.protocol.records import Evidence, Failure, JobWorkerIncarnation
 from unified.protocol.worker_agent import AgentToWorker, Hello, Launch, worker_to_agent
 from unified_agent.child_channel import ChannelOverflowError, ChildChannel
 from unified_agent.core.messages import AgentEvent, StartWorker, WorkerNotStarted, WorkerSaid, WorkerStarted
@@ -249,7 +249,7 @@ class Processes:
                 continue
             has_lost_stray = has_lost_stray or pid not in self._programs
             for child in [child for child in self._children.values() if child.pid == pid]:
-                self._end(child, code, peak_kb)  # adopted from a dead zygote
+                self._end(child, code, peak_kb, is_orphan=True)  # adopted from a dead zygote
         if has_lost_stray:  # the stray's children are the agent's now
             self._kill_strays()
 
@@ -436,12 +436,12 @@ class Processes:
             )
         for child in children:
             if not zygote.is_up:
-                self._fail(child, "crash" if code < 0 else "setup", zygote.why_useless(how))
+                self._fail(child, "crash" if code < 0 else "setup", zygote.why_useless(how), zygote.cause)
             elif child.pid:
                 child.killed_for = f"the zygote that it was forked from was {how}"
                 self._adopt(child)
             else:
-                self._fail(child, "crash", f"could not be started: its zygote was {how}")
+                self._fail(child, "crash", f"could not be started: its zygote was {how}", zygote.cause)
         if code == 0:
             zygote.remove_log()
         if zygote.is_up and zygote.python in self._kept and zygote.is_settled:
@@ -452,7 +452,7 @@ class Processes:
         """Kill a child of a dead zygote; the agent reaps it now, unless the zygote did so without a report."""
         found = process.facts(child.pid)
         if found is None or found.parent != os.getpid():
-            self._end(child, -signal.SIGKILL)
+            self._end(child, -signal.SIGKILL, is_orphan=True)
         else:
             process.signal_group(child.pid, signal.SIGKILL)
 
@@ -475,9 +475,9 @@ class Processes:
         del self._zygotes[zygote.python]
         for child in [child for child in self._children.values() if child.zygote is zygote]:
             if not child.pid:
-                self._fail(child, "crash", f"could not be started: {fault}")
+                self._fail(child, "crash", f"could not be started: {fault}", zygote.cause)
             elif process.facts(child.pid) is None:
-                self._adopt(child)  # reaped, but not reported
+                self._end(child, -signal.SIGKILL)  # reaped, but not reported
             else:
                 self._end_unreaped(child)
         self._kill_if_unused(zygote)
@@ -547,16 +547,18 @@ class Processes:
             return False
         return True
 
-    def _fail(self, child: ForkedWorker, category: Literal["crash", "setup"], summary: str) -> None:
+    def _fail(self, child: ForkedWorker, category: Literal["crash", "setup"], summary: str, cause: str = "") -> None:
         self._drop(child)
-        self._on_event(
-            WorkerNotStarted(incarnation=child.incarnation, failure=Failure(category=category, summary=summary))
-        )
+        failure = Failure(category=category, summary=summary, evidence=Evidence(cause=cause) if cause else None)
+        self._on_event(WorkerNotStarted(incarnation=child.incarnation, failure=failure))
 
-    def _end(self, child: ForkedWorker, code: int, peak_kb: int = 0) -> None:
+    def _end(self, child: ForkedWorker, code: int, peak_kb: int = 0, *, is_orphan: bool = False) -> None:
+        """Report the end of a process. If its zygote has ended (`is_orphan`), SIGKILL came with that end."""
         self._hear(child)
         self._drop(child)
-        self._on_end(child.incarnation, ProcessEnd(code, peak_kb, child.killed_for))
+        cause = child.zygote.cause if is_orphan and child.zygote and code == -signal.SIGKILL else ""
+        killed_for = child.killed_for or ("the zygote that it was forked from has ended" if cause else "")
+        self._on_end(child.incarnation, ProcessEnd(code, peak_kb, killed_for, cause))
         self.groups.end(child.incarnation)  # after its evidence was read
 
     def _drop(self, child: ForkedWorker) -> None:

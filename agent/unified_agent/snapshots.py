@@ -89,7 +89,6 @@ class SnapshotProcess:
         self._await_first()
 
     def token(self, job_id: str) -> str:
-        """Return the token for the workers of a job."""
         return token_of(self.host.secret, job_id)
 
     def note_copy_nodes(self, jobs: Iterable[DesiredJob]) -> None:

@@ -28,6 +28,8 @@ class ZygoteHandle(HelperProcess):
     def __init__(self, spawned: Spawned) -> None:
         super().__init__(spawned)
         self.python = spawned.python
+        self.cause = f"zygote {self.pid} of {time.time():.6f}"
+        """Id of its end or hang, unique in the cluster: a fault of its workers that is charged once."""
         self.is_up = False
         self.is_given_up = False
         """True if the zygote hangs: it gets no more orders, and goes on only for its workers."""

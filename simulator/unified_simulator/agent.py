@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import msgspec
 
 from unified.config.settings import Intervals
 from unified.core.timers import TimerTable
-from unified.protocol.agent_master import HeartbeatSeen, LogRead, MasterToAgent, ReadAgentLog
+from unified.protocol.agent_master import DesiredJob, HeartbeatSeen, LogRead, MasterToAgent, ReadAgentLog, RunOrder
 from unified.protocol.records import (
     Device,
     DirectoryEntry,
+    Evidence,
     Failure,
     Inbox,
     JobWorkerIncarnation,
@@ -20,6 +22,7 @@ from unified.protocol.records import (
     NodeResources,
     Progress,
 )
+from unified.protocol.snapshots import SnapshotHost
 from unified.protocol.stacks import StackReport, WorkerStacks
 from unified.protocol.worker_agent import (
     Claimed,
@@ -91,13 +94,19 @@ class SimulatedProcess(msgspec.Struct):
     launch: Launch
     is_running: bool = False
     """True if the process is in its entry point."""
-    round: int = 0
+    order: RunOrder | None = None
+    """Last order to run."""
     code: int = 0
     """Exit code that the process will have."""
     claims: NameClaims = NameClaims()
     left_round: int = 0
     is_gone: bool = False
     """True if the process was killed, and its agent has not seen the end yet."""
+    evidence: Evidence | None = None
+
+    @property
+    def round(self) -> int:
+        return 0 if self.order is None else self.order.round
 
     @property
     def can_rejoin(self) -> bool:
@@ -132,6 +141,9 @@ class SimulatedAgent:
         on_process: ProcessWatch | None = None,
     ) -> None:
         self.node = node
+        self.faults: Counter[str] = Counter()
+        """Faults that hit each job here; all agents of a cluster may share this object."""
+        self._num_zygotes = 0
         self.incarnation = incarnation
         self._clock = clock
         self._on_process = on_process or (lambda _agent, _incarnation, _is_running: None)
@@ -160,6 +172,19 @@ class SimulatedAgent:
             ),
             Intervals(),
         )
+
+    def serve_snapshots(self, host: SnapshotHost) -> None:
+        """Give the node a snapshot server; to be called before the agent begins."""
+        self._core.membership.snapshots = host
+
+    @property
+    def snapshots(self) -> SnapshotHost | None:
+        return self._core.membership.snapshots
+
+    @property
+    def jobs(self) -> dict[str, DesiredJob]:
+        """Jobs with workers here, by id."""
+        return self._core.jobs
 
     @property
     def next_deadline(self) -> float | None:
@@ -207,10 +232,31 @@ class SimulatedAgent:
         return self._step(self._clock(), MasterUnreadable(reason=reason))
 
     def kill_processes(self) -> None:
+        self._kill_all(lambda: SIGNAL_S, None)
+
+    def kill_zygote(self, late_s: Callable[[], float]) -> list[Said]:
+        """Kill the zygote, and all processes with it; the agent sees each end `late_s` later."""
+        self._num_zygotes += 1
+        cause = f"zygote {self._num_zygotes} of {self.node}, {self.incarnation}"
+        self._kill_all(late_s, Evidence(killed_for="its zygote was killed", cause=cause))
+        return []
+
+    def kill(self, incarnation: JobWorkerIncarnation, late_s: float) -> None:
+        """Kill a process whose end the agent sees `late_s` later."""
+        self.faults[incarnation.job_id] += 1
+        self._kill(incarnation, late_s)
+
+    def _kill_all(self, late_s: Callable[[], float], evidence: Evidence | None) -> None:
+        self.faults.update({incarnation.job_id for incarnation in self.incarnations})
         for incarnation, process in self.incarnations.items():
-            process.code, process.is_gone, process.is_running = -9, True, False
-            self._on_process(self, incarnation, False)
-            self._timers.arm(("exit", incarnation), self._clock() + SIGNAL_S)
+            process.evidence = evidence
+            self._kill(incarnation, late_s())
+
+    def _kill(self, incarnation: JobWorkerIncarnation, late_s: float) -> None:
+        process = self.incarnations[incarnation]
+        process.code, process.is_gone, process.is_running = -9, True, False
+        self._on_process(self, incarnation, False)
+        self._timers.arm(("exit", incarnation), self._clock() + late_s)
 
     def die(self) -> None:
         while self.incarnations:
@@ -222,6 +268,7 @@ class SimulatedAgent:
     def end(self, job_id: str, worker: str, failure: Failure | None) -> list[Said]:
         """End the worker's process now: by a signal, with an exception, or (None) because its work is done."""
         said: list[Said] = []
+        self.faults[job_id] += 1
         now = self._clock()
         for incarnation in self._of(job_id, worker):
             word, code = _last_word(failure)
@@ -233,8 +280,8 @@ class SimulatedAgent:
     def finish(self, job_id: str, worker: str) -> list[Said]:
         return self._say_if_running(job_id, worker, Finished())
 
-    def report_progress(self, job_id: str, worker: str, step: int) -> list[Said]:
-        return self._say_if_running(job_id, worker, Reported(progress=Progress(step=step)))
+    def report_progress(self, job_id: str, worker: str, step: int, waits_for: str = "") -> list[Said]:
+        return self._say_if_running(job_id, worker, Reported(progress=Progress(step=step, waits_for=waits_for)))
 
     def claim(self, job_id: str, worker: str, names: Iterable[str]) -> list[Said]:
         said: list[Said] = []
@@ -252,6 +299,7 @@ class SimulatedAgent:
 
     def leave_round(self, job_id: str, worker: str) -> list[Said]:
         said: list[Said] = []
+        self.faults[job_id] += 1
         for incarnation in self._of(job_id, worker):
             self.incarnations[incarnation].left_round = self.incarnations[incarnation].round
             said += self._say_rejoins(self._clock(), incarnation, self.incarnations[incarnation])
@@ -301,7 +349,7 @@ class SimulatedAgent:
                     self._timers.arm(("started", incarnation), now)
                     self._timers.arm(("hello", incarnation), now + self.delays.start)
                 case TellWorker(incarnation=incarnation, message=Run(order=order)) if incarnation in self.incarnations:
-                    self.incarnations[incarnation].round = order.round
+                    self.incarnations[incarnation].order = order
                     self._timers.arm(("run", incarnation), now + self.delays.run)
                 case TellWorker(incarnation=incarnation, message=DumpStacks(number=number)) if (
                     incarnation in self.incarnations
@@ -365,9 +413,9 @@ class SimulatedAgent:
         )
 
     def _exited(self, now: float, incarnation: JobWorkerIncarnation, code: int) -> list[Said]:
-        del self.incarnations[incarnation]
+        evidence = self.incarnations.pop(incarnation).evidence
         self._on_process(self, incarnation, False)
-        return self._step(now, WorkerExited(incarnation=incarnation, code=code))
+        return self._step(now, WorkerExited(incarnation=incarnation, code=code, evidence=evidence))
 
 
 def _named(event: AgentEvent) -> str:

@@ -199,6 +199,11 @@ class SimulatedCluster(Generic[N]):
         self.watch(self.now, "fault", f"the master is killed, and away for {down_s:.3f} s")
         self.after(down_s, self.restart_master)
 
+    @property
+    def is_writing(self) -> bool:
+        """True while a decision of the master is not on its disk, and not in `log`."""
+        return self._is_writing
+
     def restart_master(self) -> None:
         """Start the master (again) with its store; all connections are made anew."""
         self._die()

@@ -15,6 +15,8 @@ DAY_S = 86400.0
 CRASH = Failure(summary="killed by SIGKILL", category="crash", signal=9)
 CUT_S = (1.0, 120.0)
 """Shortest and longest time for which a node is cut off."""
+SEEN_AFTER_S = (0.001, 0.01, 0.1)
+"""Times after which an agent sees the end of a process that died with its zygote."""
 DOWN_S = (1.0, 30.0)
 """Shortest and longest time for which the master is down."""
 
@@ -28,6 +30,8 @@ class FaultRates(Value, frozen=True, kw_only=True):
     """Deaths of all nodes of a rack together."""
     worker_days: float
     """Deaths of a worker process alone."""
+    zygote_days: float = 0.0
+    """Deaths of a node's zygote, with all processes of workers there."""
     cut_days: float
     """Network cuts of a node."""
     master_days: float
@@ -62,6 +66,7 @@ class Faults:
             (rates.node_days, num_nodes, self._node),
             (rates.rack_days, num_racks, self._rack),
             (rates.worker_days, num_workers, self._worker),
+            (rates.zygote_days, num_nodes, self._zygote),
             (rates.cut_days, num_nodes, self._cut),
             (rates.master_days, 1, self._master),
         ):
@@ -113,6 +118,12 @@ class Faults:
             incarnation = self._rng.choice(running)
             self._note("worker", f"{incarnation.job_id}/{incarnation.worker} on {agent.node}")
             self._cluster.act(agent, lambda: agent.end(incarnation.job_id, incarnation.worker, CRASH))
+
+    def _zygote(self) -> None:
+        agent = self._cluster.agents.get(self._rng.choice(self._nodes))
+        if agent is not None and agent.incarnations:
+            self._note("zygote", f"of {agent.node}")
+            self._cluster.act(agent, lambda: agent.kill_zygote(lambda: self._rng.choice(SEEN_AFTER_S)))
 
     def _cut(self) -> None:
         node = self._rng.choice(self._nodes)

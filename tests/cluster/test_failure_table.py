@@ -353,6 +353,20 @@ def zygote_killed(bench: Bench) -> JobStatus:
     return bench.ends_well(handle)
 
 
+def zygote_killed_with_others(bench: Bench) -> JobStatus:
+    """Four workers that restart alone: one more charged failure than one, and the node would be used up."""
+    handle = bench.submit(total=4, envs={"TIMES": "0"}, restart_alone=True, per_node_max_failure=1)
+    bench.running(handle, [0] * 4)
+    found = process.facts(next(iter(bench.cluster.workers(handle).values())))
+    assert found is not None
+    os.kill(found.parent, signal.SIGKILL)
+    status = bench.running(handle, [1] * 4)
+    assert sorted((use.limit, use.used) for use in status.budgets) == [("max_restart", 1), ("per_node_max_failure", 1)]
+    (payer,) = (use.subject for use in status.budgets if use.limit == "max_restart")
+    assert bench.story(handle).count(f"(charged once, to {payer})") == 3
+    return bench.ends_well(handle)
+
+
 def zygote_hangs(bench: Bench) -> JobStatus:
     """It is stopped between two jobs: the first one goes on."""
     first = bench.submit(envs={"TIMES": "0"})
@@ -445,6 +459,7 @@ OWN: dict[str, tuple[Check, dict[str, Any]]] = {
     "node-drained": (node_drained, {"nodes": 3, "devices": 2}),
     "node-comes-back-quickly": (node_comes_back_quickly, {"nodes": 1, "restart_agents": 9}),
     "node-group-given-up": (node_group_given_up, {"nodes": 3, "devices": 2}),
+    "zygote-killed-with-others": (zygote_killed_with_others, {"nodes": 1}),
     "zygote-hangs": (zygote_hangs, {"nodes": 1, "env": {"UNIFIED_FORK_S": "3"}}),
     "master-killed": (master_killed, {"nodes": 1, "restart_master": 1}),
 }

@@ -15,6 +15,7 @@ import pytest
 from tests.cluster import test_failure_table as table
 from tests.cluster.test_failure_table import WITHIN_S, Bench, Check, check, documented, programs  # noqa: F401
 from tests.cluster.test_node_ranges import QUICK
+from unified import process
 from unified.api.builder import DLJobBuilder
 from unified.cli.main import main
 from unified.client.handle import JobHandle
@@ -170,6 +171,25 @@ def rank_killed_in_place(bench: Bench) -> JobStatus:
     return bench.ends_well(handle)
 
 
+def rank_killed_unseen(bench: Bench) -> JobStatus:
+    """Its zygote stands still meanwhile: the other rank, whose collective fails, is charged until its end is known."""
+    handle = elastic_job(bench, "loop", 2)
+    survivor, victim = in_loop(bench, handle)
+    found = process.facts(victim.pid)
+    assert found is not None
+    os.kill(found.parent, signal.SIGSTOP)
+    try:
+        os.kill(victim.pid, signal.SIGKILL)
+        eventually(lambda: "a collective failed, and no worker did" in bench.story(handle), timeout=WITHIN_S)
+    finally:
+        os.kill(found.parent, signal.SIGCONT)
+    status = bench.running(handle, [0, 1])
+    assert status.workers[0].pid == survivor.pid
+    uses = sorted((use.limit, use.used, use.subject) for use in status.budgets)
+    assert uses == [("max_restart", 1, victim.name), ("per_node_max_failure", 1, f"r on {victim.node}")]
+    return bench.ends_well(handle)
+
+
 def store_killed_in_place(bench: Bench) -> JobStatus:
     handle = elastic_job(bench, "loop", 2)
     before = in_loop(bench, handle)
@@ -207,6 +227,7 @@ WITH_TORCH: dict[str, tuple[Check, dict[str, Any]]] = {
     "role-shrinks": (role_shrinks, {"nodes": 2, "devices": 1, "env": QUICK}),
     "role-grows": (role_grows, {"nodes": 2, "devices": 1, "env": QUICK}),
     "rank-killed-in-place": (rank_killed_in_place, {"nodes": 2, "devices": 1}),
+    "rank-killed-unseen": (rank_killed_unseen, {"nodes": 2, "devices": 1}),
     "store-killed-in-place": (store_killed_in_place, {"nodes": 2, "devices": 1}),
     "node-check-fails": (node_check_fails, {"nodes": 4, "devices": 1}),
 }

@@ -22,6 +22,7 @@ OPTIONS = SimulationOptions(
     node_days=4.0,
     rack_days=0.4,
     worker_days=8.0,
+    zygote_days=4.0,
     cut_days=4.0,
     master_days=0.1,
     rack_size=4,
@@ -44,7 +45,7 @@ def facts(report: SimulationReport) -> dict[str, object]:
 @pytest.mark.parametrize("in_place", [False, True], ids=["restart", "in-place"])
 def test_jobs_outlive_every_kind_of_fault(in_place: bool) -> None:
     report = Simulation(msgspec.structs.replace(OPTIONS, in_place=in_place)).run()
-    assert report.faults.keys() == {"node", "rack", "worker", "cut", "master"}
+    assert report.faults.keys() == {"node", "rack", "worker", "zygote", "cut", "master"}
     assert report.jobs_finished > 5
     assert report.recoveries > 10
     assert 0.5 < report.goodput < 1

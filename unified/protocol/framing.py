@@ -48,7 +48,6 @@ class Codec(Generic[M]):
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(union)
 
     def encode(self, message: object, request_id: int = 0, *, version: int = PROTOCOL_VERSION) -> list[Buffer]:
-        """Return the frames of a message."""
         return [_encoder.encode((version, request_id)), *cut(_encoder.encode(message))]
 
     def encode_header(self, request_id: int = 0) -> bytes:

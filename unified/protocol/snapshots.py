@@ -84,12 +84,13 @@ class ServerAddress(Value, frozen=True):
 
 
 class EarlierNode(Value, frozen=True):
-    """A node that workers of a job have left, which may still hold snapshots of the job."""
+    """A node that workers of a role have left, which may still hold snapshots of the role."""
 
+    role: str
     server: ServerAddress
     """Without a URL if the node, or its agent of that time, is gone."""
     round: int
-    """Last round of the job's workers there."""
+    """Last round of the role's workers there."""
 
 
 class HeldElsewhere(Value, frozen=True):

@@ -50,7 +50,6 @@ def target_of(location: str, series: SnapshotSeries, env: Mapping[str, str], *, 
 
 
 def name_of(job_id: str, stamp: SnapshotStamp) -> str:
-    """Return the name of a snapshot in its folder."""
     return f"{stamp.step:012d}.{stamp.round}.{job_id}.snapshot"
 
 
@@ -68,7 +67,6 @@ class SnapshotStorage(ClosedOnExit):
         self._prefix = str(PurePosixPath(prefix) / folder)
 
     def steps(self) -> list[StoredSnapshot]:
-        """Return the stored snapshots."""
         parsed = (_parsed(stat.key) for stat in self._backend.list(self._prefix + "/"))
         return [found for found in parsed if found is not None]
 

@@ -73,6 +73,10 @@ class AgentCore:
         self.generation = 0
         self._num_elsewhere = self._num_neighbours = 0
         self._starts = StartQueue(max_starts(facts.host_cpus))
+        self._running: set[tuple[str, str]] = set()  # job and name of each worker here that has not ended
+        self._held: set[int] = set()  # devices of workers of forgotten jobs, at `_reconciled_at`
+        self._deaths: dict[str, list[DirectoryEntry]] = {}  # by job, for the dead workers' neighbours
+        self._reconciled_at = float("-inf")
         self._floor = 0
         self._pythons: list[str] = []
         self._observe_at: float | None = None
@@ -223,9 +227,14 @@ class AgentCore:
 
     def _reconcile(self) -> None:
         """Stop workers that are not desired, start those that are, and pass on notices and orders to run."""
+        self._reconciled_at = self._step.now
+        while self._deaths:
+            self._on_directory(*self._deaths.popitem())
         for worker in list(self.workers.values()):
             if self._is_to_stop(worker):
                 self._stop(worker)
+        forgotten = (w for w in self.workers.values() if w.job_id not in self.jobs and not w.is_ended)
+        self._held = {device for worker in forgotten for device in worker.devices}
         self._starts.clear()
         if self.shutdown.has_begun:
             are_gone = all(worker.is_ended for worker in self.workers.values())
@@ -243,6 +252,11 @@ class AgentCore:
         if self.shutdown.is_vacating and all(worker.is_ended for worker in self.workers.values()):
             self._begin_shutdown(self.shutdown.reason)
 
+    def _reconcile_soon(self) -> None:
+        """Reconcile after an end: at once, or with so many workers that it takes long, once for all ends of a while."""
+        due = self._reconciled_at + OBSERVE_EACH_S * len(self.workers) - OBSERVE_DELAY_S
+        self._reconcile() if due <= self._step.now else self.timers.arm(AgentTimer("end"), due)
+
     def _start_next(self, settled: JobWorkerIncarnation | None = None) -> None:
         for incarnation in self._starts.take(settled):
             self._start_if_free(incarnation, self.desired[incarnation])
@@ -255,12 +269,7 @@ class AgentCore:
         if spec is None:
             self._step.report("worker-unknown-job", "the desired set lacks its job or role", incarnation, level="error")
             return
-        if any(
-            (w.job_id == incarnation.job_id and w.name == incarnation.worker)
-            or (w.job_id not in self.jobs and not set(w.devices).isdisjoint(wanted.devices))
-            for w in self.workers.values()
-            if not w.is_ended
-        ):
+        if incarnation[:2] in self._running or not self._held.isdisjoint(wanted.devices):
             return
         start = start_of(
             wanted,
@@ -272,6 +281,7 @@ class AgentCore:
             directory=self._directory(incarnation.job_id).entries,
         )
         self.workers[incarnation] = LocalWorker(incarnation, wanted, spec, start.launch.log_file, start.python)
+        self._running.add(incarnation[:2])
         self._step.act(start)
         self._starts.began(incarnation)
         self._step.arm(AgentTimer("start", incarnation), self.intervals.start_s)
@@ -321,15 +331,15 @@ class AgentCore:
         return self.directories.setdefault(job_id, WorkerDirectory())
 
     def _on_directory(self, job_id: str, entries: list[DirectoryEntry]) -> None:
-        news = self._directory(job_id).accept(entries)
-        if not news:
+        if not (found := self._directory(job_id).accept(entries)):
             return
+        news = DirectoryNews(entries=found)
         for worker in self.workers.values():
             if worker.job_id == job_id and worker.kind == "worker" and not worker.is_ended:
-                self._step.act(messages.TellWorker(incarnation=worker.incarnation, message=DirectoryNews(entries=news)))
+                self._step.act(messages.TellWorker(incarnation=worker.incarnation, message=news))
 
     def _tell_neighbours(self, worker: LocalWorker, how: str) -> None:
-        """Tell workers here of a dead worker at once, so that their calls to it need not wait for the master.
+        """Tell workers here of a dead worker soon, so that their calls to it need not wait for the master.
 
         The end of a stopped worker is expected, and not told.
         """
@@ -338,7 +348,7 @@ class AgentCore:
             entry = DirectoryEntry(
                 worker=worker.name, incarnation=incarnation, state=Reachability.DEAD, node=node, reason=how
             )
-            self._on_directory(worker.job_id, [entry])
+            self._deaths.setdefault(worker.job_id, []).append(entry)
 
     # Workers
 
@@ -413,6 +423,7 @@ class AgentCore:
 
     def _after_end(self, worker: LocalWorker) -> None:
         self._starts.settled(worker.incarnation)
+        self._running.discard(worker.incarnation[:2])
         self.timers.cancel(AgentTimer("start", worker.incarnation))
         self.timers.cancel(AgentTimer("kill", worker.incarnation))
         if worker.failure is None:
@@ -425,7 +436,7 @@ class AgentCore:
         self._on_recorded(worker.incarnation, f"it ended before a step was recorded: {how}")
         self._tell_neighbours(worker, how)
         self._observe_soon()
-        self._reconcile()
+        self._reconcile_soon()
 
     # Stopping
 
@@ -513,6 +524,8 @@ class AgentCore:
                     self._observe_soon()
             case "observe":
                 self._on_observe_due()
+            case "end":
+                self._reconcile()
             case "complain":
                 self.membership.complain_due()
             case "reconnect":  # the socket does not retry a refused connection by itself

@@ -81,7 +81,6 @@ class LeaseKeeping:
             self._no_decision_at = now
 
     def step(self, now: float, lease: NodeLease) -> list[KeeperAction]:
-        """Return what to do now."""
         self._is_locked_out = bool(lease.is_locked_out)
         paused_s, self._stepped_at = now - self._stepped_at, now
         if not lease.lease_s:

@@ -90,7 +90,6 @@ class Membership:
         return bool(self._cut_off)
 
     def lease(self, now: float) -> NodeLease:
-        """Return the lease, for the lease keeper."""
         return self._terms._replace(
             lease_s=self._terms.lease_s if self._answered_at else 0.0,
             answered_at=max(self._answered_at, self._kept_until - self._terms.lease_s),

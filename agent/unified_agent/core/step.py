@@ -17,7 +17,7 @@ class AgentTimer(NamedTuple):
     """Key of a deadline."""
 
     kind: Literal[
-        "register", "heartbeat", "observe", "complain", "reconnect", "vacate", "drain", "start", "kill", "stacks"
+        "register", "heartbeat", "observe", "end", "complain", "reconnect", "vacate", "drain", "start", "kill", "stacks"
     ]
     incarnation: JobWorkerIncarnation | None = None
 

@@ -54,7 +54,6 @@ class Descriptions:
         return structs.replace(launch, spec=stand_in, spec_bytes=shared.num_bytes), [os.dup(shared.descriptor)]
 
     def close(self) -> None:
-        """Forget all."""
         self.keep(())
 
     def _forget(self, job_id: str) -> None:

@@ -41,6 +41,8 @@ class ProcessEnd(NamedTuple):
     """Most resident memory of the process; 0: not known."""
     killed_for: str = ""
     """Reason of a kill that the core did not order: by this agent, or with its zygote."""
+    cause: str = ""
+    """Id of its zygote, if it was killed with the zygote."""
 
 
 @dataclass
@@ -103,6 +105,7 @@ class EvidenceCollector:
         self._forget(worker.counter)
         return Evidence(
             killed_for=end.killed_for,
+            cause=end.cause,
             out_of_memory=own,
             out_of_memory_here=host,
             is_memory_counted=is_counted,

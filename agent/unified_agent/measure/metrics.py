@@ -108,7 +108,6 @@ class NodeMetrics:
             self._workers, self._is_connected = living, is_connected
 
     def ended(self, incarnation: JobWorkerIncarnation, role: str, evidence: Evidence) -> None:
-        """Count the end of a worker."""
         if evidence.out_of_memory:
             with self._lock:
                 self._oom_kills[incarnation.job_id, role] += 1

@@ -24,7 +24,8 @@ def observe(step: MasterStep, node: NodeRecord, report: ObservedWorkers) -> None
         step.wants_schedule = True
         step.touch_ending_jobs()
     seen: dict[JobWorkerIncarnation, ObservedWorker] = {}
-    for observed in sorted(report.workers, key=lambda each: each.failure is not None and each.failure.is_collateral):
+    workers = sorted(report.workers, key=lambda each: each.kind == "store")  # of a shared fault, a worker's node pays
+    for observed in sorted(workers, key=lambda each: each.failure is not None and each.failure.is_collateral):
         incarnation = JobWorkerIncarnation(observed.job_id, observed.name, observed.worker_incarnation)
         seen[incarnation] = observed
         _take_losses(step, incarnation, observed.output_lost)
@@ -101,6 +102,11 @@ def _update(step: MasterStep, job: JobRecord, worker: WorkerRecord, observed: Ob
     """Apply the report about a desired incarnation."""
     if worker.state is WorkerState.EXITED or _STATE_ORDER[observed.state] < _STATE_ORDER[worker.state]:
         return  # states only move forward: this report is late
+    queues = observed.progress.queues if observed.progress is not None else []
+    if queues != (before := worker.progress or Progress()).queues:  # apart, because this is no progress
+        worker.progress = msgspec.structs.replace(before, queues=queues)
+        if (timer := ("queues", job.job_id)) not in step.cluster.timers:
+            step.cluster.timers.arm(timer, step.now + hangs.QUEUES_S)
     if observed.progress is not None and observed.progress != worker.progress:
         if worker.progress is None or _shown(observed.progress) != _shown(worker.progress):
             step.touch_progress(job, worker)
@@ -115,8 +121,9 @@ def _update(step: MasterStep, job: JobRecord, worker: WorkerRecord, observed: Ob
             step.report("worker-cleans-up", text, job, worker.role, worker.name, worker.node)
         if waited and not worker.waits_for and worker.state is WorkerState.STARTING:  # its time begins now
             step.cluster.timers.arm(incarnations.start_timer(worker), step.now + step.cluster.intervals.start_s)
-        for each in [worker] if worker.waits_for == waited else job.workers.values():
-            hangs.progressed(step, job, each)  # all may have waited for this one
+        hangs.progressed(step, job, worker)
+        if worker.waits_for != waited:
+            job.waited_at = step.now
     if not worker.has_stepped and observed.progress is not None and observed.progress.step is not None:
         worker.has_stepped = True
         step.save_worker(worker)

@@ -8,6 +8,7 @@ counts: `charge` is for a failure, `charge_restart` for the restart of a whole j
 from __future__ import annotations
 
 from hashlib import sha256
+from itertools import takewhile
 from typing import NamedTuple
 
 from unified.core.backoff import Backoff
@@ -24,6 +25,8 @@ NODE_LIMIT = "per_node_max_failure"
 """Name of the limit past which a role's failures on a node exclude the node."""
 EARLY_S = 300.0
 """Time of running after which a worker may have made progress without reporting a step."""
+MAX_CAUSES = 100
+"""Faults, and broken rounds of unknown cause, that are remembered as charged."""
 MAX_FRUITLESS = 5
 """Charged failures in a row without a new step between them, after which the job is not restarted."""
 _MAY_PASS = (
@@ -45,18 +48,24 @@ def charge(
 ) -> Refusal | None:
     """Charge a failure of a worker or of the store host, or the loss of a node; return what forbids to repair it.
 
+    A fault that ended several workers is charged once. A late root cause takes over what was charged in its place.
+
     Args:
         lost: the lost node of `worker`; the loss is charged once, and to the node alone.
     """
     if (refusal := policy_refusal(job.spec)) is not None:
         return refusal
+    for each in [worker] if lost is None else [peer for peer in job.workers.values() if peer.node == lost.name]:
+        _take_back(step, job, each)
     if lost is not None:
         return _charge_loss(step, job, lost)
-    if failure.category == "node":
+    if failure.category == "node" or failure.cause in job.charged_causes:
         return None
+    if failure.cause:
+        job.charged_causes = dict([*job.charged_causes.items(), (failure.cause, worker.name)][-MAX_CAUSES:])
     if worker.kind == "store":
         return _charge_store(step, job, worker)
-    refusal = _charge_failure(step, job, job.spec.role(worker.role), worker)
+    refusal = _charge_failure(step, job, worker, failure)
     return refusal or _permanent_refusal(step, job, worker, failure) or _fruitless_refusal(step, job, worker)
 
 
@@ -69,12 +78,27 @@ def policy_refusal(spec: JobSpec) -> Refusal | None:
     return None
 
 
-def _charge_failure(step: MasterStep, job: JobRecord, role: RoleSpec, worker: WorkerRecord) -> Refusal | None:
+def _take_back(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> None:
+    """Take back charges for rounds that broke since the worker joined its last one: its failure is their cause."""
+    if (record := job.roles.get(worker.role)) is None or worker.run is None:
+        return
+    taken = [each for each in record.presumed if each.round >= worker.round and each.at >= worker.began_at]
+    record.presumed = [each for each in record.presumed if each not in taken]
+    for each in taken:
+        if each in job.charges or not job.spec.restart_window_s:  # else it no longer counts
+            job.charges = [one for one in job.charges if one != each]
+            _count(step, job, each, -1)
+
+
+def _charge_failure(step: MasterStep, job: JobRecord, worker: WorkerRecord, failure: Failure) -> Refusal | None:
     """Charge a root cause to its worker, its role and its node; return the limit that is exceeded."""
-    record = job.roles[role.name]
+    role, record = job.spec.role(worker.role), job.roles[worker.role]
     is_quick = worker.running_at is None or step.now - worker.running_at < QUICK_S
     record.num_quick = record.num_quick + 1 if is_quick else 0
-    _charge(step, job, Charge(at=step.now, worker=worker.name, role=role.name, node=worker.node))
+    broken = worker.run.round if failure.is_collateral and role.kind == "elastic" and worker.run is not None else 0
+    charge = Charge(at=step.now, worker=worker.name, role=role.name, node=worker.node, round=broken)
+    _charge(step, job, charge)
+    record.presumed = [*record.presumed, charge][-MAX_CAUSES:] if broken else record.presumed
     if role.role_max_restart is not None:
         if record.num_failures <= role.role_max_restart:
             return None
@@ -125,8 +149,8 @@ def _is_early(step: MasterStep, job: JobRecord, worker: WorkerRecord, failure: F
     """Return True for an exception of a worker's own code, before any step and likely to recur."""
     is_own = failure.category == "user" and bool(failure.traceback) and not failure.is_collateral
     has_run_long = worker.running_at is not None and step.now - worker.running_at >= EARLY_S
-    has_stepped = any(peer.has_stepped for peer in job.workers.values())
-    return is_own and not (has_run_long or has_stepped or any(part in failure.exception_type for part in _MAY_PASS))
+    may_pass = has_run_long or any(part in failure.exception_type for part in _MAY_PASS)
+    return is_own and not (may_pass or any(peer.has_stepped for peer in job.workers.values()))
 
 
 def _charge_store(step: MasterStep, job: JobRecord, store: WorkerRecord) -> Refusal | None:
@@ -156,7 +180,6 @@ def job_refusal(job: JobRecord) -> Refusal | None:
 
 
 def charge_restart(step: MasterStep, job: JobRecord) -> None:
-    """Charge a restart of the whole job."""
     _charge(step, job, Charge(at=step.now))
 
 
@@ -214,8 +237,10 @@ def cause(job: JobRecord, worker: WorkerRecord, failure: Failure) -> str:
     if failure.category == "node":
         losses = job.node_losses.get(worker.node, 0)
         return f"{failure.summary} (loss {losses} of that node{within}, {job.spec.node_max_restart} allowed)"
-    role = job.spec.role(worker.role)
-    if role.role_max_restart is not None:
+    role, payer = job.spec.role(worker.role), job.charged_causes.get(failure.cause, worker.name)
+    if payer != worker.name:
+        counted = f"charged once, to {payer}"
+    elif role.role_max_restart is not None:
         counted = f"failure {job.roles[role.name].num_failures} of the role{within}, {role.role_max_restart} allowed"
     else:
         counted = f"failure {worker.num_failures}{within}, {role.max_restart} allowed"
@@ -230,7 +255,7 @@ def refill(step: MasterStep, job: JobRecord) -> None:
     window_s = job.spec.restart_window_s
     if window_s <= 0 or job.is_ending:
         return
-    old = [charge for charge in job.charges if charge.at + window_s <= step.now]
+    old = list(takewhile(lambda charge: charge.at + window_s <= step.now, job.charges))
     if old:
         job.charges = job.charges[len(old) :]
         for charge in old:
@@ -249,7 +274,6 @@ def _charge(step: MasterStep, job: JobRecord, charge: Charge) -> None:
 
 
 def _count(step: MasterStep, job: JobRecord, charge: Charge, number: int) -> None:
-    """Add `number`, 1 or -1, to the counts of a charge."""
     if worker := job.workers.get(charge.worker):
         worker.num_failures += number
         step.touch_worker(job, worker)

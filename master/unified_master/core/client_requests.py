@@ -408,7 +408,6 @@ def _stop(step: MasterStep, request: client_master.StopJob, job: JobRecord) -> A
 
 
 def _suspend(step: MasterStep, request: client_master.SuspendJob | client_master.ResumeJob) -> Answer:
-    """Suspend or resume one job, or all."""
     found = [job for job in step.cluster.jobs.values() if not job.is_ending]
     if request.job:
         job = find_job(step, request.job)

@@ -7,14 +7,17 @@ nodes: the next incarnation of the job looks for copies there.
 from __future__ import annotations
 
 import zlib
+from functools import partial
 
+from unified.job.spec import RoleSpec
+from unified.protocol.agent_master import RunOrder
 from unified.protocol.records import NodeState
 from unified.protocol.snapshots import EarlierNode, ServerAddress
-from unified_master.core.state import Cluster, JobRecord, NodeRecord
+from unified_master.core.state import Cluster, JobRecord, NodeRecord, WorkerRecord
 from unified_master.core.step import MasterStep
 
-MAX_EARLIER = 1000
-"""Nodes that a job has left and that are still known."""
+MAX_RAN_ON = 2000
+"""Agents on whose nodes a role has run and that are still known."""
 
 
 def settle(step: MasterStep, job: JobRecord) -> None:
@@ -59,29 +62,39 @@ def address_of(cluster: Cluster, job: JobRecord) -> ServerAddress | None:
     return node.info.snapshots.address(node.name, job.job_id)
 
 
-def note_left(job: JobRecord, node: NodeRecord, last_round: int) -> None:
-    """Note that a worker goes from a node, which may hold snapshots of the job for a while."""
-    job.earlier_nodes.pop(node.name, None)
-    job.earlier_nodes[node.name] = (last_round, node.info.incarnation)
-    while len(job.earlier_nodes) > MAX_EARLIER:
-        del job.earlier_nodes[next(iter(job.earlier_nodes))]
+def note_run(step: MasterStep, job: JobRecord, worker: WorkerRecord, order: RunOrder) -> None:
+    """Note that a worker runs on its node, which may hold its snapshots for a while after it has left."""
+    ran_on, agent = job.roles[worker.role].ran_on, step.cluster.nodes[worker.node].info.incarnation
+    last_round, _ = ran_on.pop(agent, (0, ""))
+    ran_on[agent] = (max(last_round, order.round), worker.node)
+    if len(ran_on) > MAX_RAN_ON:
+        del ran_on[next(iter(ran_on))]
+    step.touch_job(job)
 
 
 def earlier_nodes(cluster: Cluster, job: JobRecord, node: NodeRecord) -> list[EarlierNode]:
-    """Return the nodes that the job's workers have left, for an agent whose workers look for snapshots there."""
-    here = (worker for worker in node.incarnations.values() if worker.job_id == job.job_id and worker.kind == "worker")
-    if not job.earlier_nodes or not any(each.rank == 0 or job.spec.role(each.role).kind == "simple" for each in here):
-        return []
-    used = {worker.node for worker in job.workers.values() if worker.is_desired}
+    """Return the nodes that roles have left, for an agent whose workers look for snapshots there: rank 0, for all ranks
+    of an elastic role, and each worker of a simple one."""
     found = []
-    for name, (last_round, incarnation) in job.earlier_nodes.items():
-        left = cluster.nodes.get(name)
-        is_there = left is not None and left.is_connected and left.info.incarnation == incarnation
-        if name not in used:
-            host = left.info.snapshots if left is not None and is_there else None
+    for role in job.spec.roles:
+        is_simple, is_of_role = role.kind == "simple", partial(_is_of, job, role)
+        here = filter(is_of_role, node.incarnations.values())
+        if not any(is_simple or worker.rank_in_round == 0 for worker in here):
+            continue
+        for agent, (last_round, name) in job.roles[role.name].ran_on.items():
+            left = cluster.nodes.get(name)
+            if left is not None and not (left.is_connected and left.info.incarnation == agent):
+                left = None  # its snapshots ended with that agent
+            if left is node or (left and not is_simple and any(map(is_of_role, left.incarnations.values()))):
+                continue  # ranks of the round are there, and see what it holds
+            host = None if left is None else left.info.snapshots
             server = ServerAddress(name, "", "") if host is None else host.address(name, job.job_id)
-            found.append(EarlierNode(server, last_round))
+            found.append(EarlierNode(role.name, server, last_round))
     return found
+
+
+def _is_of(job: JobRecord, role: RoleSpec, worker: WorkerRecord) -> bool:
+    return worker.job_id == job.job_id and worker.role == role.name
 
 
 def _lonely_nodes(job: JobRecord) -> set[str]:

@@ -108,7 +108,6 @@ class MasterCore:
                     step.send(peer, answer, number)
 
     def stop(self, now: float) -> list[MasterAction]:
-        """Return the actions of an orderly stop."""
         step = MasterStep(now, self.cluster)
         nodes.stop(step)
         return self._finish(step)
@@ -148,7 +147,7 @@ class MasterCore:
             case "settle":
                 recovery.settle(step, job, key[2])
             case "restart":
-                restart.begin_held(step, job)
+                restart.begin_held(step, job, job.workers.values())
             case "refill":
                 budgets.refill(step, job)
                 exclusion.readmit(step, job)
@@ -158,6 +157,8 @@ class MasterCore:
                 step.touch_job(job)
             case "group":
                 exclusion.group_overdue(step, job, key[2])
+            case "queues":
+                hangs.look_at_queues(step, job)
 
     def _finish(self, step: MasterStep) -> list[MasterAction]:
         """Advance and schedule until nothing more follows; then save, and only then send."""

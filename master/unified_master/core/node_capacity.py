@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from bisect import bisect_left, insort
+from collections.abc import Collection, Mapping
 
 from unified.errors import InvariantError
 from unified.job.spec import Resources
@@ -14,6 +15,9 @@ from unified.values import Value
 EPSILON = 1e-6
 DeviceKey = tuple[str, int]
 """(``device``, index among the node's devices) or (``slot``, number of a CPU core that stands in for one)."""
+Rank = tuple[int, float, DeviceKey]
+"""Sort key of devices: first begun ones, of the same unit (0), the job (1), others (2), the fullest first; then whole
+ones (3)."""
 
 
 class Allocation(Value, frozen=True, kw_only=True):
@@ -98,6 +102,9 @@ class NodeCapacity:
         self.user_defined = dict(resources.user_defined)
         self.num_workers = 0
         self.devices: dict[DeviceKey, float] = dict.fromkeys(_pool(resources, accelerator_type), 1.0)
+        self._ranks: dict[DeviceKey, Rank] = {key: (3, 0.0, key) for key in self.devices}
+        self._order = sorted(self._ranks.values())
+        """The ranks in order, so that no choice looks at all devices."""
         self.num_free = len(self.devices)
         """Wholly free devices."""
         self.device_share = float(self.num_free)
@@ -124,6 +131,7 @@ class NodeCapacity:
         other.is_shared = False
         other.user_defined, other.devices = dict(self.user_defined), dict(self.devices)
         other.own, other.ranks = set(self.own), dict(self.ranks)
+        other._ranks, other._order = dict(self._ranks), list(self._order)
         return other
 
     def state(self) -> tuple[object, ...]:
@@ -152,7 +160,7 @@ class NodeCapacity:
         """Subtract the allocations of a unit of the job, as `fit` returned them."""
         for allocation in allocations.values():
             self.subtract(allocation)
-            self.own.update(allocation.devices)
+            self.note_own_devices(allocation.devices)
         if not unit.is_control:
             for member in unit.members:
                 self.note_own(member.role)
@@ -161,6 +169,20 @@ class NodeCapacity:
         """Count a worker of the job that is here."""
         self.is_used = True
         self.ranks[role] = self.ranks.get(role, 0) + 1
+
+    def note_own_devices(self, keys: Collection[DeviceKey]) -> None:
+        """Count devices that a worker of the job holds here."""
+        self.own.update(keys)
+        for key in keys:
+            if key in self.devices:
+                self._change(key, self.devices[key], 1)
+
+    def _change(self, key: DeviceKey, left: float, kind: int) -> None:
+        """Set the free part of a device, and its rank."""
+        del self._order[bisect_left(self._order, self._ranks[key])]
+        self.devices[key] = left
+        self._ranks[key] = (3, 0.0, key) if left > 1 - EPSILON else (kind, left, key)
+        insort(self._order, self._ranks[key])
 
     def subtract(self, allocation: Allocation) -> None:
         """Subtract what a worker holds."""
@@ -173,7 +195,7 @@ class NodeCapacity:
             if key in self.devices:
                 before = self.devices[key]
                 self.num_free -= before > 1 - EPSILON
-                self.devices[key] = max(0.0, before - allocation.share)
+                self._change(key, max(0.0, before - allocation.share), 1 if key in self.own else 2)
                 self.device_share -= before - self.devices[key]
         self.num_workers += 1
 
@@ -220,31 +242,37 @@ class NodeCapacity:
 
         Workers are served by local rank, so that collocated workers of one local rank share a device.
         """
-        free = dict(self.devices)
-        own = set(self.own)
-        touched: set[DeviceKey] = set()
         chosen: dict[str, tuple[DeviceKey, ...]] = {}
-        for member in sorted(unit.members, key=lambda member: member.local_rank):
-            need = member.needs.accelerator
-            if need <= 0:
-                chosen[member.worker] = ()
-                continue
-            share = share_of(need)
-            candidates = [
-                key
-                for key, left in free.items()
-                if left >= share - EPSILON and (key in own or len(own) < self.device_cap)
-            ]
-            candidates.sort(key=lambda key: _preference(key, free[key], own, touched))
-            keys = _within_cap(candidates, max(1, math.ceil(need - EPSILON)), own, self.device_cap)
+        before: dict[DeviceKey, tuple[float, int]] = {}
+        room = self.device_cap - len(self.own)
+        members = sorted(unit.members, key=lambda member: member.local_rank)
+        for member in members:
+            share, count = share_of(member.needs.accelerator), math.ceil(member.needs.accelerator - EPSILON)
+            keys = self._best(share, max(1, count) if member.needs.accelerator > 0 else 0, room)
             if keys is None:
-                return None
-            for key in keys:
-                free[key] -= share
-            own.update(keys)
-            touched.update(keys)
+                break
             chosen[member.worker] = keys
-        return chosen
+            for key in keys if member is not members[-1] else ():
+                if key not in before:
+                    before[key] = self.devices[key], self._ranks[key][0]
+                    room -= key not in self.own
+                self._change(key, self.devices[key] - share, 0)
+        for key, (left, kind) in before.items():
+            self._change(key, left, kind)
+        return chosen if len(chosen) == len(unit.members) else None
+
+    def _best(self, share: float, count: int, room: int) -> tuple[DeviceKey, ...] | None:
+        """Return the devices of least rank with that share free, of which `room` may be new to the job."""
+        keys: list[DeviceKey] = []
+        most = count
+        for kind in range(4):
+            if kind == 2:
+                most = min(count, len(keys) + room)
+            at = bisect_left(self._order, (kind, share - EPSILON if kind < 3 else 0.0))
+            while len(keys) < most and at < len(self._order) and self._order[at][0] == kind:
+                keys.append(self._order[at][2])
+                at += 1
+        return tuple(keys) if len(keys) == count else None
 
 
 def share_of(accelerator: float) -> float:
@@ -260,31 +288,6 @@ def _pool(resources: NodeResources, accelerator_type: str) -> list[DeviceKey]:
     if accelerator_type not in ("GPU", "TPU"):
         raise InvariantError(f"accelerator type {accelerator_type!r} was accepted, but only GPU, CPU and TPU exist.")
     return [("device", device.index) for device in resources.devices if device.kind != "virtual"] or virtual
-
-
-def _preference(
-    key: DeviceKey, left: float, own: set[DeviceKey], touched: set[DeviceKey]
-) -> tuple[int, float, DeviceKey]:
-    """Return a sort key: first begun devices, of this unit, this job, others, the fullest first; then whole devices."""
-    if left > 1 - EPSILON:
-        return (3, 0.0, key)
-    if key in touched:
-        return (0, left, key)
-    return (1 if key in own else 2, left, key)
-
-
-def _within_cap(candidates: list[DeviceKey], count: int, own: set[DeviceKey], cap: int) -> tuple[DeviceKey, ...] | None:
-    taken: list[DeviceKey] = []
-    new = 0
-    for key in candidates:
-        if len(taken) == count:
-            break
-        if key not in own:
-            if len(own) + new >= cap:
-                continue
-            new += 1
-        taken.append(key)
-    return tuple(taken) if len(taken) == count else None
 
 
 def _allocation(member: Member, devices: tuple[DeviceKey, ...], amounts: Mapping[str, float]) -> Allocation:

@@ -162,6 +162,8 @@ class Charge(Value, frozen=True, kw_only=True, omit_defaults=True):
     worker: str = ""
     role: str = ""
     node: str = ""
+    round: int = 0
+    """Round whose break it is for, if no root cause was known; 0: its cause is known."""
 
 
 class RoleRecord(msgspec.Struct, kw_only=True):
@@ -182,6 +184,8 @@ class RoleRecord(msgspec.Struct, kw_only=True):
     """Time until which a planned change waits for workers to leave their round."""
     pending: str = ""
     """The worker whose failure is decided when the others of the role are done."""
+    presumed: list[Charge] = []
+    """Charges for broken rounds of unknown cause: a root cause that is reported late takes them over."""
     node_failures: dict[str, int] = {}
     """Charged failures by node; compared with `per_node_max_failure`."""
     num_failures: int = 0
@@ -206,6 +210,8 @@ class RoleRecord(msgspec.Struct, kw_only=True):
     """Time at which the groups of `failed_groups` are given up."""
     has_served: bool = False
     """True once a worker of it was SERVING, so that it is a service."""
+    ran_on: dict[str, tuple[int, str]] = {}
+    """Last round and node, by incarnation of the agent, wherever its workers have run; the last one last."""
 
 
 _NO_SPEC = JobSpec(name="", roles=[])
@@ -245,17 +251,19 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Nodes of `excluded` that were given up with their group, and when."""
     charges: list[Charge] = []
     """Charges that count, oldest first; kept only for a job with a `restart_window_s`."""
+    charged_causes: dict[str, str] = {}
+    """Last faults of which each ended several workers, with the worker that was charged."""
     restart_at: float | None = None
     """Time at which the held workers begin their next incarnations."""
     end: EndReport | None = None
     roles: dict[str, RoleRecord] = {}
     copy_node: str = ""
     """Node that holds copies of the job's snapshots, beside those of its workers."""
-    earlier_nodes: dict[str, tuple[int, str]] = {}
-    """Nodes that its workers have left, the last one last: the last round there, and the incarnation of the agent."""
     journals: dict[str, records.JournalPlace] = {}
     """Places of the files that belong to names, by name; the files outlive the names' holders."""
     account: Account = msgspec.field(default_factory=Account)
+    queue_cycle: str = ""
+    """The cycle in which its queues wait for one another, in words; empty: none."""
     spec: JobSpec = _NO_SPEC
     workers: dict[str, WorkerRecord] = {}
     holders: dict[str, str] = {}
@@ -269,12 +277,14 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Number of changes of its directory in this term."""
     notified_revision: int = 0
     """The `revision` at which agents were last notified of changes."""
+    waited_at: float = 0.0
+    """Time at which a worker last began or ended a wait that `waits_for` names: all may have waited for that one."""
     away: set[str] = set()
     """Workers because of which the job is not whole; `presence` updates it."""
 
     def saved(self) -> bytes:
         empty = {"spec": _NO_SPEC, "workers": {}, "holders": {}, "attempt": None, "by_role": {}}
-        empty |= {"num_by_role": 0, "revision": 0, "notified_revision": 0, "away": set()}
+        empty |= {"num_by_role": 0, "revision": 0, "notified_revision": 0, "away": set(), "waited_at": 0.0}
         return msgspec.msgpack.encode(msgspec.structs.replace(self, **empty))
 
     @property
@@ -296,7 +306,6 @@ class JobRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
         return is_up and (worker.is_desired or self.is_ending)
 
     def ranks(self, role: str) -> list[WorkerRecord]:
-        """Return the workers of a role, by rank."""
         if self.num_by_role != len(self.workers):
             self.num_by_role, self.by_role = len(self.workers), {}
             for worker in self.workers.values():

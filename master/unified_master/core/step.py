@@ -133,7 +133,6 @@ class MasterStep:
         self.report(event, reason, job, role, worker, node)
 
     def flush_saves(self) -> None:
-        """Save what was touched."""
         for job in presence.follow(self.now, self.cluster.jobs, self._jobs.values(), self._workers.values()):
             self._jobs[job.job_id] = job
             self.show_times(job)

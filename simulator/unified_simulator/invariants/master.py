@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from unified.job.spec import RoleSpec, has_range
 from unified.protocol.agent_master import RunOrder
-from unified.protocol.records import NodeState, Reachability, Stage, WorkerState
+from unified.protocol.records import EventRecord, NodeState, Reachability, Stage, WorkerState
 from unified_master.core import presence
 from unified_master.core.membership import MEMBERSHIP_MOVES, WorkerMembership, membership_of
 from unified_master.core.messages import MasterAction, MasterEvent, Received, SaveRecord, Send
@@ -273,6 +273,26 @@ def _charges(cluster: Cluster, job: JobRecord) -> Iterator[str]:
         is_due = record.group_due_at is not None and not job.is_ending
         if is_due and ("group", job.job_id, record.name) not in cluster.timers:
             yield f"the failed groups of role {record.name} of {job.job_id} will never be given up"
+
+
+def check_charges(cluster: Cluster, faults: Counter[str], log: Iterable[EventRecord]) -> Iterator[str]:
+    """Yield the jobs that are charged for more failures than faults have hit them: one death, one charge.
+
+    Args:
+        faults: deaths of processes, of zygotes with all their processes, and broken collectives, by job.
+        log: the master's events: each loss of a node is a fault, too.
+    """
+    losses = Counter(event.node for event in log if event.event == "node-lost")
+    for job in cluster.jobs.values():
+        charged = {worker.name: worker.num_failures for worker in job.workers.values() if worker.num_failures}
+        if sum(charged.values()) > faults[job.job_id]:
+            yield f"job {job.job_id} was hit by {faults[job.job_id]} faults, and is charged for {charged}"
+        for node, number in job.node_losses.items():
+            if number > losses[node]:
+                yield f"job {job.job_id} is charged for {number} losses of {node}, which was lost {losses[node]} times"
+        most = faults[job.job_id] + sum(losses.values())
+        if job.num_charged_restarts > most:
+            yield f"job {job.job_id} is charged for {job.num_charged_restarts} restarts after {most} faults"
 
 
 def _names(job: JobRecord) -> Iterator[str]:

@@ -4,7 +4,11 @@ import contextlib
 import os
 import socket
 
+import msgspec
+import pytest
+
 from unified.protocol.framing import StreamBuffer, encode_stream
+from unified_agent import child_channel
 from unified_agent.child_channel import ChildChannel
 from unified_agent.poll_loop import PollLoop
 
@@ -51,3 +55,25 @@ def test_a_message_larger_than_the_socket_takes_is_sent_as_it_is_read() -> None:
         assert not link.has_waiting
         assert len(bodies[0]) > 3_000_000
         link.close()
+
+
+def test_a_message_to_many_children_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory of thousands of workers goes to each of them, and its bytes wait for those that read slowly."""
+    encoded: list[object] = []
+
+    def encode(message: object) -> bytes:
+        encoded.append(message)
+        return encode_stream(message)
+
+    monkeypatch.setattr(child_channel, "encode_stream", encode)
+    news = ["entry"] * 1000
+    pairs = [socket.socketpair() for _ in range(3)]
+    for ours, theirs in pairs:
+        channel = ChildChannel(ours)
+        for message in (news, "other", news):
+            channel.send(message)
+        received = theirs.recv(1 << 20)
+        assert StreamBuffer().feed(received) == [*map(msgspec.msgpack.encode, (news, "other", news))]
+        channel.close()
+        theirs.close()
+    assert len(encoded) == 1 + 2 * len(pairs)

@@ -284,6 +284,8 @@ def test_a_killed_zygote_takes_its_workers_and_is_replaced(begin: Begin, master:
     assert {worker.failure.summary for worker in workers.values() if worker.failure} == {
         "killed by SIGKILL: the zygote that it was forked from was killed by SIGKILL"
     }
+    (cause,) = {worker.failure.cause for worker in workers.values() if worker.failure}
+    assert cause.startswith(f"zygote {zygote} of "), "their ends are one failure"
     master.desire(a_worker(0, incarnation=1), jobs=[job])
     master.reaches("w-0#1", WorkerState.RUNNING)
 

@@ -1,6 +1,7 @@
 """Random jobs and random faults, one after another, for a simulated cluster of five nodes."""
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -21,11 +22,14 @@ from unified.protocol.client_master import (
     WatchCluster,
 )
 from unified.protocol.records import DirectoryEntry, JobWorkerIncarnation, Stage, WorkerState
+from unified.protocol.snapshots import SnapshotHost
 from unified_master.core.state import JobRecord, WorkerRecord
-from unified_simulator.agent import Delays, SimulatedAgent, resources
+from unified_simulator.agent import Delays, SimulatedAgent, SimulatedProcess, resources
 from unified_simulator.cluster import Watch
 from unified_simulator.invariants.agents import RunningRanks, check_devices
+from unified_simulator.invariants.master import check_charges
 from unified_simulator.network import SLOW_AND_QUICK, NetworkOptions
+from unified_simulator.snapshots import SimulatedSnapshots
 
 NODES = [f"n{number}" for number in range(1, 6)]
 NUM_DEEDS = 100
@@ -53,6 +57,9 @@ class Chaos:
             seed=seed, network=NetworkOptions(SLOW_AND_QUICK.delays_s, loss), watch=watch, check_all_every=20
         )
         self.running = RunningRanks()
+        self.faults: Counter[str] = Counter()
+        """Faults that may be charged, by job."""
+        self.snapshots = SimulatedSnapshots(self.world.agents, self.world.cut)
         self.incarnations = 0
         self.jobs = 0
         for node in NODES:
@@ -89,6 +96,8 @@ class Chaos:
                 (2, self.suspend),
                 (4, self.resume),
             ]
+        if has_all_faults and is_real:
+            self.deeds += [(25, self.take_snapshots), (3, self.kill_zygote), (3, self.die_unseen)]
 
     def run(self, num_deeds: int) -> None:
         weights = [weight for weight, _ in self.deeds]
@@ -121,6 +130,9 @@ class Chaos:
             if self.is_real
             else SimAgent(node, offered, incarnation=incarnation, delays=delays, labels=labels)
         )
+        if isinstance(agent, SimulatedAgent):
+            agent.faults = self.faults
+            agent.serve_snapshots(SnapshotHost(f"tcp://{node}", incarnation.encode()))
         agent.is_stuck = self.rng.random() < 0.2
         self.world.unreadable.discard(node)  # an agent that never registered would end
         self.world.add(agent)
@@ -273,19 +285,51 @@ class Chaos:
         """One rank of a role dies, and its peers at times that nobody controls."""
         if living := self.living():
             job, worker, agent = self.rng.choice(living)
+            is_elastic = worker.kind == "worker" and job.spec.role(worker.role).kind == "elastic"
+            broken = self.round_of(worker.incarnation_id, agent) if is_elastic else 0
             for peer_job, peer, its_agent in living:
                 if peer_job is job and peer.role == worker.role and peer is not worker:
                     self.world.after(
-                        self.rng.choice((0.0, 0.01, 0.3, 2.0)), self._failing(peer.incarnation_id, its_agent)
+                        self.rng.choice((0.0, 0.01, 0.3, 2.0)), self._failing(peer.incarnation_id, its_agent, broken)
                     )
             self.world.say(agent.node, agent.end(job.job_id, worker.name, CRASH))
 
-    def _failing(self, incarnation: JobWorkerIncarnation, agent: SimAgent | SimulatedAgent) -> Callable[[], None]:
+    def _failing(
+        self, incarnation: JobWorkerIncarnation, agent: SimAgent | SimulatedAgent, broken: int
+    ) -> Callable[[], None]:
         def fail() -> None:
             if self.world.agents.get(agent.node) is agent and incarnation in agent.incarnations:
+                is_along = broken > 0 and self.round_of(incarnation, agent) == broken
+                self.faults[incarnation.job_id] -= is_along
                 self.world.say(agent.node, agent.end(incarnation.job_id, incarnation.worker, COLLATERAL))
 
         return fail
+
+    def round_of(self, incarnation: JobWorkerIncarnation, agent: SimAgent | SimulatedAgent) -> int:
+        """Return the round in which a process runs; 0 if it is in none."""
+        process = agent.incarnations[incarnation]
+        return process.round if isinstance(process, SimulatedProcess) and process.is_running else 0
+
+    def kill_zygote(self) -> None:
+        """The processes of a node end together, and their agent sees the ends one after another."""
+        if self.world.agents:
+            agent = self.world.agents[self.rng.choice(sorted(self.world.agents))]
+            assert isinstance(agent, SimulatedAgent)
+            self.world.say(agent.node, agent.kill_zygote(lambda: self.rng.choice((0.0, 0.001, 0.01, 0.1))))
+
+    def die_unseen(self) -> None:
+        """A rank dies, its peers leave the round at once, and the agent of the dead rank sees its end last."""
+        found = [(worker, agent) for _, worker, agent in self.living() if worker.rejoins and not worker.is_joining]
+        if not found:
+            return
+        victim, agent = self.rng.choice(found)
+        assert isinstance(agent, SimulatedAgent)
+        agent.kill(victim.incarnation_id, self.rng.choice((0.1, 0.8, 2.0, 10.0)))
+        self.world.wake(agent.node)
+        for peer, its_agent in found:
+            if (peer.job_id, peer.role) == (victim.job_id, victim.role) and peer is not victim:
+                self.faults[peer.job_id] -= 1
+                self.world.say(its_agent.node, its_agent.leave_round(peer.job_id, peer.name))
 
     def finish_worker(self) -> None:
         if living := self.living():
@@ -303,6 +347,12 @@ class Chaos:
         if living := self.living():
             job, worker, agent = self.rng.choice(living)
             self.world.say(agent.node, agent.report_progress(job.job_id, worker.name, self.rng.randrange(1000)))
+
+    def take_snapshots(self) -> None:
+        """All ranks of a round take a snapshot, or only some of them."""
+        if rounds := self.snapshots.rounds():
+            role, places = self.rng.choice(rounds)
+            self.snapshots.advance(role, places, is_whole=self.rng.random() < 0.8)
 
     def claim(self) -> None:
         """Several workers of a job want the same few names, at about the same time."""
@@ -342,6 +392,11 @@ class Chaos:
             if isinstance(agent, SimulatedAgent):
                 broken = check_devices(node, (process.launch for process in agent.incarnations.values()))
                 assert not broken, f"at {self.world.now:.3f}: {broken}\n{self.world.recent()}"
+        if self.is_real:
+            self.snapshots.check()
+        if self.is_real and not self.world.is_writing and not self.world.is_down:
+            broken = list(check_charges(self.world.core.cluster, self.faults, self.world.log))
+            assert not broken, f"at {self.world.now:.3f}: {broken}\n{self.world.recent()}"
 
     def check_names(self) -> None:
         """In calm weather every claim has its answer, and every agent has heard who holds what."""

@@ -125,6 +125,13 @@ def test_an_older_one_is_not_taken_without_a_word_if_a_newer_one_may_be_lost(los
     assert ("x had workers in a later round, and does not answer" in found.note) == is_said
 
 
+def test_an_older_one_is_not_taken_without_a_word_if_another_number_of_ranks_took_a_newer_one() -> None:
+    newer = [held(0, 9, round_number=2, size=3), held(1, 9, round_number=2, size=3)]
+    found = agree([report("a", held(0, 4), newer[0]), report("b", held(1, 4), newer[1])], "job-1", "trainer")
+    assert found.snapshot == stored(4)
+    assert found.note == "a newer one was taken by 3 ranks, and now there are 2"
+
+
 def test_a_node_that_others_cannot_reach_neither_gives_nor_takes() -> None:
     hidden = ServerAddress(node="h", url="", token="t")
     servers = [server("a"), hidden, server("b")]

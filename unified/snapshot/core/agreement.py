@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from unified.protocol.snapshots import (
     MAX_PENDING,
     NO_STAMP,
+    HeldSnapshot,
     RankReport,
     ServerAddress,
     SettledCopies,
@@ -76,10 +77,15 @@ def agree(
     sources = [found[best] for found in by_rank]
     later = best.stamp.round if best.job_id == job_id else -1
     lost = sorted(each.server.node for report in reports for each in report.elsewhere if each.lost_round > later)
-    note = (
-        f"{', '.join(lost)} had workers in a later round, and does not answer: a newer one may be lost" if lost else ""
-    )
-    return SnapshotAgreement(servers=servers, snapshot=best, sources=sources, note=note)
+    notes = []
+    if lost:
+        notes.append(f"{', '.join(lost)} had workers in a later round, and does not answer: a newer one may be lost")
+    others = {held.world_size for _, snapshots in _answers(reports) for held in snapshots if held.stamp.round > later}
+    if others := others - {len(reports)} if not is_replicated else set():
+        notes.append(
+            f"a newer one was taken by {', '.join(map(str, sorted(others)))} ranks, and now there are {len(reports)}"
+        )
+    return SnapshotAgreement(servers=servers, snapshot=best, sources=sources, note="; ".join(notes))
 
 
 def partner_of(rank: int, servers: Sequence[ServerAddress]) -> ServerAddress | None:
@@ -101,9 +107,7 @@ def _sources(
     for stored in reports[0 if is_replicated else rank].stored:
         series = SnapshotSeries(job_id, role, len(reports), 0 if is_replicated else rank)
         found[stored] = SnapshotSource(series=series)
-    found_at = [(report.server, report.held) for report in reports]
-    found_at += [(each.server, each.held) for report in reports for each in report.elsewhere]
-    for server, snapshots in sorted(found_at, key=lambda place: place[0].node == own.node):
+    for server, snapshots in sorted(_answers(reports), key=lambda answer: answer[0].node == own.node):
         if not server.url and server.node != own.node:
             continue
         for held in sorted(snapshots, key=lambda held: not held.is_copy):
@@ -124,15 +128,21 @@ def _age(snapshot: StoredSnapshot, job_id: str) -> tuple[bool, SnapshotStamp]:
 def _what_there_is(by_rank: Sequence[Mapping[StoredSnapshot, SnapshotSource]], reports: Sequence[RankReport]) -> str:
     """Return why the ranks have no snapshot in common; empty if there is none at all."""
     without = [rank for rank, sources in enumerate(by_rank) if not sources]
-    sizes = sorted({held.world_size for report in reports for held in report.held} - {len(reports)})
+    sizes = {held.world_size for _, snapshots in _answers(reports) for held in snapshots} - {len(reports)}
     if any(by_rank):
         steps = {rank: sorted({each.stamp.step for each in sources}) for rank, sources in enumerate(by_rank)}
         some = ", ".join(f"rank {rank}: {found or 'none'}" for rank, found in list(steps.items())[:8])
         more = f" ({len(without)} ranks have none)" if without else ""
         return f"no step is held for every rank; there are {some}{more}"
     if sizes:
-        return f"what is held was taken by {', '.join(map(str, sizes))} ranks, and now there are {len(reports)}"
+        return f"what is held was taken by {', '.join(map(str, sorted(sizes)))} ranks, and now there are {len(reports)}"
     return ""
+
+
+def _answers(reports: Sequence[RankReport]) -> list[tuple[ServerAddress, list[HeldSnapshot]]]:
+    """Return all servers that answered, with what they hold."""
+    elsewhere = [(each.server, each.held) for report in reports for each in report.elsewhere]
+    return [(report.server, report.held) for report in reports] + elsewhere
 
 
 def describe_source(source: SnapshotSource, own: ServerAddress) -> str:

@@ -67,7 +67,6 @@ class SnapshotInventory:
         return sorted(found, key=lambda each: (each.is_ready, each.stamp))
 
     def of_role(self, series: SnapshotSeries) -> Iterator[SnapshotBuffer]:
-        """Yield all buffers of a series' role."""
         for buffer in list(self.buffers.values()):
             if buffer.series[:2] == series[:2]:
                 yield buffer
@@ -153,7 +152,6 @@ class SnapshotInventory:
                 self._clear(buffer)
 
     def drop_job(self, job_id: str) -> None:
-        """Drop all that belongs to a job."""
         self._drop(each for each in list(self.buffers.values()) if each.series.job_id == job_id)
 
     def has_job(self, job_id: str) -> bool:

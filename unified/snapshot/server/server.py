@@ -191,13 +191,14 @@ class SnapshotServer:
 
     def _list_elsewhere(self, connection: WorkerConnection) -> None:
         job_id = connection.series.job_id
-        asked = {each.server.node: each for each in self._earlier_nodes.get(job_id, [])}
-        if (copy_node := self._copy_nodes.get(job_id)) is not None:
-            asked.setdefault(copy_node.node, protocol.EarlierNode(copy_node, -1))
+        asked = [each for each in self._earlier_nodes.get(job_id, []) if each.role == connection.series.role]
+        copy_node = self._copy_nodes.get(job_id)
+        if copy_node is not None and copy_node not in [each.server for each in asked]:
+            asked.append(protocol.EarlierNode(connection.series.role, copy_node, -1))
         connection.listed, connection.num_asked = [], len(asked)
         if not asked:
             self._answer(connection, protocol.ListedElsewhere(nodes=[]))
-        for node in asked.values():
+        for node in asked:
             question = HeldQuestion(node.server, connection, node.round)
             if node.server.url:
                 self._transfers.ask_held(question)

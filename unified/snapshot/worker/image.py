@@ -391,7 +391,6 @@ def _all_tensors(state: Any) -> Iterator[Any]:
 
 
 def _tensor(view: memoryview, entry: _ImageTensor) -> torch.Tensor:
-    """Return a tensor of the table as a view of the image."""
     dtype = getattr(torch, entry.dtype)
     count = 1
     for size in entry.shape:

@@ -49,7 +49,6 @@ def job_status(cluster: Cluster, job: JobRecord, *, has_workers: bool = True) ->
 
 
 def job_line(job: JobRecord) -> JobLine:
-    """Return a job's line of a list."""
     return JobLine(
         job_id=job.job_id,
         name=job.spec.name,

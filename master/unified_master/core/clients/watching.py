@@ -60,7 +60,6 @@ def overdue(step: MasterStep, key: TimerKey) -> None:
 
 
 def changes_since(step: MasterStep, job_id: str, after: int, *, has_workers: bool = True) -> Changes:
-    """Return what changed in the cluster, or in one job."""
     cluster = step.cluster
     is_whole = not _is_known(cluster, after)
     after = cluster.changes.first if is_whole else after

@@ -1,17 +1,17 @@
 """Hangs: roles without progress for longer than their `hang_timeout` are diagnosed, and then fail.
 
 The ranks of an elastic role wait for one another, so that any rank's progress is the role's. The workers of other roles
-are watched each by itself.
+are watched each by itself. Queues that wait for one another in a cycle are named; nothing is ended by that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from unified.core.hangs.stacks import StackGroup, group, merge
 from unified.core.hangs.verdict import judge, ranks_text
-from unified.protocol.records import Failure, NodeState, WorkerState
+from unified.protocol.records import Failure, NodeState, QueueUse, WorkerState
 from unified.protocol.stacks import StackReport
 from unified_master.core.health import stacks
 from unified_master.core.membership import WorkerMembership, membership_of
@@ -24,6 +24,7 @@ WITHIN_S = 5.0
 MAX_GROUPS = 12
 MAX_FRAMES = 30
 MAX_REASON = 2000
+QUEUES_S = 2.0
 _BETWEEN = (
     *(WorkerMembership.HELD, WorkerMembership.STARTING, WorkerMembership.READY),
     *(WorkerMembership.JOINING, WorkerMembership.LEAVING, WorkerMembership.BETWEEN),
@@ -52,9 +53,9 @@ def look(step: MasterStep, timer: TimerKey) -> None:
         return
     job, watch, timeout_s, watched = found
     running = [worker for worker in watched if _runs(worker)]
-    if any(map(_is_between, watched)) or any(worker.waits_for for worker in job.workers.values()):
-        watch.progressed_at = step.now
     due = watch.progressed_at + timeout_s
+    if due <= step.now and (any(map(_is_between, watched)) or any(one.waits_for for one in job.workers.values())):
+        watch.progressed_at, due = step.now, step.now + timeout_s
     if due <= step.now and not all(_is_heard(step, worker) for worker in running):
         due = step.now + cluster.intervals.heartbeat_s  # progress may be in transit; else the lease ends it
     if due > step.now:
@@ -102,6 +103,41 @@ def diagnosed(step: MasterStep, collection: StackCollection | None) -> None:
     recovery.on_failure(step, job, worker, failure)
 
 
+def look_at_queues(step: MasterStep, job: JobRecord) -> None:
+    """Name a cycle in which queues of the job wait for one another, and say when it is over."""
+    uses = {w.name: w.progress.queues for w in job.workers.values() if w.progress is not None and job.can_call(w)}
+    if (cycle := queue_cycle(uses)) != job.queue_cycle:
+        job.queue_cycle = cycle
+        text = f"queues wait for one another: {cycle}" if cycle else "the queues go on"
+        step.decide("queue-cycle" if cycle else "queue-cycle-over", text[:MAX_REASON], job)
+    if cycle:
+        step.cluster.timers.arm(("queues", job.job_id), step.now + QUEUES_S)
+
+
+def queue_cycle(reports: Mapping[str, Sequence[QueueUse]]) -> str:
+    """Return a cycle of threads that wait at queues for one another, in words; empty: there is none. A wait ends if any
+    thread on the other side of its queue goes on. So it stands if some are known there, and all of them stand."""
+    others: dict[tuple[str, str], list[str]] = {}  # threads on the other side of a wait
+    waits: dict[str, set[tuple[str, str]]] = {}
+    for worker, uses in reports.items():
+        for thread, does, queue, is_waiting in uses:
+            user = f"worker {worker} (thread {thread})"
+            others.setdefault(("puts" if does == "gets" else "gets", queue), []).append(user)
+            if is_waiting:
+                waits.setdefault(user, set()).add((does, queue))
+    stuck = {("", "")}
+    while stuck != (stuck := {side for side, users in others.items() if all(user in waits for user in users)}):
+        waits = {user: sides for user, sides in waits.items() if sides <= stuck}
+    if not waits:
+        return ""
+    path = [min(waits)]
+    while path.count(path[-1]) == 1:
+        path.append(others[min(waits[path[-1]])][0])
+    cycle = [(user, *min(waits[user])) for user in path[path.index(path[-1]) : -1]]
+    what = {"gets": "gets from empty", "puts": "puts to full"}
+    return " -> ".join([*(f"{user} {what[does]} queue {queue!r}" for user, does, queue in cycle), "the first"])
+
+
 class _WatchedRole(NamedTuple):
     """A role or a single worker that is watched, with at least one running worker."""
 
@@ -118,6 +154,7 @@ def _watched_role(step: MasterStep, key: tuple[str, str, str]) -> _WatchedRole |
     if watch is not None and job is not None and not job.is_ending:
         workers = [job.workers[name]] if name else job.ranks(role_name)
         timeout_s = job.spec.role(role_name).hang_timeout_s
+        watch.progressed_at = max(watch.progressed_at, job.waited_at)
         if timeout_s is not None and any(map(_runs, workers)):
             return _WatchedRole(job, watch, timeout_s, workers)
     step.cluster.hangs.pop(key, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from unified.protocol.records import JobWorkerIncarnation, NodeState, WorkerState
-from unified_master.core import copy_nodes, directory
+from unified_master.core import directory
 from unified_master.core.node_capacity import Allocation
 from unified_master.core.state import (
     JobRecord,
@@ -25,9 +25,6 @@ def allocate(step: MasterStep, job: JobRecord, worker: WorkerRecord, node: NodeR
     """Give the worker a place; no incarnation of it may be desired elsewhere."""
     release(step, job, worker)
     _remember(worker)
-    earlier = step.cluster.nodes.get(worker.node)
-    if worker.kind == "worker" and earlier is not None and earlier is not node:
-        copy_nodes.note_left(job, earlier, worker.round)
     worker.node = node.name
     worker.allocation = allocation
     node.hold(worker, allocation)

@@ -7,6 +7,7 @@ workers that cannot rejoin then restart as processes.
 
 from __future__ import annotations
 
+from unified.errors import listed
 from unified.job.spec import RoleSpec, has_range
 from unified.protocol.agent_master import RoundNotice
 from unified.protocol.records import Stage, WorkerState
@@ -40,7 +41,7 @@ def restart_along(step: MasterStep, job: JobRecord, workers: list[WorkerRecord])
         return
     names = [worker.name for worker in workers]
     first = workers[0]
-    text = f"{', '.join(names)}: restarts for the next round of role {first.role}"
+    text = f"{listed(names)}: restarts for the next round of role {first.role}"
     why = f"{text}: round {job.roles[first.role].round} is broken"
     restart(step, job, names, Cause("worker-restarts-along", why, first.role, first.name, first.node))
 
@@ -118,14 +119,13 @@ def retire(step: MasterStep, job: JobRecord, worker: WorkerRecord, reason: str) 
     """Take the place of a worker's group back; the role goes on without the group."""
     role = job.spec.role(worker.role)
     group = worker.rank // role.per_group
-    for peer in job.ranks(role.name):
-        if peer.rank // role.per_group == group:
-            peer.reason = f"role {role.name} goes on without it: {reason}"
-            incarnations.end(step, job, peer)
-            incarnations.release(step, job, peer)
-            peer.is_held, peer.node_rank = False, -1
-            step.touch_worker(job, peer)
-            directory.publish(step, job, peer)
+    for peer in job.ranks(role.name)[group * role.per_group : (group + 1) * role.per_group]:
+        peer.reason = f"role {role.name} goes on without it: {reason}"
+        incarnations.end(step, job, peer)
+        incarnations.release(step, job, peer)
+        peer.is_held, peer.node_rank = False, -1
+        step.touch_worker(job, peer)
+        directory.publish(step, job, peer)
     step.report("role-does-not-grow", reason, job, role.name, worker.name, worker.node)
 
 
@@ -173,7 +173,7 @@ def _end_round(
     if not is_due and not all(_has_said_left(worker) for worker in leaving if worker.notice is not None):
         return
     moving = [worker for worker in workers if not incarnations.has_good_place(step, job, worker)]
-    behind = [worker for worker in old if not worker.rejoins and worker not in moving]
+    behind = [worker for worker in old if not worker.rejoins and incarnations.has_good_place(step, job, worker)]
     if moves_store:
         leave_store(step, job)
     if moving or behind or moves_store:

@@ -46,10 +46,11 @@ def on_failure(step: MasterStep, job: JobRecord, worker: WorkerRecord, failure: 
         limit = "not restarted: a setup failure would happen again"
         jobs.fail(step, job, worker, failure, limit, limit)
         return
+    is_behind = worker.run is not None and 0 < worker.round < worker.run.round  # it failed in a round that has ended
     if not failure.is_collateral:
         _clear_suspect(step, job, worker.role)
         judge(step, job, worker)
-    elif worker.notice is not None and worker.notice.kind == "broken":
+    elif (worker.notice is not None and worker.notice.kind == "broken") or is_behind:
         next_round.restart_along(step, job, [worker])
     else:
         _suspect(step, job, worker, f"{worker.name} seems to have failed because a peer did")
@@ -86,7 +87,7 @@ def settle(step: MasterStep, job: JobRecord, role: str) -> None:
     if worker.failure is not None:
         worker.failure = _with_ended_peers(job, worker, worker.failure)
         judge(step, job, worker)
-    elif worker.rejoins and worker.notice is None:
+    elif worker.rejoins and worker.notice is None and worker.left_round == job.roles[role].round:
         _round_left(step, job, worker)
 
 
@@ -131,6 +132,7 @@ def _may_repair(
 ) -> bool:
     """Charge a failure, or a lost node; end the job if its strategies or a limit forbid the repair."""
     refusal = budgets.charge(step, job, worker, failure, lost=lost)
+    exclusion.readmit(step, job)  # a charge may have moved to its root cause
     if refusal is not None:
         jobs.fail(step, job, worker, failure, *refusal)
     return refusal is None
@@ -217,7 +219,8 @@ def _repair(
 
 def _round_left(step: MasterStep, job: JobRecord, worker: WorkerRecord) -> None:
     """Break a round that a worker left although none has failed, and charge the worker that left."""
-    failure = Failure(summary=f"left round {worker.left_round}: a collective failed, and no worker did")
+    text = f"left round {worker.left_round}: a collective failed, and no worker did"
+    failure = Failure(summary=text, is_collateral=True)
     if not _may_repair(step, job, worker, failure):
         return
     why = f"round {worker.left_round} is broken: {budgets.cause(job, worker, failure)}"
@@ -294,7 +297,7 @@ def _replace_store(step: MasterStep, job: JobRecord, store: WorkerRecord) -> Non
 def _reap(step: MasterStep, job: JobRecord, node: NodeRecord, failure: Failure) -> list[WorkerRecord]:
     """Mark every incarnation on a lost node as ended and free its place; return the workers that are missed."""
     missed: list[WorkerRecord] = []
-    reported: list[WorkerRecord] = []
+    reported: set[str] = set()
     drivers = {role.name for role in job.driver_roles()}
     for worker in job.workers.values():
         if worker.node != node.name:
@@ -303,7 +306,7 @@ def _reap(step: MasterStep, job: JobRecord, node: NodeRecord, failure: Failure) 
         was_living = worker.incarnation >= 0 and worker.state is not WorkerState.EXITED
         is_missed = worker.is_desired and ((was_living and not is_delivered) or _is_taken_along(worker))
         if _is_taken_along(worker):  # its failure was reported before
-            reported.append(worker)
+            reported.add(worker.name)
         if is_missed:
             worker.failure = failure
             worker.reason = failure.summary
@@ -316,7 +319,7 @@ def _reap(step: MasterStep, job: JobRecord, node: NodeRecord, failure: Failure) 
         step.touch_worker(job, worker)
         directory.publish(step, job, worker)
     for worker in missed:
-        if worker not in reported:
+        if worker.name not in reported:
             step.report("worker-failed", _story(worker, failure), job, worker.role, worker.name, node.name)
     return missed
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from unified.job.spec import LOOPBACK, RoleSpec, is_on_one_host
 from unified.protocol.agent_master import RoundNotice, RunOrder
 from unified.protocol.records import JobWorkerIncarnation, WorkerState
-from unified_master.core import directory
+from unified_master.core import copy_nodes, directory
 from unified_master.core.node_capacity import Allocation
 from unified_master.core.rounds import incarnations, node_checks
 from unified_master.core.scheduling.placement import control_unit
@@ -199,6 +199,7 @@ def _seal(step: MasterStep, job: JobRecord, role: RoleSpec, workers: list[Worker
             checks_nodes=checks_nodes,
         )
         worker.notice = None
+        copy_nodes.note_run(step, job, worker, worker.run)
         if worker.is_joining:
             arm_join(step, job, worker)
         step.touch_worker(job, worker)
@@ -236,5 +237,6 @@ def _order_simple(step: MasterStep, job: JobRecord, role: RoleSpec, worker: Work
         world_size=role.total,
         node_rank=worker.rank // role.per_group,
     )
+    copy_nodes.note_run(step, job, worker, worker.run)
     step.touch_worker(job, worker)
     step.touch_node(worker.node)

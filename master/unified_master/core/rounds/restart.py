@@ -86,6 +86,8 @@ def _stop(
     if is_store_leaving(step, job) and any(_is_broken(job, role, scope) for role in job.elastic_roles()):
         leave_store(step, job)
         scope, moving = _widen(step, job, scope)
+    if (store := job.store) is not None and store.state is WorkerState.STARTING and unfinished_elastic(job) <= scope:
+        incarnations.end(step, job, store)  # it may be as late as they are, which is charged already
     is_new_store = is_store_lost(job)
     workers = [worker for worker in job.workers.values() if worker.name in scope]
     for worker in workers:
@@ -113,7 +115,7 @@ def _begin(step: MasterStep, job: JobRecord, workers: list[WorkerRecord], delay_
     step.touch_job(job)
     begin_at = max(step.now + delay_s, job.restart_at or 0.0)
     if begin_at <= step.now:
-        begin_held(step, job)
+        begin_held(step, job, workers if job.restart_at is None else job.workers.values())
     else:
         job.restart_at = begin_at
         step.cluster.timers.arm(("restart", job.job_id), begin_at)
@@ -151,12 +153,12 @@ def _all_workers(job: JobRecord) -> list[str]:
     return [worker.name for worker in job.workers.values() if worker.kind == "worker"]
 
 
-def begin_held(step: MasterStep, job: JobRecord) -> None:
-    """Begin the incarnations whose back-off is over."""
+def begin_held(step: MasterStep, job: JobRecord, workers: Iterable[WorkerRecord]) -> None:
+    """Begin the incarnations whose back-off is over, of all workers or of those that alone have one."""
     job.restart_at = None
     step.cluster.timers.cancel(("restart", job.job_id))
     step.touch_job(job)
-    for worker in list(job.workers.values()):
+    for worker in list(workers):
         if worker.is_held:
             incarnations.begin(step, job, worker, worker.reason)
     rendezvous.settle_store(step, job, "its last incarnation or its node is gone")
@@ -168,15 +170,15 @@ def _widen(step: MasterStep, job: JobRecord, names: set[str]) -> tuple[set[str],
     An elastic role restarts whole, except workers that stay. A unit moves whole. Failed workers of a role that restarts
     do so, too. Without its store no elastic role can go on.
     """
-    units = units_of(job.spec)
     kinds = {role.name: role.kind for role in job.spec.roles}
     if is_store_lost(job):
         names |= broken_with_store(step, job)
     while True:
         before = len(names)
+        is_moving = not all(incarnations.has_good_place(step, job, job.workers[name]) for name in names)
         moving = [
             unit
-            for unit in units
+            for unit in (units_of(job.spec) if is_moving else ())
             if any(member.worker in names for member in unit.members)
             and not all(incarnations.has_good_place(step, job, job.workers[member.worker]) for member in unit.members)
         ]
@@ -185,14 +187,12 @@ def _widen(step: MasterStep, job: JobRecord, names: set[str]) -> tuple[set[str],
         stay = {
             name for role in roles if kinds[role] == "elastic" for name in rendezvous.staying(step, job, role, names)
         }
-        for worker in job.workers.values():
-            if (
-                worker.kind == "worker"
-                and worker.role in roles
-                and (kinds[worker.role] == "elastic" or worker.has_failed)
-                and worker.name not in stay
-            ):
-                names.add(worker.name)
+        names.update(
+            worker.name
+            for role in roles
+            for worker in job.ranks(role)
+            if (kinds[role] == "elastic" or worker.has_failed) and worker.name not in stay
+        )
         if len(names) == before:
             return names, moving
 
@@ -230,25 +230,24 @@ def _is_broken(job: JobRecord, role: RoleSpec, restarting: set[str]) -> bool:
 
 def unfinished_elastic(job: JobRecord) -> set[str]:
     """Return the workers of the elastic roles that are not wholly done."""
-    return {
-        worker.name
+    open_roles = [
+        role
         for role in job.elastic_roles()
-        for worker in job.members(role)
-        if rendezvous.missed(job, role) or not all(peer.is_done for peer in job.members(role))
-    }
+        if rendezvous.missed(job, role) or not all(worker.is_done for worker in job.members(role))
+    ]
+    return {worker.name for role in open_roles for worker in job.members(role)}
 
 
 def broken_with_store(step: MasterStep, job: JobRecord) -> set[str]:
-    """Return the workers that must restart if the store host is lost."""
-    return unfinished_elastic(job).difference(
-        *(rendezvous.staying(step, job, role.name) for role in job.elastic_roles())
-    )
+    """Return the workers that must restart if the store host is lost: those that it serves, and that cannot rejoin."""
+    served = {name for name in unfinished_elastic(job) if job.workers[name].run and not job.workers[name].is_held}
+    return served.difference(*(rendezvous.staying(step, job, role.name) for role in job.elastic_roles()))
 
 
 def outlives_store(step: MasterStep, job: JobRecord) -> bool:
-    """Return True if each elastic role that is not wholly done has workers that stay when the store host is lost."""
-    unfinished = {job.workers[name].role for name in unfinished_elastic(job)}
-    return all(rendezvous.staying(step, job, role) for role in unfinished)
+    """Return True if each elastic role that the store host serves has workers that stay when the store host is lost."""
+    broken = {job.workers[name].role for name in broken_with_store(step, job)}
+    return all(rendezvous.staying(step, job, role) for role in broken)
 
 
 def _moving_store(step: MasterStep, job: JobRecord) -> list[Unit]:

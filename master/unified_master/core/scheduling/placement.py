@@ -131,7 +131,7 @@ def _beside_own(node: NodeRecord, job: JobRecord) -> NodeCapacity:
     capacity = node.capacity(job.spec.accelerator_type, job.spec.device_cap).copy()
     for (owner, worker), allocation in node.allocations.items():
         if owner == job.job_id:
-            capacity.own.update(allocation.devices)
+            capacity.note_own_devices(allocation.devices)
             if worker != STORE:
                 capacity.note_own(parse_worker(worker).role)
     return capacity

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.master import elastic, simple
+from tests.support.master import CRASH, elastic, simple
 from tests.support.sim.sim_agent import SimAgent, resources
 from tests.support.sim.world import World
 from unified.job.spec import JobSpec, RoleSpec
@@ -19,7 +19,11 @@ def host(node: str, incarnation: str = "a") -> SnapshotHost:
 
 def agent(node: str, incarnation: str = "a", *, host_id: str = "", devices: int = 2) -> SimAgent:
     return SimAgent(
-        node, resources(devices=devices), incarnation=incarnation, host_id=host_id, snapshots=host(node, incarnation)
+        node,
+        resources(devices=devices),
+        incarnation=f"{incarnation} of {node}",
+        host_id=host_id,
+        snapshots=host(node, incarnation),
     )
 
 
@@ -185,3 +189,49 @@ def test_nodes_that_all_workers_have_left_are_named_where_rank_0_is_now_and_a_ne
     world.run(5.0)
     urls = {each.server.node: each.server.url for each in world.sim_agent(first).earlier_nodes["job-1"]}
     assert (urls[again], urls[max(left)]) == ("", f"tcp://{max(left)}:1")
+
+
+def named(world: World, node: str) -> dict[str, str]:
+    """Addresses of the nodes where workers on this node look for snapshots; none for a node whose agent has ended."""
+    return {each.server.node: each.server.url for each in world.sim_agent(node).earlier_nodes["job-1"]}
+
+
+def test_a_node_is_named_that_a_rank_has_left_without_a_new_place(start: Start) -> None:
+    role = elastic(total=3, accelerator=1, min_nodes=2, max_nodes=3)
+    world = start(*(agent(f"n{number}", devices=1) for number in range(1, 4)), roles=(role,), node_num=3)
+    first = world.job("job").ranks("e")[0].node
+    world.request(DrainNode(node=first))
+    world.until(lambda: world.job("job").roles["e"].round == 2, "a round of two")
+    world.run(1.0)
+    ranks = {worker.rank_in_round: worker.node for worker in world.job("job").ranks("e") if worker.is_desired}
+    assert named(world, ranks[0]) == {first: f"tcp://{first}:1"}
+
+
+def test_a_node_is_named_that_all_ranks_have_left_and_the_store_has_not(start: Start) -> None:
+    role = elastic(total=2, accelerator=1, per_group=2, per_node_max_failure=0)
+    spec = JobSpec(name="job", roles=[role], node_num=2, failover_exec=2, master_cpu=1)
+    world = World()
+    for number in range(1, 4):
+        world.add(agent(f"n{number}"))
+    world.run(0.1)
+    world.ask(SubmitJob(spec=spec))
+    world.until_stage("job", Stage.RUNNING)
+    world.run(1.0)
+    left = where(world)
+    world.say(left, world.sim_agent(left).end("job-1", world.job("job").ranks("e")[0].name, CRASH))
+    world.until(lambda: world.job("job").roles["e"].round == 2, "the ranks to run elsewhere")
+    world.run(1.0)
+    store = world.job("job").store
+    assert store is not None
+    assert (store.node, where(world) != left) == (left, True)
+    assert named(world, where(world)) == {left: f"tcp://{left}:1"}
+
+
+def test_what_an_earlier_agent_of_a_node_held_is_named_as_lost_although_the_node_is_used_again(start: Start) -> None:
+    world = start(agent("n1", devices=1), agent("n2", devices=1), roles=(elastic(total=2),), node_num=2)
+    world.kill_agent("n2")
+    world.add(agent("n2", "b", devices=1))
+    world.until(lambda: world.job("job").roles["e"].round == 2, "the ranks to run again")
+    world.run(1.0)
+    first = world.job("job").ranks("e")[0].node
+    assert named(world, first) == {"n2": ""}
