@@ -59,7 +59,6 @@ class CoordinatorCalls:
         """Counts under way, by path and format: all workers of a training register its dataset at once."""
 
     async def register_worker(self, asked: Any, call: GrpcCall) -> Fields:
-        """Register an incarnation of a worker."""
         rank = asked.rank if asked.HasField("rank") else -1
         request = protocol.RegisterWorker(
             space=call.space,
@@ -179,7 +178,6 @@ class CoordinatorCalls:
         return _fields(answer, "is_latest")
 
     async def get_latest_checkpoint(self, asked: Any, call: GrpcCall) -> Fields:
-        """Return the checkpoint to go on from."""
         request = protocol.GetLatestCheckpoint(space=call.space, name=asked.name or "default")
         answer = await self._ask(request, protocol.RecoveryInfo, call)
         if not answer.is_found:

@@ -111,7 +111,6 @@ async def serve(*, bind: str, coordinator: RemoteCoordinator, tokens: Tokens) ->
 
 
 def described() -> ServiceDescriptor:
-    """Return the description of the service."""
     pool = DescriptorPool()  # not the default pool: another module of this process may have a coordinator.proto, too
     for file in FileDescriptorSet.FromString(COMPILED.read_bytes()).file:
         pool.AddSerializedFile(file.SerializeToString())
@@ -161,7 +160,6 @@ def _guarded(method: Method, answer: Callable[..., Any], tokens: Tokens) -> Call
 
 
 def status_of(error: Exception) -> grpc.StatusCode:
-    """Return the status of an error."""
     if code := getattr(error, "code", ""):
         return STATUS_OF_CODE.get(code, _Status.FAILED_PRECONDITION)
     return next(status for kind, status in STATUS_OF_ERROR if isinstance(error, kind))

@@ -217,7 +217,6 @@ class MasterBackend:
 
 
 def job_spec(plan: RunPlan, *, shares_host: bool = False) -> JobSpec:
-    """Return the job of an attempt."""
     request = plan.request
     per_node = request.gpus_per_node
     resources = Resources(

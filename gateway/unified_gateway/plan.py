@@ -66,7 +66,6 @@ class StoredRequest(msgspec.Struct, frozen=True):
             return None
 
     def text(self) -> str:
-        """Return the annotation."""
         return json.dumps(msgspec.to_builtins(self), sort_keys=True, separators=(",", ":"))
 
     def differences(self, request: TrainingRequest) -> dict[str, Difference]:

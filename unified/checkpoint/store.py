@@ -95,7 +95,6 @@ class CheckpointStore:
         self._lock = threading.Lock()
 
     def key(self, name: str) -> str:
-        """Return the key in the backend."""
         return f"{self.prefix}/{name}" if self.prefix else name
 
     def write(self, request: SaveRequest) -> Manifest:

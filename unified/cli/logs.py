@@ -166,7 +166,6 @@ def _facts_of_data(line: str) -> _Facts:
 
 
 def _last(lines: Iterable[str], count: int, facts: Callable[[str], _Facts]) -> Iterator[str]:
-    """Return the last lines of each worker."""
     by_worker: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=count))
     for line in lines:
         by_worker[facts(line).worker].append(line)

@@ -124,7 +124,6 @@ def odd_first(status: JobStatus) -> list[WorkerStatus]:
 
 
 def after_key(view: TableView, key: str, rows: Sequence[str]) -> TableView:
-    """Return the view after a key."""
     row = min(view.row, max(0, len(rows) - 1))
     match key:
         case "up" | "down":

@@ -146,13 +146,11 @@ def barrier_after(request: WaitBarrier, waited_s: float) -> WaitBarrier:
 
 
 def refusal(code: str, reason: str) -> CoordinatorError:
-    """Return the error for a refusal."""
     kind = WorkerUnknownError if code in ("replaced", "unknown-worker") else CoordinatorError
     return kind(reason, code=code)
 
 
 def expect(answer: object, expected: type[A]) -> A:
-    """Return the answer, if it is of this class."""
     if not isinstance(answer, expected):
         raise CoordinatorError(
             f"the coordinator answered with {type(answer).__name__}, not with {expected.__name__}: install the same "

@@ -87,7 +87,6 @@ def register(me: LocalRegistration) -> None:
 
 
 def deregister(me: LocalRegistration) -> None:
-    """Forget a registration."""
     if me in _registered:
         _registered.remove(me)
 

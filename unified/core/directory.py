@@ -78,7 +78,6 @@ class WorkerDirectory:
         return self._nodes.get(worker, "")
 
     def holder(self, name: str) -> WorkerIncarnation | None:
-        """Return the incarnation that holds a name."""
         return self._holders.get(name)
 
     def reachable(self, worker: str) -> Inbox | None:

@@ -54,7 +54,6 @@ class LoaderParts:
 
     @classmethod
     def of(cls, loader: DataLoader[Any]) -> LoaderParts:
-        """Return the parts of a loader."""
         return cls(
             dataset=loader.dataset,
             collate_fn=loader.collate_fn,

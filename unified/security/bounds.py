@@ -88,7 +88,6 @@ class PendingHandshakes:
             self._end(first, f"more than {MAX_PENDING} connections had an unfinished handshake")
 
     def close(self) -> None:
-        """Forget all."""
         for descriptor in list(self._connections):
             self._forget(descriptor)
 

@@ -45,7 +45,6 @@ class TensorBoard:
         self._writer.add_event(self._events.Event(wall_time=point.at, step=point.step, **what))
 
     def close(self) -> None:
-        """Close the file."""
         self._writer.close()
 
 
@@ -86,7 +85,6 @@ class MLflow:
             self._client.set_tag(self._id, _NOT_MLFLOW.sub("_", name), text)
 
     def close(self) -> None:
-        """End the run; a later incarnation of the worker opens it again."""
         self._client.set_terminated(self._id)
 
 
@@ -119,7 +117,6 @@ class WandB:
             self._run.log(point.values, step=point.step)
 
     def close(self) -> None:
-        """Finish the run."""
         self._run.finish()
 
 

@@ -81,7 +81,6 @@ class PointBuffer:
         self._points: list[Point] = []
 
     def add(self, step: int | None, at: float, values: Mapping[str, Value]) -> None:
-        """Add a report."""
         if step is None or not values:
             self.early.update(values)
             return
@@ -95,7 +94,6 @@ class PointBuffer:
             del self._points[: MAX_POINTS // 2 : 2]
 
     def take(self) -> list[Point]:
-        """Return and remove all points."""
         points, self._points = self._points, []
         return points
 

@@ -38,7 +38,6 @@ class CleanupWatch:
         self._timer = TimerThread("unified-cleanup-watch", self._look, stays=True)
 
     def start(self) -> None:
-        """Start to look."""
         self._timer.set(time.monotonic() + EVERY_S)
 
     def close(self) -> None:

@@ -106,7 +106,6 @@ class Rounds:
     # Control thread
 
     def on_run(self, order: RunOrder) -> None:
-        """Take in an order to run."""
         self._orders.put(order)
 
     def on_stop(self) -> None:

@@ -62,7 +62,6 @@ class StackDumper:
         self._round_began_ns = time.time_ns()
 
     def end_program(self) -> None:
-        """Take in that the program has ended."""
         self._has_ended = True
 
     def num_collectives(self) -> int | None:

@@ -70,7 +70,6 @@ def record_of(job: Json, *, now: float) -> RunRecord:
 
 
 def failed_pod(pods: Sequence[Json]) -> Json | None:
-    """Return the pod that failed first."""
     failed = [pod for pod in pods if _ended(pod).get("exitCode", 0) != 0]
     return min(failed, key=lambda pod: (seconds(_ended(pod).get("finishedAt")) or 0.0, node_of(pod)), default=None)
 

@@ -89,11 +89,9 @@ class Call:
         self.parts = page.parts
 
     def path(self, name: str) -> str:
-        """Return a part of the path."""
         return str(self._request.path_params[name])
 
     def text(self, name: str, default: str = "") -> str:
-        """Return a parameter."""
         return self._request.query_params.get(name, default)
 
     def number(self, name: str, default: int | None = None, *, least: int = 0, most: int = 2**63 - 1) -> int | None:
@@ -114,7 +112,6 @@ class Call:
         return await body_of(self._request, kind)
 
     async def ask(self, message: client_master.ClientRequest, expected: type[T], timeout_s: float | None = None) -> T:
-        """Ask the master."""
         return await self.parts.master.ask(message, expected, timeout_s=timeout_s)
 
     async def in_thread(self, read: Callable[[MasterConnection], T], what: str) -> T:

@@ -83,7 +83,6 @@ class Sessions:
         self._tickets[_digest(ticket)] = (who, self._clock() + TICKET_S)
 
     def new_ticket(self, who: str) -> str:
-        """Return a new ticket."""
         ticket = secrets.token_urlsafe(32)
         self.add_ticket(ticket, who)
         return ticket
@@ -131,7 +130,6 @@ class Sessions:
         return is_past or bool(session.token and self._tokens.digest(session.token) is None)
 
     def cookie(self, session: PageSession) -> str:
-        """Return the value of ``Set-Cookie`` for a session."""
         body = _packed(msgspec.json.encode(session))
         return self._set(f"{body}.{_packed(self._seal(self._keys()[0], session, body))}", SESSION_S)
 

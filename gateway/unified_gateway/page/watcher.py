@@ -101,7 +101,6 @@ class ClusterWatcher:
         return viewer
 
     def leave(self, viewer: Viewer) -> None:
-        """Forget a viewer."""
         self._viewers.discard(viewer)
         self._used_at = time.monotonic()
         if not Counter(each.job_id for each in self._viewers)[viewer.job_id]:

@@ -65,7 +65,6 @@ def wait(co: Coroutine[Any, Any, T]) -> T:
 
 
 def completed_future(result: T) -> Future[T]:
-    """Return a future that has this result."""
     future: Future[T] = Future()
     future.set_result(result)
     return future

@@ -55,7 +55,6 @@ def notify(step: CoordinatorStep, space: Space, request: NotifyCheckpoint) -> Ch
 
 
 def latest(space: Space, request: GetLatestCheckpoint) -> RecoveryInfo:
-    """Return the checkpoint to go on from."""
     checkpoint = space.checkpoints.get(request.name)
     if checkpoint is None:
         return RecoveryInfo(is_found=False)

@@ -25,7 +25,6 @@ class FileLayout:
 
     @property
     def total_samples(self) -> int:
-        """Samples of all files."""
         return self._ends[-1] if self._ends else 0
 
     def locate(self, start: int, end: int) -> list[FileRows]:

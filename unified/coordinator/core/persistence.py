@@ -76,7 +76,6 @@ def restore(
 
 
 def forget(step: CoordinatorStep, space: Space) -> None:
-    """Forget all rows of a space."""
     for presence in space.present.values():
         space.timers.leases.drop(presence)
     for worker_id in (*space.present, *space.gone):

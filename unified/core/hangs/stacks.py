@@ -49,7 +49,6 @@ def frame(file: str, line: int | str, function: str) -> str:
 
 
 def add_threads(worker: WorkerStacks, threads: Iterable[Thread]) -> StackReport:
-    """Return a report of one worker with these threads."""
     numbers: dict[str, int] = {}
     found = [
         ThreadStack(

@@ -85,7 +85,6 @@ class Owners:
         self.orphans = other.orphans[:]
 
     def remove(self, worker: str, shard_ids: Collection[int]) -> None:
-        """Remove shards from this worker's list."""
         shards = self.lists[worker]
         if len(shard_ids) == 1 and shards[-1] in shard_ids:
             shards.pop()
