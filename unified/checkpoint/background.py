@@ -208,7 +208,6 @@ def close_at_exit(saver: Closing) -> None:
 
 
 def forget(saver: Closing) -> None:
-    """Note that a saver was closed."""
     _open.discard(saver)
 
 

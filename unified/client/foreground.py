@@ -222,6 +222,7 @@ class Follower:
                 self.news.put(MasterSilent(silent_since))
             try:
                 has_more = not watch.take(reply)
+                status = None if has_more else watch.status
             except MasterUnreachableError as error:
                 silent_since = asked_at if silent_since is None else silent_since
                 self.news.put(MasterSilent(silent_since, error))
@@ -233,9 +234,8 @@ class Follower:
             if silent_since is not None:
                 silent_since = None
                 self.news.put(MasterAnswers())
-            if has_more:
+            if status is None:
                 continue
-            status = watch.status
             if (now := (watch.version, watch.mirror.problem)) != seen:
                 seen = now
                 self._status = status

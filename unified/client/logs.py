@@ -169,7 +169,6 @@ class StreamCursor:
         )
 
     def take(self, chunk: LogChunk, now: float) -> list[Output]:
-        """Take a chunk that was read, and return the output in it."""
         found: list[Output] = []
         if self._offset < 0:
             self._drop_to_newline = chunk.offset > 0

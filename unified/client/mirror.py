@@ -33,6 +33,8 @@ class ClusterMirror:
         self.version = -1
         self.at = 0.0
         self.problem = ""
+        self.is_complete = False
+        """True if no further part of the newest state is to be requested at once."""
         self.jobs: dict[str, JobStatus] = {}
         self.workers: dict[str, dict[str, WorkerStatus]] = {}
         """Workers by job and full name. Only their order is cached, in `_order`."""
@@ -60,7 +62,8 @@ class ClusterMirror:
                 self._order.pop(job_id, None)
         self.events.extend(changes.events)
         self.at, self.problem = changes.at, changes.problem
-        self.version = self.version if self.problem else changes.version
+        if not self.problem:
+            self.version, self.is_complete = changes.version, changes.is_last
 
     def status(self, job_id: str) -> JobStatus | None:
         """Return the status of a job with its workers, by role and rank; None: there is no such job."""
@@ -104,7 +107,7 @@ class ClusterWatch:
         self.mirror.apply(changes)
         if self._job_id and self._job_id not in self.mirror.jobs:  # it was the job's name
             self._job_id = next(iter(self.mirror.jobs), self._job_id)
-        return changes.is_last
+        return self.mirror.is_complete
 
     def refresh(self, wait_s: float = 0.0, timeout_s: float | None = None) -> None:
         """Wait at most `wait_s` seconds for changes, and apply them. The first call does not wait.

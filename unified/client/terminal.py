@@ -126,12 +126,12 @@ class _LastingStream:
                 number = stream.fileno()
             except OSError:  # not a file
                 return
-            file = Path(os.readlink(f"/proc/self/fd/{number}"))
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, number)
-            os.close(nowhere)
+            file = Path(os.path.realpath(f"/proc/self/fd/{number}"))  # of a closed descriptor, this very path
+            if (nowhere := os.open(os.devnull, os.O_WRONLY)) != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
             if error.errno in _FULL:
-                disk = next((each for each in file.parents if each.is_mount()), "")
+                disk = next((each for each in file.parents if os.path.ismount(each)), "")
                 text = f"{error.strerror} (disk {disk}): {file} lacks all further output; `unified logs` shows it"
                 print(f"unified: {text}", file=lasting(sys.stderr))
 

@@ -132,7 +132,6 @@ class LogOnce:
 
 
 def _is_alone(handler: logging.Handler, record: logging.LogRecord) -> bool:
-    """Return True if no other handler gets the record."""
     logger: logging.Logger | None = logging.getLogger(record.name)
     while logger is not None:
         if any(other is not handler for other in logger.handlers):

@@ -110,7 +110,6 @@ class SnapshotHost(Value, frozen=True):
     listener_key: str = ""
 
     def address(self, node: str, job_id: str) -> ServerAddress:
-        """Return the server's address for one job."""
         token = token_of(self.secret, job_id)
         return ServerAddress(node=node, url=self.url, token=token, listener_key=self.listener_key)
 

@@ -120,7 +120,6 @@ def check_key(key: str) -> str:
 
 
 def replaced_meanwhile(key: str) -> AlreadyExistsError:
-    """Return the error of `StorageBackend.replace`."""
     return AlreadyExistsError(f"cannot replace {key!r}: another write has changed it meanwhile")
 
 

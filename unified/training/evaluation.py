@@ -59,7 +59,6 @@ class HeldOutRows:
 
 
 def sum_losses(model: Callable[..., Any], batch: Batch) -> torch.Tensor:
-    """Return the sum of the losses of all targets of a batch."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     targets = batch["labels"][:, 1:].flatten()
     return cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, ignore_index=IGNORED, reduction="sum")

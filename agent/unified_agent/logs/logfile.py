@@ -79,6 +79,8 @@ def _clock(at: float) -> str:
 def _room(place: int | Path) -> int:
     """Return how many bytes a disk has left for logs."""
     found = os.statvfs(place)
+    if not found.f_blocks:  # a file system that does not tell its size
+        return sys.maxsize
     return (found.f_bavail - min(RESERVE // found.f_frsize, found.f_blocks // 16)) * found.f_frsize
 
 
@@ -166,7 +168,7 @@ class LogFile:
         """Close the file. Write held output first, if the disk has space again."""
         if self._hole is not None:
             self._hole.try_at = 0.0
-            self._is_mended(self._hole)
+            self._is_mended(self._hole, is_last=True)
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -203,7 +205,7 @@ class LogFile:
 
     def _refuse(self, error: OSError) -> None:
         if self._hole is None:
-            disk = next(each for each in self.path.absolute().parents if each.is_mount())
+            disk = next(each for each in self.path.absolute().parents if os.path.ismount(each))
             self._hole = _Hole(f"{error.strerror or error} (disk {disk})", self._last_hole)
             log.error("event=log-dropped file=%s: %s; output is dropped", self.path, self._hole.why)
 
@@ -212,13 +214,14 @@ class LogFile:
             self._hole.add(data)
             self.lost = self._hole.text()
 
-    def _is_mended(self, hole: _Hole) -> bool:
-        """Look for free space, once in `RETRY_S`; if there is some, write a line on the loss, and the held output."""
+    def _is_mended(self, hole: _Hole, *, is_last: bool = False) -> bool:
+        """Look for free space, once in `RETRY_S`; if there is some, write a line on the loss, and the held output. The
+        end of a stream may use the reserve."""
         if time.monotonic() < hole.try_at:
             return False
         hole.try_at = time.monotonic() + RETRY_S
         try:
-            if _room(self.path.parent) < LEAST_FREE:
+            if not is_last and _room(self.path.parent) < LEAST_FREE:
                 return False
             if self._descriptor < 0:
                 self._open()
@@ -237,6 +240,7 @@ class LogFile:
         if num_lost and self._max_files > 1:  # readers' offsets count the lost bytes, too
             self._base += num_lost - len(line)
             self._rotate()
+        self._look_at = self.end + len(held) + 1
         self.write(held)
         return True
 

@@ -178,11 +178,11 @@ class ClusterWatcher:
             self._parts = ChangedParts(is_whole=True)
         self.mirror.apply(changes)
         self._parts.add(changes)
-        if changes.is_last:
+        if self.mirror.is_complete:
             self._publish()
         else:
             self._is_current.clear()  # new requests wait for the rest
-        return changes.is_last
+        return self.mirror.is_complete
 
     def _publish(self) -> None:
         parts, self._parts = self._parts, ChangedParts()

@@ -17,7 +17,7 @@ from unified_master.core.state import Cluster, JobRecord, NodeRecord, WorkerReco
 from unified_master.core.step import MasterStep
 
 MAX_RAN_ON = 2000
-"""Agents on whose nodes a role has run and that are still known."""
+"""Nodes on which a role has run and that are still known."""
 
 
 def settle(step: MasterStep, job: JobRecord) -> None:
@@ -65,8 +65,9 @@ def address_of(cluster: Cluster, job: JobRecord) -> ServerAddress | None:
 def note_run(step: MasterStep, job: JobRecord, worker: WorkerRecord, order: RunOrder) -> None:
     """Note that a worker runs on its node, which may hold its snapshots for a while after it has left."""
     ran_on, agent = job.roles[worker.role].ran_on, step.cluster.nodes[worker.node].info.incarnation
-    last_round, _ = ran_on.pop(agent, (0, ""))
-    ran_on[agent] = (max(last_round, order.round), worker.node)
+    last_agent, last_round, lost_round = ran_on.pop(worker.node, (agent, 0, 0))
+    lost_round = lost_round if last_agent == agent else max(last_round, lost_round)
+    ran_on[worker.node] = (agent, max(last_round, order.round), lost_round)
     if len(ran_on) > MAX_RAN_ON:
         del ran_on[next(iter(ran_on))]
     step.touch_job(job)
@@ -74,22 +75,27 @@ def note_run(step: MasterStep, job: JobRecord, worker: WorkerRecord, order: RunO
 
 def earlier_nodes(cluster: Cluster, job: JobRecord, node: NodeRecord) -> list[EarlierNode]:
     """Return the nodes that roles have left, for an agent whose workers look for snapshots there: rank 0, for all ranks
-    of an elastic role, and each worker of a simple one."""
+    of an elastic role, and each worker of a simple one, where it was itself."""
     found = []
     for role in job.spec.roles:
         is_simple, is_of_role = role.kind == "simple", partial(_is_of, job, role)
-        here = filter(is_of_role, node.incarnations.values())
+        here = list(filter(is_of_role, node.incarnations.values()))
         if not any(is_simple or worker.rank_in_round == 0 for worker in here):
             continue
-        for agent, (last_round, name) in job.roles[role.name].ran_on.items():
+        ran_on = job.roles[role.name].ran_on
+        was_on = {past.node for worker in here for past in worker.past}
+        for name in filter(was_on.__contains__, ran_on) if is_simple else ran_on:
+            agent, last_round, lost_round = ran_on[name]
             left = cluster.nodes.get(name)
-            if left is not None and not (left.is_connected and left.info.incarnation == agent):
-                left = None  # its snapshots ended with that agent
-            if left is node or (left and not is_simple and any(map(is_of_role, left.incarnations.values()))):
-                continue  # ranks of the round are there, and see what it holds
-            host = None if left is None else left.info.snapshots
-            server = ServerAddress(name, "", "") if host is None else host.address(name, job.job_id)
-            found.append(EarlierNode(role.name, server, last_round))
+            if left is None or not left.is_connected or left.info.incarnation != agent:
+                left, lost_round = None, max(last_round, lost_round)  # its snapshots ended with that agent
+            if lost_round:
+                found.append(EarlierNode(role.name, ServerAddress(name, "", ""), lost_round))
+            if left is None or left is node or (not is_simple and any(map(is_of_role, left.incarnations.values()))):
+                continue  # gone, or ranks of the round are there, and see what it holds
+            if left.info.snapshots is not None:
+                server = left.info.snapshots.address(name, job.job_id)
+                found.append(EarlierNode(role.name, server, last_round))
     return found
 
 

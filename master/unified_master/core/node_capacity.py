@@ -281,7 +281,6 @@ def share_of(accelerator: float) -> float:
 
 
 def _pool(resources: NodeResources, accelerator_type: str) -> list[DeviceKey]:
-    """Return the devices that a job of this type draws from."""
     virtual = [("device", device.index) for device in resources.devices if device.kind == "virtual"]
     if accelerator_type == "CPU":
         return virtual or [("slot", number) for number in range(int(resources.cpu))]

@@ -210,8 +210,9 @@ class RoleRecord(msgspec.Struct, kw_only=True):
     """Time at which the groups of `failed_groups` are given up."""
     has_served: bool = False
     """True once a worker of it was SERVING, so that it is a service."""
-    ran_on: dict[str, tuple[int, str]] = {}
-    """Last round and node, by incarnation of the agent, wherever its workers have run; the last one last."""
+    ran_on: dict[str, tuple[str, int, int]] = {}
+    """Nodes where its workers have run, the last one last: the agent's incarnation, the last round, and the last round
+    under an earlier agent (0: none)."""
 
 
 _NO_SPEC = JobSpec(name="", roles=[])

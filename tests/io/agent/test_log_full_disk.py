@@ -1,5 +1,6 @@
 """Output of workers where the disk of their node is full for a while."""
 
+import os
 import re
 from pathlib import Path
 
@@ -69,6 +70,26 @@ def test_the_last_of_the_room_is_left_for_others(tmp_path: Path, small_disk: Mou
     assert 1 << 20 <= disk.free < 2 << 20, "a 16th"
     assert re.search(r"^\d+ lines \(\d+ bytes\) dropped since .* on device, except for state", file.lost)
     assert file.lost.endswith(f"(disk {tmp_path}/logs)")
+    held = read(file, file.end - 10).data
+    file.close()
+    assert path.read_bytes().endswith(held), "the end of a stream, such as a traceback, may use the reserve"
+
+
+@pytest.mark.parametrize("name", ["n" * 300, "file"])
+def test_a_log_that_has_no_place_drops_output_and_does_no_more(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    file = LogFile(tmp_path / name / "0.out", max_bytes=100, max_files=2)
+    file.write(b"x" * 2 * HELD_BYTES)
+    assert "dropped since" in file.lost
+    assert "(disk /" in file.lost
+    file.close()
+
+
+def test_a_file_system_that_does_not_tell_its_size_is_not_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result([0] * 10))
+    file = LogFile(tmp_path / "0.out", max_bytes=100, max_files=2)
+    file.write(b"hello\n")
+    assert (file.lost, file.path.read_bytes()) == ("", b"hello\n")
     file.close()
 
 

@@ -155,6 +155,18 @@ def test_a_full_disk_ends_the_output_and_not_the_job(
     assert lasting(None).write("hello") == 5
 
 
+def test_output_to_a_descriptor_that_was_closed_is_dropped() -> None:
+    reading, writing = os.pipe()
+    stream = os.fdopen(writing, "w")
+    os.close(writing)
+    out = lasting(stream)
+    out.write("hello")
+    out.flush()
+    assert os.readlink(f"/proc/self/fd/{writing}") == os.devnull, "so that the flush at exit does not fail"
+    stream.close()
+    os.close(reading)
+
+
 def test_live_shows_equal_lines_of_many_workers_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def show() -> str:
         terminal = Terminal()

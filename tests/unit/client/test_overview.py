@@ -8,7 +8,7 @@ import pytest
 from tests.support.fake_master import RESOURCES, worker_status
 from unified.client.mirror import ClusterMirror
 from unified.client.views.overview import Attention, Totals, attention, totals
-from unified.protocol.client_master import BudgetUse, EndReport, JobStatus, NodeStatus
+from unified.protocol.client_master import BudgetUse, Changes, EndReport, JobStatus, NodeStatus
 from unified.protocol.records import EventRecord, Failure, NodeState, Progress, Stage, TimeSpent
 
 NOW = 10_000.0
@@ -126,3 +126,13 @@ def test_the_urgent_comes_first() -> None:
         Attention("node check", "a", "slow: matmul 3.1", False, is_node=True),
         Attention("draining", "c", "2 workers left: by you", False, is_node=True),
     ]
+
+
+def test_a_master_that_can_decide_nothing_between_two_parts_of_an_answer_leaves_the_state_incomplete() -> None:
+    made = ClusterMirror()
+    made.apply(Changes(version=5, at=NOW, is_whole=True, jobs=[job()], is_last=False))
+    made.apply(Changes(version=-1, at=NOW, problem="its disk is full"))
+    assert (made.version, made.is_complete, made.problem) == (5, False, "its disk is full")
+    made.apply(Changes(version=6, at=NOW))
+    made.apply(Changes(version=-1, at=NOW, problem="its disk is full"))
+    assert (made.version, made.is_complete) == (6, True)

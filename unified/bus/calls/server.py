@@ -192,7 +192,6 @@ class CallServer:
         self._known.clear()
 
     def _begin(self, call: InboundCall) -> None:
-        """Begin a call, on the thread that received it."""
         if len(call.chain) > MAX_CHAIN:
             what = f"the call of {call.method!r} in worker {self._worker} was refused: {len(call.chain)} handlers"
             why = "each waiting for the next, led to it. Do they call one another in a cycle?"

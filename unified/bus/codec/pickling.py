@@ -152,7 +152,6 @@ class ArrayReducer:
         return build_tensor, (buffer, shape, dtype, value.requires_grad)
 
     def _stand_in(self, number: int, kind: int) -> pickle.PickleBuffer:
-        """Return a stand-in, in the pickle, for the object of frame `number`."""
         view = memoryview(bytearray(1))  # writable, or pickle would ask for a read-only buffer
         self._views.append(view)
         self._placed[id(view)] = (number, kind)

@@ -188,7 +188,6 @@ def _mib(nbytes: int) -> str:
 
 
 def _write(root: Path, names: Sequence[str], file: BufferedRandom) -> str:
-    """Write the archive; return its digest."""
     with (
         gzip.GzipFile("", "wb", compresslevel=1, fileobj=file, mtime=0) as packed,
         tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as archive,

@@ -277,7 +277,6 @@ def listing(space: Space) -> list[BarrierStatus]:
 
 
 def _open(space: Space) -> list[records.Barrier]:
-    """Return the barriers at which somebody waits."""
     at = {barrier_id for presence in space.present.values() for barrier_id in presence.waits_at}
     return [space.barriers[barrier_id] for barrier_id in sorted(at)]
 

@@ -131,7 +131,6 @@ class DatasetState:
         return DatasetProgress(space=space, dataset_id=dataset_id, space_revision=revision, ledger=ledger)
 
     def mark_keys(self, space: str) -> list[str]:
-        """Return the keys of the marks that are persisted one by one."""
         return [mark_key(space, self.info.dataset_id, number) for number in range(1, self.num_marks + 1)]
 
     def status(self, ids: Mapping[str, str]) -> DatasetStatus:

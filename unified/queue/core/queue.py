@@ -160,7 +160,6 @@ class QueueCore:
             consumers.end_all(messages.Outcome.CLOSED)
 
     def _end_incarnations(self, worker: str, incarnation: int) -> None:
-        """End this incarnation of a worker, and all earlier ones."""
         if incarnation <= self._dead.get(worker, -1):
             return
         self._dead[worker] = incarnation

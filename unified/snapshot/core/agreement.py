@@ -76,7 +76,7 @@ def agree(
     best = max(common, key=lambda each: _age(each, job_id))
     sources = [found[best] for found in by_rank]
     later = best.stamp.round if best.job_id == job_id else -1
-    lost = sorted(each.server.node for report in reports for each in report.elsewhere if each.lost_round > later)
+    lost = sorted({each.server.node for report in reports for each in report.elsewhere if each.lost_round > later})
     notes = []
     if lost:
         notes.append(f"{', '.join(lost)} had workers in a later round, and does not answer: a newer one may be lost")
@@ -140,7 +140,6 @@ def _what_there_is(by_rank: Sequence[Mapping[StoredSnapshot, SnapshotSource]], r
 
 
 def _answers(reports: Sequence[RankReport]) -> list[tuple[ServerAddress, list[HeldSnapshot]]]:
-    """Return all servers that answered, with what they hold."""
     elsewhere = [(each.server, each.held) for report in reports for each in report.elsewhere]
     return [(report.server, report.held) for report in reports] + elsewhere
 

@@ -72,7 +72,6 @@ class SnapshotInventory:
                 yield buffer
 
     def held(self, series: SnapshotSeries) -> list[HeldSnapshot]:
-        """Return the snapshots of a series' role."""
         return [
             HeldSnapshot(
                 world_size=each.series.world_size,

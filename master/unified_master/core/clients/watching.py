@@ -93,7 +93,6 @@ def changes_since(step: MasterStep, job_id: str, after: int, *, has_workers: boo
 
 
 def _is_known(cluster: Cluster, version: int) -> bool:
-    """Return True if all changes since this version are known."""
     return cluster.changes.floor <= version <= cluster.changes.version
 
 

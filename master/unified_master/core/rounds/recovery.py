@@ -198,7 +198,6 @@ def on_node_lost(step: MasterStep, job: JobRecord, node: NodeRecord, reason: str
 def _repair(
     step: MasterStep, job: JobRecord, worker: WorkerRecord, failure: Failure, scope: Scope, *, is_excluding: bool
 ) -> None:
-    """Restart the scope of a charged failure."""
     role = job.spec.role(worker.role)
     delay = budgets.delay_s(job, job.roles[role.name].num_quick)
     after = f" after {delay:g} s" if delay else ""
@@ -244,7 +243,6 @@ def _scope(step: MasterStep, job: JobRecord, role: RoleSpec) -> Scope:
 
 
 def _scoped(job: JobRecord, worker: WorkerRecord, scope: Scope) -> list[str] | None:
-    """Return the names of the workers in a scope; None: all of the job."""
     if scope == "job":
         return None
     return [worker.name] if scope == "worker" else [peer.name for peer in job.ranks(worker.role)]

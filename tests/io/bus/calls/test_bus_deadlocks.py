@@ -419,3 +419,23 @@ def test_handler_that_blocks_the_loop_is_named_in_the_log_and_in_the_stacks(
         release.clear()
     assert ask(cast.call("b", "a", "nap")) is None
     assert caplog.text.count("loop-blocked") == 2
+
+
+@pytest.mark.parametrize("is_gathered", [False, True])
+def test_a_callback_may_wait_for_another_worker_than_the_one_that_it_interrupts(
+    world: World, is_gathered: bool
+) -> None:
+    if world.route != "auto":
+        pytest.skip("only a thread that receives from a Unix socket reads its own answers")
+    release, found = threading.Event(), list[Any]()
+    slow = {"slow": lambda: release.wait(DEADLINE_S)}
+    cast = Cast(world, a=lambda cast: {}, b=lambda cast: slow, c=lambda cast: {"ping": lambda: "pong"})
+    call = cast.call("a", "b", "slow")
+
+    def wait_for_another(_: object) -> None:
+        found.append(cast.call("a", "c", "ping").result(DEADLINE_S))
+
+    call.on_end(wait_for_another)
+    threading.Timer(0.3, release.set).start()  # while this thread waits, and reads the answer itself
+    (gather([call], "all") if is_gathered else call).result(DEADLINE_S)
+    eventually(lambda: found == ["pong"], DEADLINE_S)

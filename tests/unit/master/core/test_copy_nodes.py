@@ -7,7 +7,7 @@ import pytest
 from tests.support.master import CRASH, elastic, simple
 from tests.support.sim.sim_agent import SimAgent, resources
 from tests.support.sim.world import World
-from unified.job.spec import JobSpec, RoleSpec
+from unified.job.spec import JobSpec, Resources, RoleSpec
 from unified.protocol.client_master import DrainNode, RestartWorkers, ResumeJob, SubmitJob, SuspendJob
 from unified.protocol.records import Stage
 from unified.protocol.snapshots import SnapshotHost, token_of
@@ -235,3 +235,30 @@ def test_what_an_earlier_agent_of_a_node_held_is_named_as_lost_although_the_node
     world.run(1.0)
     first = world.job("job").ranks("e")[0].node
     assert named(world, first) == {"n2": ""}
+
+
+def test_a_node_whose_agent_ended_again_and_again_is_named_once(start: Start) -> None:
+    world = start(agent("n1", devices=1), agent("n2", devices=1), roles=(elastic(total=2),), node_num=2)
+    for incarnation in "bcd":
+        before = world.job("job").roles["e"].round
+        world.kill_agent("n2")
+        world.add(agent("n2", incarnation, devices=1))
+        world.until(lambda before=before: world.job("job").roles["e"].round > before, "the ranks to run again")
+    world.run(1.0)
+    (found,) = world.sim_agent(world.job("job").ranks("e")[0].node).earlier_nodes["job-1"]
+    assert (found.server.node, found.server.url, found.round) == ("n2", "", world.job("job").roles["e"].round - 1)
+
+
+def test_workers_of_a_simple_role_look_only_where_they_were_themselves(start: Start) -> None:
+    agents = [agent(f"n{number}", devices=1) for number in range(1, 5)]
+    world = start(*agents, roles=(simple(total=3, resources=Resources(accelerator=1), restart_alone=True),), node_num=4)
+    world.request(RestartWorkers(job="job", workers=[]))
+    world.run(5.0)
+    nodes = [worker.node for worker in world.job("job").ranks("s")]
+    assert [named(world, node) for node in nodes] == [{}, {}, {}]
+    world.request(DrainNode(node=nodes[0]))
+    world.until(lambda: world.job("job").ranks("s")[0].node not in nodes, "the worker to move")
+    world.run(5.0)
+    moved = world.job("job").ranks("s")[0].node
+    assert named(world, moved) == {nodes[0]: f"tcp://{nodes[0]}:1"}
+    assert [named(world, node) for node in nodes[1:]] == [{}, {}]

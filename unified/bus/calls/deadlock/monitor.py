@@ -98,7 +98,7 @@ class DeadlockMonitor:
         `outside`. UsageError: the thread waits already, and a signal handler interrupted it."""
         strand = -task or threading.get_ident()
         outer = self.outside.get(strand)
-        if outer is not None and (outer.link is None or outer.link.reader != strand):
+        if outer is not None and strand not in (_reader(each) for each in _parts([outer])):
             names = [frame.f_code.co_qualname for frame, _ in walk_stack(None)]
             if sum(each in ("RpcFuture._wait", "StreamFeed.wait") for each in names) > 1:  # else an interrupt ended one
                 raise waited_in_vain(awaited)
@@ -281,6 +281,11 @@ class PoolMonitor:
 
 def _is_parked(call: InboundCall) -> bool:
     return call.stream is not None and call.stream.is_parked
+
+
+def _reader(awaited: object) -> int | None:
+    """Return the thread that reads the connection of a wait."""
+    return getattr(getattr(awaited, "link", None), "reader", None)
 
 
 def _parts(awaited: Iterable[object]) -> Iterator[object]:
