@@ -243,7 +243,7 @@ def test_a_node_whose_agent_ended_again_and_again_is_named_once(start: Start) ->
         before = world.job("job").roles["e"].round
         world.kill_agent("n2")
         world.add(agent("n2", incarnation, devices=1))
-        world.until(lambda before=before: world.job("job").roles["e"].round > before, "the ranks to run again")
+        world.until(lambda before=before: world.job("job").roles["e"].round > before, "the ranks to run again")  # type: ignore[misc]  # a bound default
     world.run(1.0)
     (found,) = world.sim_agent(world.job("job").ranks("e")[0].node).earlier_nodes["job-1"]
     assert (found.server.node, found.server.url, found.round) == ("n2", "", world.job("job").roles["e"].round - 1)
