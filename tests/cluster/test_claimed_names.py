@@ -99,7 +99,10 @@ def test_a_name_has_one_holder_and_its_next_incarnation_holds_it_again(local_clu
     handle = cluster.submit(job(tmp_path))
     said(handle, "holds as 0")
     said(handle, "found owner_2-0_1-0")
-    said(handle, "refused: worker owner_2-1_1-0 cannot claim the name 'queue' in job names-1: it is held by worker ow")
+    refused = (
+        f"refused: worker owner_2-1_1-0 cannot claim the name 'queue' in job {handle.job_id}: it is held by worker"
+    )
+    said(handle, refused)
     killed_at = time.monotonic()
     os.kill(cluster.workers(handle)["owner_2-0_1-0"], signal.SIGKILL)
     lost_at = said(handle, "change queue None")

@@ -222,7 +222,7 @@ def test_job_of_the_readme_runs(
     words: list[str], local_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks = re.findall(r"^```python[^\n]*\n# (\w+\.py)\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
-    assert [name for name, _ in blocks] == ["train.py", "submit.py"]
+    assert [name for name, _ in blocks] == ["linear.py", "submit.py"]
     for name, text in blocks:
         (tmp_path / name).write_text(text)
     cluster = local_cluster(nodes=2, devices=2)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.cluster.conftest import Cluster, Project
 from tests.support.page_snippets import snippets
-from unified.api.builder import DLJobBuilder
+from unified.api.builder import DLJob, DLJobBuilder
 from unified.coordinator.client import RemoteCoordinator
 from unified.protocol.coordinator import DescribeSpaces, SpaceList
 
@@ -26,14 +26,21 @@ def train():
 """
 
 
-def test_each_piece_of_code_does_what_the_page_says(local_cluster: Cluster, project: Project, tmp_path: Path) -> None:
+def job_of_snippets(folder: Path, project: Project) -> DLJob:
     code = [text for text in snippets() if not text.startswith(("unified ", "unified-agent ", "curl "))]
-    (tmp_path / "samples.jsonl").write_text('{"x": 1}\n{"x": 2}\n')
-    folder = str(tmp_path / "checkpoints")
-    project(snippet_job=WORKER.format(path=str(tmp_path / "samples.jsonl"), folder=folder, code=code))
+    assert code
+    (folder / "samples.jsonl").write_text('{"x": 1}\n{"x": 2}\n')
+    checkpoints = str(folder / "snippet-checkpoints")
+    project(snippet_job=WORKER.format(path=str(folder / "samples.jsonl"), folder=checkpoints, code=code))
     builder: Any = DLJobBuilder().node_num(1).device_per_node(1).device_type("CPU")
+    job: DLJob = builder.workload("w", "snippet_job.train").resource(cpu=0.1).build()
+    return job
+
+
+def test_each_piece_of_code_does_what_the_page_says(local_cluster: Cluster, project: Project, tmp_path: Path) -> None:
+    job = job_of_snippets(tmp_path, project)
     cluster = local_cluster(nodes=1, devices=1)
-    handle = cluster.submit(builder.workload("w", "snippet_job.train").resource(cpu=0.1).build(), "snippets")
+    handle = cluster.submit(job, "snippets")
     assert handle.wait(timeout=200) == 0, handle.status().reason
     [worker] = handle.status().workers
     assert worker.progress is not None

@@ -15,11 +15,11 @@ class SmallDisk:
         self._folder = folder
         self._filler = folder / "filler"
 
-    def fill(self) -> None:
-        """Take all room that is left."""
+    def fill(self, leave: int = 0) -> None:
+        """Take all room that is left but so many bytes."""
         with self._filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-            while file.write(bytes(4096)):
-                pass
+            while self.free > leave:
+                file.write(bytes(4096))
 
     def make_room(self) -> None:
         self._filler.unlink()

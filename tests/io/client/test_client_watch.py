@@ -25,9 +25,10 @@ from unified.client.foreground import Watch
 from unified.client.handle import JobHandle
 from unified.client.output import Prefix
 from unified.client.submission import run_job, submit_job
-from unified.errors import ClusterError, MasterUnreachableError, RefusedError
+from unified.errors import ClusterError, MasterUnreachableError, ProtocolError, RefusedError
 from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.client_master import (
+    Changes,
     ClientToMaster,
     EndReport,
     JobStatus,
@@ -181,6 +182,15 @@ def test_an_error_of_the_display_ends_a_watch(job: Job, fake_master: FakeMaster)
     with MasterConnection(fake_master.address) as connection:
         watch = Watch(connection, "gpt-1", Mock(wants_all=True, update=Mock(side_effect=Empty)))
         with pytest.raises(Empty):
+            watch.run()
+    watch.join()
+
+
+def test_an_answer_without_the_job_ends_a_watch_with_an_error(fake_master: FakeMaster) -> None:
+    fake_master.respond = lambda message: Changes(version=1, at=1.0, is_whole=True)
+    with MasterConnection(fake_master.address) as connection:
+        watch = Watch(connection, "gpt-1", PlainDisplay(io.StringIO(), io.StringIO()), with_logs=False)
+        with pytest.raises(ProtocolError, match="the master told nothing about job gpt-1"):
             watch.run()
     watch.join()
 

@@ -60,6 +60,8 @@ def train() -> None:
                 if rank == 0 and (folder() / "wait").exists() and not (folder() / "waits").exists():
                     (folder() / "waits").touch()
                     DataQueue("nobody", owner_timeout=1000).get(1)
+                while rank == 0 and (folder() / "stall").exists():
+                    time.sleep(0.1)
                 optimizer.step()
                 optimizer.zero_grad()
                 state.commit(batches=len(window))
@@ -91,6 +93,18 @@ def keeper() -> None:
     print(f"restored {found and found.step}, {queue.stats().depth} items", flush=True)
     queue.put("item")
     worker.snapshot({"step": 20}, 20)
+
+
+def printer() -> None:
+    """Print 40 MB."""
+    for number in range(40_000):
+        print(f"line {number:07} {'x' * 1000}")
+
+
+def stays() -> None:
+    """Run until its agent ends it."""
+    while True:
+        time.sleep(1)
 
 
 def is_over() -> bool:
@@ -167,8 +181,17 @@ def told(act: Callable[[], Any]) -> str:
 
 
 def caller() -> None:
-    """Make every odd call once, then calls from a signal handler, then idle until the end of the day."""
-    service = RoleGroup("svc")[0]
+    """Make every odd call once, and put what ends the cycle of the pair: this again when the job has been resumed."""
+    if not (folder() / "told.json").exists():
+        write("told.json", json.dumps(odd_calls(RoleGroup("svc")[0])))
+    while not (folder() / "unblock").exists():
+        time.sleep(0.1)
+    queue: DataQueue[Any] = DataQueue("of-1")
+    queue.put("from a third")
+
+
+def odd_calls(service: Any) -> dict[str, str]:
+    """Return what came of each call; the last are made from a signal handler while the main thread sends."""
     names = ("stray_error", "stray_note", "group", "exits_when_read", "own_loop", "through_another")
     found = {name: told(lambda name=name: service.call(name).result(100)) for name in names}  # type: ignore[misc]
     from_handler: list[str] = []
@@ -184,7 +207,7 @@ def caller() -> None:
         while not is_done.wait(0.002):
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    thread = threading.Thread(target=disturb)
+    thread = threading.Thread(target=disturb, daemon=True)
     thread.start()
     end_at = time.monotonic() + 5
     while time.monotonic() < end_at:
@@ -196,11 +219,7 @@ def caller() -> None:
     found["signals"] = f"{number} calls, {len(from_handler)} from the handler"
     found["handler"] = " | ".join(sorted(set(from_handler)))
     found["echo"] = told(lambda: service.call("echo", 1).result(100))
-    write("told.json", json.dumps(found))
-    while not (folder() / "unblock").exists():
-        time.sleep(0.1)
-    queue: DataQueue[Any] = DataQueue("of-1")
-    queue.put("from a third")
+    return found
 
 
 def pair() -> None:
