@@ -70,7 +70,6 @@ class Probes:
             self._listener.start()
 
     def turned(self) -> None:
-        """Note that the loop has turned."""
         self._turned_at = time.monotonic()
 
     @property

@@ -64,7 +64,6 @@ class ServiceNotifier:
         self._send(lines)
 
     def stopping(self) -> None:
-        """Send that the daemon has begun to stop."""
         if self.next_deadline is not None and not self._is_stopping:
             self._is_stopping = True
             self._send(["STOPPING=1", _MORE_TIME])

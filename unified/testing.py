@@ -240,7 +240,6 @@ class Belongings:
         self.children = _children()
 
     def left_since(self, before: Belongings) -> list[str]:
-        """Return what is new since `before`."""
         threads = [f"thread {thread.name}" for thread in self.threads - before.threads]
         descriptors = [
             f"descriptor {number} ({target})"

@@ -117,7 +117,6 @@ class TimerThread:
             self._changed.notify()
 
     def clear(self) -> None:
-        """Forget the time that is set."""
         with self._changed:
             self._at = math.inf
             self._changed.notify()

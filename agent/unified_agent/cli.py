@@ -40,7 +40,6 @@ LEAST_WORKERS = 256
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of `unified-agent`'s flags."""
     parser = argparse.ArgumentParser(prog="unified-agent", description="Starts, watches and stops one node's workers.")
     add = parser.add_argument
     add("--master", default=os.environ.get("UNIFIED_MASTER"), metavar="tcp://HOST:PORT",

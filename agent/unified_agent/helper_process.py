@@ -29,7 +29,6 @@ class HelperProcess:
 
     @property
     def age_s(self) -> float:
-        """Time since it was started."""
         return time.monotonic() - self.began_at
 
     def reaped(self, code: int) -> None:

@@ -65,7 +65,6 @@ class MasterChannel:
         return socket, monitor
 
     def reconnect(self) -> None:
-        """Start over with a new connection."""
         self._disconnect()
         self._socket, self._monitor = self._connect()
 

@@ -41,7 +41,6 @@ class ZygoteHandle(HelperProcess):
         """Time (monotonic) of the next call of `hurry`; None: it succeeded, or is not needed."""
 
     def receive(self) -> list[ZygoteToAgent]:
-        """Return the messages that have arrived."""
         return [zygote_to_agent.decode(body) for body in self.channel.receive()]
 
     def import_at_leisure(self) -> None:

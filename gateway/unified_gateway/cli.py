@@ -30,7 +30,6 @@ _log = logging.getLogger("unified.gateway")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of `unified-gateway`'s flags."""
     parser = argparse.ArgumentParser(
         prog="unified-gateway",
         description="Serves the training API over HTTP: POST /train runs a job on the cluster.",

@@ -161,7 +161,6 @@ class CoordinatorCalls:
         return _fields(answer, "generation", "arrived", "lost")
 
     async def notify_checkpoint(self, asked: Any, call: GrpcCall) -> Fields:
-        """Take note of a complete checkpoint."""
         request = protocol.NotifyCheckpoint(
             space=call.space,
             worker_id=asked.worker_id,

@@ -311,7 +311,6 @@ class RunCache:
 
 
 def newest_first(run: RunRecord) -> tuple[Any, ...]:
-    """Return the sort key of lists of runs."""
     return (-(run.submitted_at or 0.0), run.job_id)
 
 

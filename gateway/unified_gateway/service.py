@@ -249,7 +249,6 @@ class Gateway:
 
 
 def status_of(run: RunRecord) -> TrainingJobStatus:
-    """Return a run as clients see it."""
     return TrainingJobStatus.model_validate(
         {
             "name": run.name,

@@ -74,7 +74,6 @@ class Tokens:
 
     @property
     def are_needed(self) -> bool:
-        """True if a request has to show a token."""
         return bool(self._digests)
 
     def client_of(self, shown: str | None) -> str | None:

@@ -27,7 +27,6 @@ from unified_master.store import OtherStoreError, back_up
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of `unified-master`'s flags."""
     parser = argparse.ArgumentParser(
         prog="unified-master",
         description="Decides where and when the workers of all jobs live. Agents and clients connect to it.",

@@ -76,7 +76,6 @@ class OtelExporter:
 
 
 def exporters(env: Mapping[str, str]) -> list[OtelExporter]:
-    """Return the exporters that the environment asks for."""
     if not any(env.get(name) for name in ENDPOINTS):
         return []
     try:

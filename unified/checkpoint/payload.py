@@ -80,7 +80,6 @@ class MeasuredStream:
 
 
 def slices(view: memoryview) -> Iterator[memoryview]:
-    """Yield a view in chunks."""
     for start in range(0, view.nbytes, CHUNK_BYTES):
         yield view[start : start + CHUNK_BYTES]
 
@@ -131,7 +130,6 @@ def check_compression(name: str | None) -> Compression | None:
 
 
 def compressed(chunks: Iterable[Chunk], compression: Compression | None) -> Iterator[Chunk]:
-    """Yield the stream of `chunks`, compressed."""
     if compression is None:
         yield from chunks
         return
@@ -143,7 +141,6 @@ def compressed(chunks: Iterable[Chunk], compression: Compression | None) -> Iter
 
 
 def decompress(data: Chunk, compression: Compression | None) -> Chunk:
-    """Return the bytes that were compressed."""
     if compression is None:
         return data
     streams = COMPRESSIONS[compression]()

@@ -99,7 +99,6 @@ class SaveQueue(Generic[T]):
         return self._current
 
     def succeeded(self) -> None:
-        """Note that the current save was written."""
         if self._current is None:
             raise InvariantError("A save succeeded that was not begun.")
         self._current = None

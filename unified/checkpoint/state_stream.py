@@ -101,7 +101,6 @@ class ChunkPipe:
             self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Note that nothing more is read."""
         with self._changed:
             self._is_abandoned = True
             self._piece = None

@@ -326,7 +326,6 @@ class CheckpointStore:
 
 
 def describe(steps: list[int]) -> str:
-    """Return the existing checkpoints in words."""
     if not steps:
         return "there is none at all"
     more = f" and {len(steps) - MAX_NAMED} before" if len(steps) > MAX_NAMED else ""

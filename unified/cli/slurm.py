@@ -35,7 +35,6 @@ _APPTAINER_HELP = "Run the agents in this image, by apptainer exec; Unified is i
 
 
 def add_slurm(parser: _ActionsContainer, *, is_job: bool = True) -> None:
-    """Add the options of a request for an allocation."""
     add = parser.add_argument
     add("-t", "--time", default="", metavar="LIMIT", help="Time limit, such as 12:00:00; else the partition's.")
     add("-p", "--partition", default="", metavar="NAME", help="Partition; else SLURM's default.")

@@ -39,7 +39,6 @@ class LineFolder:
         self._count = 0
 
     def add(self, prefix: str, line: str) -> None:
-        """Take a line of the worker that the prefix names."""
         last = self._last.get(prefix, 0)
         equal = self._equal.setdefault(line, [])
         found = next((each for each in equal if each.number > last), None) if _PREFIX.fullmatch(prefix) else None

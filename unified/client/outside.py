@@ -122,7 +122,6 @@ class OutsideCaller:
         self._open: set[Future[Any]] = set()
 
     def has_role(self, role: str) -> bool:
-        """Return True if the job has a role of this name."""
         return role in self._known().roles
 
     def group(self, role: str) -> OutsideGroup:

@@ -171,7 +171,6 @@ class RuntimeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def variable_of(section: str, key: str) -> str:
-    """Return the environment variable that overrides a key of the file."""
     return f"UNIFIED_{section}_{key}".upper()
 
 

@@ -73,7 +73,6 @@ class DataFile:
 
     @property
     def is_mappable(self) -> bool:
-        """True if the file can be mapped into memory."""
         return not is_remote(self.path) and not self.path.endswith(_COMPRESSED)
 
     def open(self) -> BinaryIO:
@@ -183,7 +182,6 @@ class DataFiles(ClosedOnExit):
 
 
 def is_remote(path: str) -> bool:
-    """Return whether a path is in a bucket."""
     return path.startswith("s3://")
 
 
@@ -206,7 +204,6 @@ def check_format(format: str) -> None:  # noqa: A002
 
 
 def format_of(path: str) -> str:
-    """Return the format that a file's name shows."""
     for name in SUFFIXES:
         if _has_suffix(path.rpartition("/")[2], name):
             return name

@@ -284,7 +284,6 @@ def _repeated(node: Node, times: int | None, repetition: Repetition) -> Iterator
 
 
 def has_index(source: Any) -> bool:
-    """Return whether a source is read by index."""
     return isinstance(source, Sized) and hasattr(source, "__getitem__") and not isinstance(source, dict | set | str)
 
 

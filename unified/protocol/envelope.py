@@ -121,7 +121,6 @@ _piece = msgspec.msgpack.Decoder(PieceRange)
 
 
 def encode_envelope(envelope: Envelope) -> bytes:
-    """Return the first frame of a message."""
     return _encoder.encode(envelope)
 
 

@@ -39,7 +39,6 @@ def nbytes(packed: Packed) -> int:
 
 
 def nbytes_of_largest(packed: Packed) -> int:
-    """Return the size of the largest piece of the item."""
     if isinstance(packed, bytes):
         return len(packed)
     return max([len(packed.body), *(memoryview(buffer).nbytes for buffer in packed.buffers)])

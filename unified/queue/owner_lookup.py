@@ -324,7 +324,6 @@ class OwnerLookup:
         stop = self.worker.names.on_change(on_change)
 
     def _end(self, endpoint: OwnerEndpoint) -> None:
-        """Detach from an endpoint whose incarnation is over."""
         self.detach(endpoint)
         if not endpoint.is_durable and not self._loss:
             holder, entry = endpoint.holder, self.worker.bus.directory.get(endpoint.holder.worker)

@@ -49,7 +49,6 @@ _WHY: dict[int, str] = {
 
 
 def new_key() -> ClusterKey:
-    """Make a key pair."""
     public, secret = zmq.curve_keypair()
     return ClusterKey(public=public.decode(), secret=secret.decode())
 

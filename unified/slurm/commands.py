@@ -148,7 +148,6 @@ def hostnames(nodes: str) -> list[str]:
 
 
 def node_address(node: str) -> str:
-    """Return the address at which SLURM reaches a node."""
     match = re.search(r"\bNodeAddr=(\S+)", call(["scontrol", "show", "node", node, "--oneliner"]))
     return match[1] if match else node
 

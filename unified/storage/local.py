@@ -305,7 +305,6 @@ def temporary_name(token: str) -> str:
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether `name` is that of a file that is being written."""
     return name.startswith(PREFIX) and name.endswith(SUFFIX)
 
 

@@ -150,7 +150,6 @@ def code_of(error: Any) -> str:
 
 
 def status_of(error: Any) -> int:
-    """Return the HTTP status of a refusal."""
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 

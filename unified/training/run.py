@@ -97,7 +97,6 @@ class TrainingRun:
         return wanted
 
     def resuming(self, step: int | None) -> TrainingRun:
-        """Return the same run, to go on from a step."""
         return replace(self, resume_step=step)
 
     def check_losses(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -34,7 +34,6 @@ class ByteTokenizer:
     pad_id = PAD
 
     def tokens(self, text: str, limit: int) -> list[int]:
-        """See `Tokenizer`."""
         return [BOS, *text[:limit].encode("utf-8", "replace"), EOS][:limit]
 
     def text(self, tokens: list[int]) -> str:

@@ -195,7 +195,6 @@ class VersionTable:
         ]
 
     def expire(self, now: float) -> list[SessionEnd]:
-        """End the sessions whose time is up."""
         late = [incoming for incoming in self._open.values() if now >= incoming.offer.expires_at]
         return [self._end(incoming, SessionOutcome.DROPPED, "its time was up") for incoming in late]
 

@@ -80,7 +80,6 @@ class Rounds:
 
     @property
     def is_elastic(self) -> bool:
-        """True if this worker's role trains together."""
         return self._role.kind == "elastic"
 
     @property

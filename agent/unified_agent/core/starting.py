@@ -31,7 +31,6 @@ class StartQueue:
         self._starting: set[JobWorkerIncarnation] = set()
 
     def clear(self) -> None:
-        """Forget the incarnations that wait."""
         self._waiting.clear()
 
     def add(self, incarnation: JobWorkerIncarnation) -> None:

@@ -60,7 +60,6 @@ class TimeIndex:
 
 
 def times_path(path: Path) -> Path:
-    """Return the path of a log's time index."""
     return path.with_name(f"{path.name}.times")
 
 

@@ -113,7 +113,6 @@ class NodeMetrics:
                 self._oom_kills[incarnation.job_id, role] += 1
 
     def render(self) -> bytes:
-        """Return the metrics as text."""
         return generate_latest(self._registry)
 
     def describe(self) -> Iterable[Metric]:

@@ -115,12 +115,10 @@ class KubernetesApi:
         return list((await self._call(call, f"list pods in {namespace}")).get("items") or ())
 
     async def events(self, namespace: str, name: str) -> list[Json]:
-        """Return the events about one object."""
         call = partial(self._core.list_namespaced_event, namespace, field_selector=f"involvedObject.name={name}")
         return list((await self._call(call, f"list events in {namespace}")).get("items") or ())
 
     async def log_tail(self, namespace: str, pod: str, container: str, num_lines: int) -> str:
-        """Return the last lines of a container's log."""
         call = partial(self._core.read_namespaced_pod_log, pod, namespace, container=container, tail_lines=num_lines)
         return (await self._send(call, f"read the log of pod {pod} in {namespace}")).decode(errors="replace")
 

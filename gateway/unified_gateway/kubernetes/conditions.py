@@ -110,7 +110,6 @@ def incarnation_of(pod: Json) -> tuple[str, int] | None:
 
 
 def event_of(event: Json, job: str) -> RunEvent:
-    """Return an event of Kubernetes about a job or one of its pods."""
     about = (event.get("involvedObject") or {}).get("name", "")
     at = event.get("lastTimestamp") or event.get("eventTime") or event["metadata"].get("creationTimestamp")
     return RunEvent(

@@ -62,7 +62,6 @@ class KeptTails:
         return TailPart(b"", offset, offset)  # the reader already has more than was sent to here
 
     def forget(self, job_id: str) -> None:
-        """Drop what is kept of a job."""
         for incarnation, stream in [key for key in self._kept if key[0].job_id == job_id]:
             self._drop(incarnation, stream)
 

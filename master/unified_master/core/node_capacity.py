@@ -185,7 +185,6 @@ class NodeCapacity:
         insort(self._order, self._ranks[key])
 
     def subtract(self, allocation: Allocation) -> None:
-        """Subtract what a worker holds."""
         self.cpu -= allocation.cpu
         self.memory_mb -= allocation.memory_mb
         self.disk_mb -= allocation.disk_mb

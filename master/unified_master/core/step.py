@@ -96,7 +96,6 @@ class MasterStep:
         self.show_node(name)
 
     def show_node(self, name: str) -> None:
-        """Show clients a change of a node."""
         if name in self.cluster.nodes:
             self.cluster.changes.touch(ChangedPart("node", "", name))
 

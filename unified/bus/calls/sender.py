@@ -76,7 +76,6 @@ class OutgoingPayload:
 
 
 def has_device_tensors(buffers: Sequence[object]) -> bool:
-    """Return True if some of the buffers lie on a device."""
     return any(isinstance(buffer, DeviceTensor) for buffer in buffers)
 
 

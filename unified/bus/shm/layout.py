@@ -77,7 +77,6 @@ class ReaderReferences:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows in this use."""
         return -(-NUM_ENTRIES // (1 + self._words[WIDTH_WORD]))
 
     def is_over(self, row: int) -> bool:

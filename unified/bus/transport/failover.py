@@ -37,7 +37,6 @@ class DirectOrRelay:
         self._relayed_at = now
 
     def connected(self) -> None:
-        """Note that the handshake succeeded."""
         self._is_connected = True
         if self.state == "connecting":
             self.state = "up"

@@ -143,7 +143,6 @@ class PieceJoiner:
         return buffers
 
     def forget(self, inbox_id: str) -> None:
-        """Give up what comes from a process that is gone."""
         with self._lock:
             self._deposited.pop(inbox_id, None)
             for is_relayed in (False, True):
@@ -199,7 +198,6 @@ class _Unfinished:
 
     @property
     def num_whole_bytes(self) -> int:
-        """Size of the buffers that are complete."""
         return sum(each.view.nbytes for each in self.buffers.values() if each.num_filled == each.view.nbytes)
 
 

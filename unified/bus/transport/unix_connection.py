@@ -211,7 +211,6 @@ class UnixConnection:
 
     @property
     def events(self) -> int:
-        """Events that the watcher is to wait for."""
         wants_in = self.wants_in and not self.is_full
         return (select.EPOLLIN if wants_in else 0) | (select.EPOLLOUT if self._backlog else 0)
 

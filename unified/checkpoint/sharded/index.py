@@ -89,7 +89,6 @@ def progress_of(keys: Iterable[str], step: int, token: str) -> SaveProgress:
 
 
 def is_of(manifest: Manifest, token: str) -> bool:
-    """Return whether a manifest belongs to the save with this token."""
     return any(part.key == part_name(manifest.step, token, INDEX) for part in manifest.parts)
 
 

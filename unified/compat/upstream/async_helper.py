@@ -39,7 +39,6 @@ def get_main_loop() -> asyncio.AbstractEventLoop:
 
 
 def is_in_event_loop() -> bool:
-    """Return True if the caller runs in an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -10,7 +10,6 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 
 def args_2_omega_conf(args: argparse.Namespace) -> DictConfig:
-    """Return a config of parsed arguments."""
     return OmegaConf.create(vars(args))
 
 

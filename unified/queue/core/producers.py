@@ -106,7 +106,6 @@ class Producers:
             self.end(put, Outcome.UNKNOWN)
 
     def expire(self, put: WaitingPut) -> None:
-        """Answer a put whose time is over."""
         if put.is_last:
             self.end(put, Outcome.FULL)
         elif put.request_id is not None:

@@ -100,7 +100,6 @@ class ItemBuffer:
         return depth < self.size and (not depth or self.max_bytes is None or self.nbytes + nbytes <= self.max_bytes)
 
     def add(self, payload: object, nbytes: int, now: float) -> Item:
-        """Add a new item at the end."""
         item = Item(self.next_id, payload, nbytes, now)
         self.next_id += 1
         self.nbytes += nbytes

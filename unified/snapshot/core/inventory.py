@@ -90,7 +90,6 @@ class SnapshotInventory:
         return min(same, key=lambda each: each.is_copy, default=None)
 
     def is_full(self, series: SnapshotSeries, *, is_copy: bool = False) -> bool:
-        """Return True if a series has as many buffers as it may have."""
         return len(self.of(series, is_copy=is_copy)) >= (MAX_COPIES if is_copy else MAX_BUFFERS)
 
     def begin(
@@ -154,7 +153,6 @@ class SnapshotInventory:
         self._drop(each for each in list(self.buffers.values()) if each.series.job_id == job_id)
 
     def has_job(self, job_id: str) -> bool:
-        """Return True if there is a buffer of a job."""
         return any(buffer.series.job_id == job_id for buffer in self.buffers.values())
 
     def to_persist(self) -> list[SnapshotBuffer]:

@@ -87,7 +87,6 @@ def main() -> int:
 
 
 def obey(server: SnapshotServer, orders: list[SnapshotOrder]) -> None:
-    """Do what the agent has ordered."""
     for order in orders:
         match order:
             case PersistSnapshots():

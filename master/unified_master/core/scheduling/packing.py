@@ -45,7 +45,6 @@ class PlacementPlan(Value, frozen=True, kw_only=True):
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes with workers."""
         return len({assignment.node for assignment in self.assignments if assignment.worker != STORE})
 
 

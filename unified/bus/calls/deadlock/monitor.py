@@ -212,7 +212,6 @@ class _WaitIndex:
                 self._watched.setdefault(handler, []).append((watcher, name))
 
     def names(self, call: InboundCall) -> list[str]:
-        """Return the names of the calls that a handler waits for."""
         if not call.waits and call.deferred is None and not self._watched:
             return []
         awaited = [*call.waits] if call.deferred is None else [*call.waits, call.deferred]
