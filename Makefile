@@ -4,7 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Most modules of torch and the like are never imported: those that are, Python compiles then, once.
-INSTALL := $(PIP) install --no-compile --constraint constraints.txt
+CONSTRAINTS ?= constraints.txt
+INSTALL := $(PIP) install --no-compile --constraint $(CONSTRAINTS)
 TORCH := $(shell grep '^torch==' constraints.txt)
 N ?= actors
 SECONDS ?= 600
@@ -23,10 +24,10 @@ NOT_HERE := not gpu and not slurm and not browser and not systemd
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-failover example test test-slow test-netns test-slurm test-systemd test-training test-browser test-random test-processes test-under-load test-all pictures check lint types layers suite unit fix sim bench bench-launch bench-bus bench-link bench-coordinator bench-checkpoint bench-gateway bench-recovery bench-scale bench-page peers soak docs vendor clean
+.PHONY: help setup demo demo-failover example test test-slow test-netns test-slurm test-systemd test-training test-browser test-random test-processes test-under-load test-all pictures check lint types layers suite both unit fix sim bench bench-launch bench-bus bench-link bench-coordinator bench-checkpoint bench-gateway bench-recovery bench-scale bench-page peers soak docs vendor clean
 
 help: ## print this
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.installed-test ## install everything that developing needs into .venv
 
@@ -71,6 +72,16 @@ test-random: setup ## the suites of `make test` and `make test-processes` in a r
 	$(SUITE) $(PROCESSES) --dist=worksteal --limit=600 --ignore=tests/training -m "$(NOT_HERE) and not slow and not netns" \
 	  -o addopts="--import-mode=importlib --strict-markers --strict-config -ra" \
 	  --hypothesis-profile=explore $(if $(SEED),--randomly-seed=$(SEED) --hypothesis-seed=$(SEED)) $(ARGS)
+
+test-py%: ## what decides on another Python, `make test-py3.13`, in an environment of its own: torch's GPU packages come along, 6 GB
+	@$(MAKE) --no-print-directory VENV=.venv-py$* PYTHON=python$* OUT=$(or $(OUT),out/$@) both
+
+test-torch%: ## what decides with another torch, `make test-torch2.14.1`, likewise
+	@mkdir -p out && grep -v '^torch==' constraints.txt > out/constraints-torch$*.txt
+	@$(MAKE) --no-print-directory VENV=.venv-torch$* TORCH=torch==$* CONSTRAINTS=out/constraints-torch$*.txt OUT=$(or $(OUT),out/$@) both
+
+both: setup # the suites of `test` and `test-processes`
+	PYTHONHASHSEED=0 $(SUITE) $(PROCESSES) --ignore=tests/training -m "$(NOT_HERE) and not slow and not netns" $(ARGS)
 
 test-all: setup ## what explores: every suite there is, goes on after a failure, and ends with a table (two hours)
 	@$(BIN)/python scripts/test_all.py

@@ -24,7 +24,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "out/test-all"
-PYTEST_SUITES = ["slow", "netns", "slurm", "systemd", "browser", "training", "random"]
+PYTEST_SUITES = [
+    *("slow", "netns", "slurm", "systemd", "browser", "training", "random"),
+    *("py3.12", "py3.13", "torch2.14.1"),
+]
 EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/submit.py"))
 SOAK_S = 60
 

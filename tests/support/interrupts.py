@@ -37,6 +37,8 @@ class Interrupter:
 
     def run(self, function: Callable[[], object]) -> None:
         """Call it on this thread; returns also when it was interrupted."""
+        sys._getframe().f_trace_opcodes = True  # from Python 3.12 on, `settrace` looks whether any frame has it, and
+        # a function shows its instructions from its second call on
         sys.settrace(self._on_call)
         try:
             function()

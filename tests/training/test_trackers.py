@@ -49,7 +49,7 @@ class Folders:
 
     def __init__(self, base: Path) -> None:
         self._read: dict[str, Callable[[str], Held]] = {
-            "tensorboard": lambda name: in_tensorboard(base / "tb" / "tracked-1", name),
+            "tensorboard": lambda name: in_tensorboard(next((base / "tb").glob("tracked-1-*"), base / "none"), name),
             "mlflow": lambda name: in_mlflow(base / "mlruns", name) if (base / "mlruns").exists() else [],
             "wandb": lambda name: in_wandb(base / "wandb", name),
             "trackio": lambda name: in_trackio(base / "trackio", "mine", name),
@@ -112,6 +112,6 @@ def test_each_step_is_there_once_across_a_restart(
         assert [value for _, value in held] == pytest.approx([step * 1e-3 for step in range(STEPS)], abs=1e-7), tracker
     command = [sys.executable, "-m", "unified", "metrics", "tracked", "--tensorboard", "series"]
     subprocess.run([*command, "--master", cluster.address], timeout=200, check=True)
-    series = in_tensorboard(tmp_path / "series" / "tracked-1" / "w-0", "loss")
+    series = in_tensorboard(tmp_path / "series" / handle.job_id / "w-0", "loss")
     assert [step for step, _ in series] == list(range(STEPS))
     assert dict(series) == last

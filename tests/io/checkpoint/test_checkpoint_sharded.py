@@ -135,6 +135,7 @@ def test_a_rank_that_dies_or_fails_leaves_the_checkpoint_before_and_the_others_k
 
 
 @pytest.mark.parametrize("compression", [None, "gzip"])
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")  # of torch 2.14
 def test_one_process_saves_and_loads_what_is_to_be_sharded(tmp_path: Path, compression: str | None) -> None:
     net = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(net.parameters())

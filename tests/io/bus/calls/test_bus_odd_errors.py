@@ -227,12 +227,13 @@ SPECIAL: dict[str, tuple[Any, ...]] = {
     "UnicodeTranslateError": ("\udcff", 0, 1, "no such character"),
     "ExceptionGroup": ("group", [ValueError("member"), ExceptionGroup("inner", [KeyError("key")])]),
     "BaseExceptionGroup": ("group", [ValueError("member"), SystemExit(3)]),
-    **dict.fromkeys(("SyntaxError", "IndentationError", "TabError"), ("no syntax", ("file.py", 3, 4, "x = = 1"))),
     "ImportError": ("no module",),
 }
 OF_BUILTINS = {
     name: cls for name, cls in vars(builtins).items() if isinstance(cls, type) and issubclass(cls, BaseException)
 }
+OF_SYNTAX = [name for name, cls in OF_BUILTINS.items() if issubclass(cls, SyntaxError)]
+SPECIAL |= dict.fromkeys(OF_SYNTAX, ("no syntax", ("file.py", 3, 4, "x = = 1")))
 EVERY: dict[str, BaseException] = {
     **{name: cls(*SPECIAL.get(name, ("text", 7))) for name, cls in OF_BUILTINS.items()},
     **{

@@ -43,7 +43,7 @@ def over_the_wire(value: Any) -> Any:
     encoded = encode(value)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch warns of memory that it may not write to
-        warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
+        warnings.filterwarnings("ignore", "B?Complex(32|Half) support is experimental")
         return decode(encoded.body, [memoryview(bytearray(buffer)) for buffer in encoded.buffers])
 
 
@@ -56,6 +56,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.filterwarnings("ignore:BComplex32 support is experimental")
 def test_every_dtype_comes_back(dtype: torch.dtype) -> None:
     try:
         tensor = torch.arange(LARGE * 8, dtype=torch.uint8).view(dtype)
