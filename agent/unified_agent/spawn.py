@@ -54,7 +54,7 @@ def run_folder(run_root: Path, incarnation: str) -> Path:
 def child_environment(env: Mapping[str, str], node: str, incarnation: str) -> dict[str, str]:
     """Return the environment of all processes that an agent starts, from the agent's own."""
     found = tunables(env.get(TUNABLES, ""), last_cache_bytes())
-    return {**env, TUNABLES: found, MARKER_NODE: node, MARKER_INCARNATION: incarnation}
+    return {**env, **settings.python_path(env), TUNABLES: found, MARKER_NODE: node, MARKER_INCARNATION: incarnation}
 
 
 def tunables(given: str, cache_bytes: int) -> str:

@@ -65,6 +65,36 @@ def rude():
     pdb.set_trace()
     say("went on")
 
+def own():
+    import pdb, sys
+
+    class Forked(pdb.Pdb):  # as many projects have it, and torch
+        def interaction(self, *args, **named):
+            before = sys.stdin
+            try:
+                with open("/dev/stdin") as sys.stdin:
+                    pdb.Pdb.interaction(self, *args, **named)
+            finally:
+                sys.stdin = before
+
+    secret = 8
+    Forked().set_trace()
+    say(f"went on with {secret}")
+    with (HERE / "typed").open("w") as typed, (HERE / "shown").open("w") as shown:
+        typed.write("p secret * 11\\nc\\n")
+    with (HERE / "typed").open() as typed, (HERE / "shown").open("w") as shown:
+        pdb.Pdb(stdin=typed, stdout=shown).set_trace()
+    say("99" in (HERE / "shown").read_text())
+    breakpoint()
+    say("passed")
+
+def collective():
+    import torch.distributed as dist
+    rank = dist.get_rank()
+    secret = 40 + rank
+    dist.breakpoint(rank=1)
+    say(f"{rank} went on with {secret}")
+
 def plain():
     say(f"ran, {'UNIFIED_DEBUGPY' in os.environ}")
 
@@ -163,6 +193,31 @@ def test_each_rank_waits_by_itself_until_somebody_types_to_its_pdb(place: Place)
     eventually(lambda: place.attach("steps", "role-0", typed="c\n").returncode == 0, timeout=100)
     assert handle.wait(100) == 0
     assert place.said()[3:] == ["0 went on with 41"]
+
+
+def test_a_debugger_that_the_program_makes_itself_waits_too_unless_it_has_streams_of_its_own(place: Place) -> None:
+    handle = place.submit("own")
+    assert "(Pdb) 8\n" in place.attach("own", "role-0", typed="p secret\nsecret = 9\nc\n").stdout
+    eventually(lambda: place.said() == ["went on with 9", "True"] and place.waits(handle), timeout=100)
+    assert place.attach("own", "role-0", typed="q\n").returncode == 0
+    assert handle.wait(100) == 0
+    assert place.said()[2:] == ["passed"]
+
+
+def test_torch_s_breakpoint_of_one_rank_waits_and_the_other_waits_for_it(place: Place) -> None:
+    builder = DLJobBuilder().node_num(1).device_per_node(2).device_type("CPU").skip_node_check()
+    builder.global_env({"HERE": str(place.folder)})
+    builder.train("breaks.collective").total(2).per_group(2).max_restart(0)
+    handle = place.cluster.submit(builder.build(), "collective")
+    eventually(lambda: place.waits(handle, 1) or handle.status().stage == "STOPPED", timeout=100)
+    line = next(number for number, text in enumerate(PROGRAM.splitlines(), 1) if "dist.breakpoint" in text)
+    assert place.waits(handle, 1).endswith(f"at the breakpoint breaks.py:{line}")
+    assert place.waits(handle, 0) == ""
+    role = place.waits(handle, 1).partition("-1`")[0].rpartition(" ")[2]
+    seen = place.attach("collective", f"{role}-1", typed="u\np secret\nc\n")
+    assert "(Pdb) 41\n" in seen.stdout, seen
+    assert handle.wait(100) == 0
+    assert sorted(place.said()) == ["0 went on with 40", "1 went on with 41"]
 
 
 def test_whoever_waits_at_no_breakpoint_is_an_error(place: Place) -> None:

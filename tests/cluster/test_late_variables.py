@@ -9,7 +9,11 @@ import pytest
 pytestmark = pytest.mark.processes
 
 SCRIPT = """
-import os
+import os, sys, traceback
+try:
+    import no_such_module
+except ImportError:
+    traceback.print_exc(file=sys.stdout)
 os.environ["OMP_NUM_THREADS"] = "3"
 os.environ["TORCH_LOGS"] = "+dynamo"
 os.environ["TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"] = "1"
@@ -30,6 +34,9 @@ def test_what_can_be_applied_is_and_the_rest_is_named_once(tmp_path: Path) -> No
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
     assert ran.returncode == 0, ran.stderr
     assert "seen 3 True 10" in ran.stdout
+    shown = ran.stdout.partition("Traceback")[2].partition("ModuleNotFoundError")[0]
+    assert shown.count("File ") == 1, "no frame of ours"
+    assert 'sets.py", line 4' in shown
     lines = [line for line in ran.stderr.splitlines() if "has no effect" in line]
     assert len(lines) == 1
     assert "PYTORCH_JIT changed after torch was imported" in lines[0]

@@ -30,7 +30,7 @@ from unified.bus.calls.sender import OutgoingPayload, Sender
 from unified.bus.calls.server import MAX_HANDLER_THREADS, CallServer
 from unified.bus.calls.unread import UnreadError, UnreadErrors
 from unified.bus.codec.codec import encode_arguments
-from unified.bus.executor import HandlerPool
+from unified.bus.executor import HandlerPool, MainThread
 from unified.bus.identity import BusIdentity, BusNetwork
 from unified.bus.shm.pool import SharedPool, Trimmer
 from unified.bus.shm.reader import SharedReader
@@ -66,6 +66,7 @@ class BusEndpoint:
         default_timeout_s: deadline of calls without their own; None: no deadline, only the callee's death ends them.
         limit_bytes: most bytes in flight to one peer.
         tracer: recorder of the calls' spans.
+        main: queue of calls for the main thread; None: calls that need it are refused.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class BusEndpoint:
         default_timeout_s: float | None = None,
         limit_bytes: int = LIMIT_BYTES,
         tracer: CallTracer | None = None,
+        main: MainThread | None = None,
     ) -> None:
         self.identity = identity
         self.worker = identity.worker
@@ -86,6 +88,7 @@ class BusEndpoint:
         self._default_timeout_s = default_timeout_s
         self._limit_bytes = limit_bytes
         self._tracer = tracer
+        self._main = main or MainThread()
         self._lock = threading.Lock()
         self._pool = HandlerPool("bus-handler", MAX_HANDLER_THREADS)
         self._trimmer = Trimmer("bus-trimmer", self._trim)
@@ -165,7 +168,7 @@ class BusEndpoint:
             limit_bytes=limit_bytes,
         )
         self._pool.on_full = PoolMonitor(self._pool, self._client.outgoing_calls).begin
-        self._server = make_server(me, self.registry, self._sender, self._client, self._pool, self._io)
+        self._server = make_server(me, self.registry, self._sender, self._client, self._pool, self._io, self._main)
         self._dispatcher = Dispatcher(
             me, self._client, self._server, self._sender, self._connections, self._io, self._memory, self._reader
         )

@@ -1,4 +1,4 @@
-"""Executors of handlers: the thread pool for plain functions and the event loop for coroutines.
+"""Executors of handlers: the thread pool for plain functions, the main thread, and the event loop for coroutines.
 
 A handler that never returns does not keep the process alive, unlike one in `concurrent.futures`.
 """
@@ -73,6 +73,32 @@ class LoopThread:
 
 logger = logging.getLogger(__name__)
 MOST_THREADS = 1024
+
+
+class CallInterrupted(KeyboardInterrupt):
+    """A signal stops the worker, and so the call on its main thread, which gets no answer."""
+
+
+class MainThread:
+    """Queue of handlers for the main thread of a service. `will_serve` is False while a program takes the thread."""
+
+    def __init__(self) -> None:
+        self.will_serve = False
+        self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self.submit = self._work.put
+
+    def serve(self, run: Callable[[Callable[[], object]], object]) -> None:
+        """Call `run(work)` on this thread with all that is submitted, until a None or an interrupt."""
+        while True:
+            try:
+                if (work := self._work.get()) is None:
+                    return
+                run(work)
+            except CallInterrupted:
+                return
+            except BaseException:  # such as of a user's SIGALRM handler, later than its call
+                logger.exception("an exception came between two calls on the main thread")
+            work = None  # it refers to arguments, and the next work may come much later
 
 
 class HandlerPool:

@@ -108,7 +108,7 @@ class EmbeddedCluster:
         self.left_behind: list[str] = []
         self._is_own_home = home is None
         self._owner = os.getpid()
-        self._env = dict(env or {})
+        self._env = {**(env or {}), **settings.python_path({**self.environ, **(env or {})})}
         self._max_agent_restarts = max_agent_restarts
         self.max_master_restarts = max_master_restarts
         self._idle_s = idle_s

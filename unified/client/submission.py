@@ -17,6 +17,7 @@ from unified.client.handle import JobHandle
 from unified.client.preload import guess
 from unified.client.terminal import PASSED_ON, ending_at_once, is_watched
 from unified.config.addresses import find_master
+from unified.config.settings import python_path
 from unified.devices import has_accelerator
 from unified.job.driver import WORKING_DIR
 from unified.job.spec import SLURM_GROUPS, JobSpec, RoleSpec, in_groups, with_nodes
@@ -60,7 +61,7 @@ def submit_job(
         ClusterError: the embedded cluster could not be started.
         KeyFileError: the cluster key cannot be read, or others may read it.
     """
-    return _hand_over(_with_own_folders(spec), master, wait, joins, archive)
+    return _hand_over(_with_own_paths(spec), master, wait, joins, archive)
 
 
 def run_job(
@@ -86,7 +87,7 @@ def run_job(
     Returns:
         The exit code: 0, 1 for a failure, 130 for a stop by the user, 143 for one by SIGTERM.
     """
-    spec = _with_own_folders(spec)
+    spec = _with_own_paths(spec)
     if not is_watched():
         spec = structs.replace(spec, is_output_followed=True)
     passed_on = PASSED_ON.union(passed_on)
@@ -97,8 +98,9 @@ def run_job(
         return run_in_foreground(handle, prefix, spec, passed_on)
 
 
-def _with_own_folders(spec: JobSpec) -> JobSpec:
-    return structs.replace(spec, roles=[with_own_folder(role) for role in spec.roles])
+def _with_own_paths(spec: JobSpec) -> JobSpec:
+    roles = [structs.replace(role, envs={**role.envs, **python_path(role.envs)}) for role in spec.roles]
+    return structs.replace(spec, roles=[with_own_folder(role) for role in roles])
 
 
 def with_own_folder(role: RoleSpec) -> RoleSpec:
@@ -155,6 +157,8 @@ def _with_code(spec: JobSpec, archive: CodeArchive) -> JobSpec:
             entry = structs.replace(entry, target=real_path(entry.target, root))
         if WORKING_DIR in envs:
             envs[WORKING_DIR] = real_path(envs[WORKING_DIR], root)
+        if path := envs.get("PYTHONPATH"):
+            envs["PYTHONPATH"] = os.pathsep.join(real_path(entry, root) for entry in path.split(os.pathsep))
         roles.append(structs.replace(role, entry_point=entry, envs=envs))
     return structs.replace(
         spec,

@@ -58,6 +58,20 @@ class Intervals(NamedTuple):  # no msgspec record: its import would delay an ear
     """Time for workers to move elsewhere when their agent is asked to stop; then it stops them."""
 
 
+def python_path(env: Mapping[str, str], directory: str | Path | None = None) -> dict[str, str]:
+    """Return ``PYTHONPATH``, if `env` has it, with absolute entries. An empty entry is the directory, as for Python.
+
+    Without `directory` it is that of this process, or that in which it started if `sys.path` still shows it.
+    """
+    found = []
+    for entry in env["PYTHONPATH"].split(os.pathsep) if env.get("PYTHONPATH") else ():
+        path = os.path.abspath(os.path.join(directory or os.getcwd(), entry))
+        if directory is None and path not in sys.path:
+            path = next((other for other in sys.path[1:] if other.endswith(f"/{os.path.normpath(entry)}")), path)
+        found.append(path)
+    return {"PYTHONPATH": os.pathsep.join(found)} if found else {}
+
+
 def intervals() -> Intervals:
     """Return the intervals, each overridden by ``UNIFIED_HEARTBEAT_S``, ``UNIFIED_LEASE_S`` and so on.
 
@@ -95,18 +109,22 @@ def home() -> Path:
     If this user has no home, or may not write there, it is a private folder below the system's temporary one. A line on
     stderr says so.
     """
-    if given := os.environ.get("UNIFIED_HOME"):
-        return Path(given)
-    usual = user_folder("XDG_STATE_HOME", ".local/state")
+    usual = user_state()
     if usual is None:
         why = f"uid {os.getuid()} has no home folder (HOME is not set)"
-    elif _may_make(usual):
+    elif os.environ.get("UNIFIED_HOME") or _may_make(usual):
         return usual
     else:
         why = f"{usual} cannot be written"
     chosen = make_private(_temporary()) / "home"
     _say(f"state and logs are in {chosen}, because {why}; set UNIFIED_HOME to use another place.")
     return chosen
+
+
+def user_state() -> Path | None:
+    """Return the folder that `home` prefers, whether or not it can be written. None: this user has no home."""
+    given = os.environ.get("UNIFIED_HOME")
+    return Path(given) if given else user_folder("XDG_STATE_HOME", ".local/state")
 
 
 def user_folder(variable: str, usual: str, env: Mapping[str, str] | None = None) -> Path | None:
@@ -191,6 +209,11 @@ def make_private(directory: Path) -> Path:
     finally:
         os.close(descriptor)
     return directory
+
+
+def for_user_alone(path: str, flags: int) -> int:
+    """Open a file; one that is made is for this user alone. The `opener` of `open`."""
+    return os.open(path, flags, 0o600)
 
 
 def make_folder(directory: Path) -> None:

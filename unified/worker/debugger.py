@@ -8,6 +8,8 @@ import pdb
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
+from types import FrameType
 from typing import Any
 
 from unified.bus.calls.registry import RPC_REGISTRY
@@ -38,13 +40,24 @@ class DebugTerminal:
         RPC_REGISTRY.register("unified.attach", self._attach)
         if "PYTHONBREAKPOINT" not in os.environ and not os.isatty(0):  # else the user has a debugger, or types here
             sys.breakpointhook = pdb.set_trace = self.on_breakpoint
+            plain = pdb.Pdb.set_trace
+
+            def set_trace(debugger: pdb.Pdb, frame: FrameType | None = None, **named: Any) -> None:
+                """Stop the caller of a debugger without own streams, such as that of `torch.distributed.breakpoint`."""
+                stop: Any = self._stop_at if debugger.use_rawinput else partial(plain, debugger, **named)
+                stop(frame or sys._getframe(1))
+
+            pdb.Pdb.set_trace = set_trace  # type: ignore[assignment, method-assign]
 
     def on_breakpoint(self, *_: object, **__: object) -> None:
         """Stop the calling thread."""
+        self._stop_at(sys._getframe(1))
+
+    def _stop_at(self, frame: FrameType) -> None:
         if os.getpid() != self._pid:  # a forked child has neither bus nor agent
             print("unified: a child of the worker passes over its breakpoint()", file=sys.stderr)
         elif not (self.state == "off" or self._stop.is_asked):
-            _WorkerPdb(self).set_trace(sys._getframe(1))  # last: pdb traces every call from here on
+            _WorkerPdb(self).set_trace(frame)  # last: pdb traces every call from here on
 
     def readline(self, *_: object) -> str:
         """Wait for a line; return ``quit`` if the program has to end."""
@@ -83,12 +96,17 @@ class DebugTerminal:
 
 
 class _WorkerPdb(pdb.Pdb):
+    set_trace = pdb.Pdb.set_trace  # Python's own
+
     def __init__(self, terminal: DebugTerminal) -> None:
         super().__init__(stdin=terminal, stdout=terminal.output, nosigint=True)  # type: ignore[arg-type]
         self._terminal = terminal
 
     def interaction(self, frame: Any, *error: Any) -> None:
-        terminal, place = self._terminal, f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        caller = frame
+        while caller.f_globals.get("__name__") == "torch.distributed":  # in its breakpoint()
+            caller = caller.f_back
+        terminal, place = self._terminal, f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
         with terminal.turn:
             if terminal.state == "running":
                 print(f"event=breakpoint {terminal.who} at={place} waits for: {terminal.command}", file=sys.stderr)

@@ -16,6 +16,7 @@ import inspect
 import itertools
 import os
 import pkgutil
+import re
 import select
 import signal
 import subprocess
@@ -30,7 +31,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from unified import process
-from unified.bus.calls.registry import marked_methods
+from unified.bus.calls.registry import RPC_THREAD, marked_methods
 from unified.errors import EntryPointError, UsageError, nearest
 from unified.job.payload import decode
 from unified.job.spec import EntryPoint
@@ -41,6 +42,9 @@ _NOTICES = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals passed on only to a program that handles them, since they would end any other."""
 _NEVER_SHADOWED = ("__main__", "encodings", "unified")
 """Modules that the interpreter, or the runtime, is made of."""
+_IMPORTS_ELASTIC = re.compile(
+    rb"^\s*(?:import|from)\b[^#\n]*\bunified(?:\.elastic\b|\s+import\b[^#\n]*\belastic\b)", re.MULTILINE
+)
 
 
 class LoadedEntry(ABC):
@@ -89,6 +93,16 @@ def load(entry: EntryPoint, *, is_driver: bool, is_elastic: bool = False) -> Loa
     return _load_module(entry)
 
 
+def imports_elastic(entry: EntryPoint, module: ModuleType) -> bool:
+    """Return True if the entry point's own file imports `unified.elastic`, be it only while it runs."""
+    if entry.kind == "value":
+        return b"unified.elastic" in entry.code.data  # names are plain text in the pickled bytes
+    try:
+        return bool(_IMPORTS_ELASTIC.search(Path(module.__file__ or "").read_bytes()))
+    except OSError:  # in a zip file
+        return False
+
+
 # Functions and classes
 
 
@@ -116,6 +130,10 @@ class _Class(LoadedEntry):
                 f"{what} has no run() method{besides}: the job would never end. Give it a run(), or call "
                 "service() on the role if it only answers calls."
             )
+        threads = [getattr(cls, RPC_THREAD, None), *(mark.thread for mark in marked_methods(cls).values())]
+        if not self.only_serves and "main" in threads:
+            advice = "and @rpc(thread='main') methods, which would wait until run() has returned: take one of them out."
+            raise EntryPointError(f"{what} has a run() method, which takes the main thread, {advice}")
 
     def construct(self, config: Callable[[], Any]) -> None:
         self.instance = self._make(config)

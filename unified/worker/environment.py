@@ -16,11 +16,13 @@ from types import MappingProxyType
 from msgspec import structs
 
 from unified import error_file
+from unified.config.settings import python_path
 from unified.errors import EntryPointError
 from unified.job.driver import WORKING_DIR, user
 from unified.job.spec import RoleSpec, WorkerPlace
 from unified.protocol.agent_master import RunOrder
 from unified.protocol.worker_agent import Launch
+from unified.worker.fork_setup import enter
 
 _SHORT_NAMES = ("JOB", "NAME", "ROLE")
 
@@ -36,12 +38,15 @@ def apply(launch: Launch) -> None:
     try:
         directory = working_directory(launch, environ)
         if directory is not None:
-            os.chdir(directory)
+            enter(directory)
     except OSError as error:
         raise EntryPointError(
             f"node {launch.node}: the worker runs as {user()}, which cannot enter {error.filename} ({error.strerror}): "
             "submit with ship=True (--ship), or from a folder that this user can read."
         ) from None
+    environ.update(python_path(environ, os.getcwd()))
+    for name in {"COLUMNS", "LINES"} - environ.keys():  # set, unseen by Python, by readline, which pdb imports
+        os.unsetenv(name)
     sys.path[:0] = new_path_entries(launch, directory, sys.path, environ)
     sys.path += last_path_entries(launch, sys.path)
     importlib.invalidate_caches()  # the zygote may have looked into these directories before the user wrote there
@@ -122,6 +127,8 @@ def with_shipped_code(launch: Launch) -> Launch:
         entry = role.entry_point
         target = here(entry.target) if entry.kind in ("script", "program") else entry.target
         envs = {name: here(value) if name == WORKING_DIR else value for name, value in role.envs.items()}
+        if path := envs.get("PYTHONPATH"):
+            envs["PYTHONPATH"] = os.pathsep.join(here(entry) for entry in path.split(os.pathsep))
         roles.append(structs.replace(role, entry_point=structs.replace(entry, target=target), envs=envs))
     found = here(launch.spec.working_dir or "")
     spec = structs.replace(
@@ -171,7 +178,7 @@ def new_path_entries(
     elif is_chosen:
         driver.sort(key=lambda entry: entry != str(directory))
     front = list(dict.fromkeys(driver))
-    own = role.envs.get("PYTHONPATH", "").split(os.pathsep)
+    own = python_path(role.envs, directory or os.getcwd()).get("PYTHONPATH", "").split(os.pathsep)
     return front + [entry for entry in dict.fromkeys(own) if entry and entry not in (*front, *path)]
 
 

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from unified.config import settings
 from unified.errors import OptionError
@@ -61,6 +61,17 @@ def settle_libraries(threads: int) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(threads)
+
+
+def enter(directory: Path) -> None:
+    """Change the working directory, also in settings of torch that the zygote read from its own (`debug_dir_root`)."""
+    zygotes = os.getcwd()
+    os.chdir(directory)
+    for name in ("torch._dynamo.config", "torch._inductor.config"):
+        config: Any = sys.modules.get(name)
+        for key, value in config.get_config_copy().items() if config is not None else ():
+            if isinstance(value, str) and f"{value}/".startswith(f"{zygotes}/"):
+                setattr(config, key, os.getcwd() + value.removeprefix(zygotes))
 
 
 def renew_randomness() -> None:
@@ -192,17 +203,18 @@ def _try_import(name: str) -> None:
 
 @contextmanager
 def _single_threaded() -> Iterator[None]:
-    """Keep libraries from starting thread pools while they are imported; a pool does not survive a fork."""
-    before = {name: os.environ.get(name) for name in _ONE_THREAD}
+    """Keep libraries from starting thread pools while they are imported; a pool does not survive a fork.
+
+    Variables that the libraries set are undone: a library sets them again where a worker uses it.
+    """
+    before = dict(os.environ)
     os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 class _UnbufferedWriter(io.BufferedWriter):
@@ -226,6 +238,7 @@ def open_output() -> None:
         stream = io.TextIOWrapper(
             _UnbufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True, write_through=True
         )
+        stream.mode = "w"  # type: ignore[misc]  # as in plain Python
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 

@@ -6,11 +6,11 @@ a line on stderr names the others, which have no effect.
 
 from __future__ import annotations
 
-import builtins
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from importlib.machinery import ModuleSpec
+from types import FrameType
 
 from unified.job.driver import is_read_at_start
 from unified.worker.environment import thread_count
@@ -23,23 +23,30 @@ _READERS = {"TORCHDYNAMO_": "torch._dynamo", "TORCHINDUCTOR_": "torch._inductor"
 
 
 def apply_at_import() -> None:
-    """Apply later changes of the environment when the program first imports torch."""
-    if "torch" not in sys.modules:
-        return
-    before, plain = dict(os.environ), builtins.__import__
+    """Apply later changes of the environment when the program first imports torch.
 
-    def watched_import(name: str, *more: Any, **named: Any) -> Any:
-        is_first = name.partition(".")[0] == "torch" and builtins.__import__ is watched_import
-        if is_first and not _is_ours(more[0] if more else named.get("globals")):
-            builtins.__import__ = plain
-            apply(before, os.environ)
-        return plain(name, *more, **named)
+    An import of a module that is there asks its spec whether the module is complete. A function in the place of
+    `__import__` would be seen in the traceback of each import that fails.
+    """
+    before = dict(os.environ)
 
-    builtins.__import__ = watched_import
+    class WatchedSpec(ModuleSpec):
+        @property
+        def _initializing(self) -> bool:
+            if not _is_ours(sys._getframe(1)):
+                for spec in watched:
+                    spec.__class__ = ModuleSpec
+                apply(before, os.environ)
+            return False
+
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "torch"]
+    watched = [spec for spec in (getattr(each, "__spec__", None) for each in modules) if type(spec) is ModuleSpec]
+    for spec in watched:
+        spec.__class__ = WatchedSpec
 
 
-def _is_ours(module: Mapping[str, Any] | None) -> bool:
-    return str((module or {}).get("__name__", "")).partition(".")[0] in ("unified", "torch")
+def _is_ours(importer: FrameType) -> bool:
+    return str(importer.f_globals.get("__name__", "")).partition(".")[0] in ("unified", "torch", "importlib")
 
 
 def apply(before: Mapping[str, str], now: Mapping[str, str]) -> None:

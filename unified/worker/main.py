@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from traceback import clear_frames
 from typing import NoReturn
 
@@ -21,6 +22,7 @@ from unified.bus import tracing
 from unified.bus.calls.late_exports import LateExports
 from unified.bus.calls.registry import RPC_REGISTRY, adopt_instance, export_rpc_module
 from unified.bus.endpoint import BusEndpoint
+from unified.bus.executor import MainThread
 from unified.bus.identity import BusIdentity, BusNetwork
 from unified.config import settings
 from unified.config.logging import asked_level, log_from
@@ -38,7 +40,7 @@ from unified.worker.cleanup_watch import CleanupWatch
 from unified.worker.context import Worker, current_worker, set_current_worker
 from unified.worker.control import ControlChannel, Handlers
 from unified.worker.debugger import DebugTerminal, await_debugpy
-from unified.worker.entrypoint import LoadedEntry, is_executable, load
+from unified.worker.entrypoint import LoadedEntry, imports_elastic, is_executable, load
 from unified.worker.exit import (
     EXIT_CUT,
     WITHIN_S,
@@ -81,9 +83,9 @@ PRELOAD = (
     "unified.api.runtime.role_group",
     "unified.queue.client",
     "unified.api.builder.builder",
-    "unified.elastic.loop",
 )
-"""Modules that a zygote imports for its workers, if they are installed. None starts a thread."""
+"""Modules that a zygote imports for its workers, if they are installed. None starts a thread. `unified.elastic` is not
+among them: its import sets a variable of NCCL, for ranks whose own code imports it."""
 
 
 def main(control: socket.socket) -> NoReturn:
@@ -122,6 +124,7 @@ class _WorkerProcess:
         self._reporter.recorder = self._recorder
         self._cleanup_watch = CleanupWatch(self._stacks.open_collective, self._reporter.clean_up)
         self._bus: BusEndpoint | None = None
+        self._main_thread = MainThread()
         self._inbox: Inbox | None = None
         self._entry: LoadedEntry | None = None
         self._main = ""
@@ -181,6 +184,7 @@ class _WorkerProcess:
             BusNetwork(run_dir=launch.run_dir, address=launch.address, relay=launch.relay, key=launch.key),
             default_timeout_s=launch.spec.call_timeout_s,
             tracer=tracing.asked(os.environ, launch.log_file),
+            main=self._main_thread,
         )
         bus.unread.on_total = self._reporter.count_unread
         self._reporter.watch_queues()
@@ -234,6 +238,8 @@ class _WorkerProcess:
         with self._stop.user_code():
             waits = self._role.is_driver and not self._role.is_service
             self._entry = load(entry, is_driver=waits, is_elastic=self._role.kind == "elastic")
+        if self._role.kind == "elastic" and imports_elastic(entry, self._entry.module):
+            import_module("unified.elastic")  # before the round's group: the program may import it only later
         self._main = self._entry.module.__name__
 
     def _on_join(self, order: RunOrder) -> None:
@@ -252,6 +258,7 @@ class _WorkerProcess:
             self._exit_if_forked()
             _export(self._entry)
             late = LateExports(self._entry.module) if self._entry.is_program else None
+            self._main_thread.will_serve = self._entry.only_serves
             worker.bus.open()
             try:
                 self._entry.run(lambda: worker.job_info.user_config)
@@ -277,7 +284,7 @@ class _WorkerProcess:
         if self._stop.is_asked and not self._stop.await_order():
             # Only a signal came, for example from SLURM at the end of a step: the program's work may be unfinished.
             self._exit(EXIT_TERMINATED)
-        self._stop.on_stop(self._hasten_end)
+        self._stop.on_stop(self._hasten_end, is_users=False)
         self._cleanup_watch.close()
         if self._rounds.is_of_many:
             self._stacks.end_program()
@@ -300,10 +307,12 @@ class _WorkerProcess:
     def _end_calls(self) -> None:
         self._report_unread(settle=True)
         self._stop.forget_callbacks()
-        self._stop.on_stop(self._hasten_end)
+        self._stop.on_stop(self._hasten_end, is_users=False)
 
     def _end(self) -> NoReturn:
         """End in order when the job says so: `atexit` functions first, then the process group, then the bus."""
+        self._stop.on_stop(lambda: self._main_thread.submit(None), is_users=False)
+        self._main_thread.serve(self._stop.run_call)
         self._stop.wait()
 
         def last() -> None:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from unified.bus.executor import CallInterrupted
 from unified.protocol.worker_agent import AFTER_SAVE_S, Saving
 from unified.threads import start_thread
 
@@ -74,6 +75,8 @@ class StopState:
         self._is_in_user_code = False
         self._is_watched = False
         self.is_finished = False
+        self._asks_for_time = False  # True: user code, not the runtime, has set `_is_watched`
+        self._is_in_call = False
         self._is_exiting = False
         self._callbacks: list[Callable[[], None]] = []
         self._deciding = threading.Lock()
@@ -84,7 +87,7 @@ class StopState:
 
     def watch(self) -> None:
         """Note that user code looks at `is_asked`, so that the worker gets its grace period."""
-        self._is_watched = True
+        self._is_watched = self._asks_for_time = True
 
     def is_asked_soon(self, within_s: float = 0.5) -> bool:
         """Return True if a stop is asked for within this time: its order may be read shortly after its signal."""
@@ -122,11 +125,12 @@ class StopState:
             if not (before and self._num_saves):
                 self.on_saving(Saving(is_over=not self._num_saves))
 
-    def on_stop(self, callback: Callable[[], None]) -> None:
+    def on_stop(self, callback: Callable[[], None], *, is_users: bool = True) -> None:
         """Run `callback` when a stop is asked for; at once if it was already."""
         with self._deciding:
             is_late = self._settled.is_set()
             self._is_watched = True
+            self._asks_for_time |= is_users
             if not is_late:
                 self._callbacks.append(callback)
         if is_late:
@@ -158,6 +162,20 @@ class StopState:
         finally:
             self._is_in_user_code = False
             signal.signal(signal.SIGINT, self._on_interrupt)
+
+    def run_call(self, work: Callable[[], object]) -> None:
+        """Run a handler on the main thread. SIGINT interrupts it; so does SIGTERM, unless user code asks for time."""
+        self._is_in_call = True
+        try:
+            if not self.is_asked:
+                work()
+        finally:
+            self._is_in_call = False
+
+    def _interrupt_call(self) -> None:
+        is_in_call, self._is_in_call = self._is_in_call, False
+        if is_in_call:
+            raise CallInterrupted
 
     def request(self, grace_s: float | None = None, save_grace_s: float = 0.0, *, is_interrupt: bool = False) -> None:
         """Ask for a stop; a second time changes nothing. Any thread.
@@ -225,6 +243,8 @@ class StopState:
         is_own = signal.getsignal(signal.SIGTERM) == self._on_signal
         if self._is_watched or self.is_finished or self._num_saves or not is_own:
             self.request()
+            if is_own and not (self._asks_for_time or self._num_saves):
+                self._interrupt_call()
             return
         # No user code handles the stop: end by SIGTERM's default action, so that the parent sees the signal. Start no
         # thread here: the interrupted main thread may hold the lock that this takes.
@@ -236,6 +256,7 @@ class StopState:
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
         if not self._is_exiting:
             self.request()
+            self._interrupt_call()
 
     def _hold_signal(self) -> None:
         self._fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])

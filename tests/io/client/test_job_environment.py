@@ -26,6 +26,7 @@ def test_nobody_may_write_into_an_environment_that_is_complete(tmp_path: Path, m
     folder.chmod(0o555)
     assert make(folder, tmp_path / "requirements.txt") == ""
     assert (folder / MARK).exists()
+    assert folder.with_name("environment.log").stat().st_mode & 0o777 == 0o600
     assert not (folder / "left").exists()
     (module,) = folder.glob("lib/*/site-packages/of_this_job.py")
     content = [path for path in module.parent.rglob("*") if not path.is_symlink()]

@@ -98,6 +98,28 @@ def test_rank_that_dies_is_replaced_in_a_new_round(
     store.ends()
 
 
+@pytest.mark.parametrize(
+    ("line", "is_elastic"),
+    [("from unified.elastic import elastic", True), ("import os  # or unified.elastic", False)],
+)
+def test_nccl_s_watchdog_knows_a_rank_that_imports_elastic_later_and_no_other(
+    agent: Agent, forker: Forker, line: str, is_elastic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group is made before the script runs, and NCCL reads the variable then."""
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    show = "print('handling', os.environ.get('TORCH_NCCL_ASYNC_ERROR_HANDLING'), dist.is_initialized(), flush=True)"
+    agent.write("late.py", f"import os\nimport torch.distributed as dist\n\n{show}\n\ndef later():\n    {line}\n")
+    store = forker.launch_store()
+    port = store.expect(Hello).store_port or 0
+    script = EntryPoint(kind="script", target="late.py")
+    child = forker.launch(script, kind="elastic", communication=Communication(timeout_s=GLOO_S))
+    child.run(RunOrder(round=1, rank=0, world_size=1, store_host="127.0.0.1", store_port=port, store_prefix="p"))
+    child.expect(Finished)
+    assert child.output.read_text() == f"handling {'0' if is_elastic else None} True\n"
+    child.ends()
+    store.ends()
+
+
 def test_round_without_a_store_says_whom_it_awaited(agent: Agent) -> None:
     child = agent.load(ELASTIC, kind="elastic", communication=Communication(timeout_s=missed(0.2)))
     with socket.socket() as nobody:

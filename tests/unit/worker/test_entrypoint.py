@@ -8,13 +8,14 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from unified.errors import EntryPointError
 from unified.job.spec import EntryPoint
-from unified.worker.entrypoint import LoadedEntry, is_executable, load
+from unified.worker.entrypoint import LoadedEntry, imports_elastic, is_executable, load
 from unified.worker.failure import describe
 
 CODE = """
@@ -339,6 +340,27 @@ def test_module_and_package_run_as_main(module: Path) -> None:
     main = str(module / "wk_prog" / "__main__.py")
     assert run(program("wk_prog", "-x")) == ["__main__", "wk_prog.__main__", 5, [main, "-x"]]
     assert run(program("wk_prog.tool"))[:3] == ["__main__", "wk_prog.tool", 5]
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("from unified.elastic import elastic", True),
+        ("def run():\n    import os, unified.elastic as e", True),
+        ("from unified.elastic.state import ElasticState", True),
+        ("from unified import rpc, elastic", True),
+        ("from unified import rpc\nelastic = 1", False),
+        ("import os  # unified.elastic\nname = 'unified.elastic'", False),
+        ("import unified.elasticity", False),
+    ],
+)
+def test_an_entry_point_imports_elastic_at_its_top_or_later(tmp_path: Path, code: str, expected: bool) -> None:
+    found = ModuleType("code")
+    found.__file__ = str(tmp_path / "imports.py")
+    script = EntryPoint(kind="script", target="imports.py")
+    assert not imports_elastic(script, found), "no file"
+    Path(found.__file__).write_text(code)
+    assert imports_elastic(script, found) is expected
 
 
 def test_missing_program_module(module: Path) -> None:

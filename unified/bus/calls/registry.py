@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, ModuleType
-from typing import Any, NamedTuple, Protocol, TypeVar, overload
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, overload
 
 from unified.bus.calls.concurrency import ConcurrencyLimit, InlinePolicy
 from unified.errors import RpcNotFoundError, UsageError, listed, nearest
@@ -15,6 +15,7 @@ from unified.job.by_value import RPC_MARK
 
 F = TypeVar("F", bound=Callable[..., Any])
 MAX_NAMED = 50
+RPC_THREAD = "__unified_rpc_thread__"  # attribute of a class that `@rpc(thread=…)` has marked
 _RUNTIMES = ("unified.", "__queue__.")
 """Prefixes of the names of the runtime's own methods, which are not for users."""
 
@@ -30,6 +31,7 @@ class RpcMark(NamedTuple):
     concurrency: int | None = None
     group: str | None = None
     idempotent: bool = False
+    thread: str | None = None
 
 
 class MarkedOrDecorator(Protocol):
@@ -111,6 +113,7 @@ def rpc(
     concurrency: int | None = ...,
     group: str | None = ...,
     idempotent: bool = ...,
+    thread: Literal["main", "any"] | None = ...,
 ) -> Callable[[F], F]: ...
 def rpc(
     name: Any = None,
@@ -120,6 +123,7 @@ def rpc(
     concurrency: int | None = None,
     group: str | None = None,
     idempotent: bool = False,
+    thread: Literal["main", "any"] | None = None,
 ) -> Any:
     """Mark a function or method as callable by other workers of the job.
 
@@ -137,6 +141,9 @@ def rpc(
         concurrency: how many calls of it may run at once in one worker; default: as many as there are threads.
         group: the functions of a group together run one call at a time, or `concurrency` calls.
         idempotent: running it twice does no harm, so that a caller may ask for retries.
+        thread: "main": run it in the main thread of a service, the thread that made the object; all such methods of a
+            worker together run one call at a time. Above a class, this holds for its `@rpc` methods with a `self`
+            that have no `thread` of their own. "any": as without it, in such a class.
 
     Raises:
         ValueError: `export` was asked for, and the name is taken; or options contradict each other.
@@ -147,7 +154,7 @@ def rpc(
         )
     if concurrency is not None and (type(concurrency) is not int or concurrency < 1):
         raise UsageError(f"@rpc(concurrency={concurrency!r}): give a number of calls, 1 or more.")
-    how = RpcMark("", False, inline=inline, concurrency=concurrency, group=group, idempotent=idempotent)
+    how = RpcMark("", False, False, inline, concurrency, group, idempotent, thread)
     if callable(name) and not export and how == RpcMark("", False) and not _is_bound(name, sys._getframe(1)):
         return _mark(name, None, how)  # bare @rpc: the function is being defined, so nothing is bound to it yet
 
@@ -157,6 +164,9 @@ def rpc(
                 f"rpc(…) decorates a function, not {function!r}. (Given a function that has a name already, "
                 "rpc takes it for a stub and returns a decorator.)"
             )
+        if isinstance(function, type) and thread:
+            setattr(function, RPC_THREAD, thread)
+            return function
         _mark(function, method_name(name) if callable(name) else name, how)
         if export:
             export_rpc_method(method_name(function), _plain(function))
@@ -217,6 +227,8 @@ def adopt_instance(ns: str | None, instance: Any) -> int:
     else:
         methods = marked_methods(type(instance))
         functions = {mark.name: getattr(instance, attribute) for attribute, mark in methods.items()}
+        for attribute, mark in methods.items():
+            _check_thread(mark, mark.thread or getattr(type(instance), RPC_THREAD, None), attribute)
     for name, function in functions.items():
         RPC_REGISTRY.adopt(f"{ns}.{name}" if ns else name, function)
     return len(functions)
@@ -269,8 +281,19 @@ def _mark(function: F, name: str | None, how: RpcMark) -> F:
     if how.inline and (is_async or is_stream):
         raise UsageError(f"@rpc(inline=True) on {plain.__qualname__}: only a plain function can run inline.")
     mark = how._replace(name=name or plain.__name__, is_async=is_async, is_stream=is_stream)
+    _check_thread(mark, mark.thread, plain.__qualname__)
     setattr(plain, RPC_MARK, mark)
     return function
+
+
+def _check_thread(mark: RpcMark, thread: str | None, name: str) -> None:
+    is_plain = not (mark.is_async or mark.inline or mark.group is not None or (mark.concurrency or 1) > 1)
+    if thread not in (None, "any") and not (thread == "main" and is_plain):
+        raise UsageError(
+            f"@rpc(thread={thread!r}) of {name}: give 'main' or 'any'. The main thread runs one plain call at a time: "
+            "the method cannot be `async def` or inline, and takes no group and no concurrency above 1. A method of a "
+            "class that is marked 'main' runs elsewhere with @rpc(thread='any')."
+        )
 
 
 def _plain(function: Any) -> Any:
@@ -293,6 +316,7 @@ class Method(NamedTuple):
     function: Callable[..., Any]
     is_async: bool
     is_inline: bool
+    on_main: bool
     limit: ConcurrencyLimit[Any] | None
     inline_policy: InlinePolicy
 
@@ -300,12 +324,13 @@ class Method(NamedTuple):
 def describe_method(name: str, function: Callable[..., Any], limits: dict[str, ConcurrencyLimit[Any]]) -> Method:
     """Describe a function. Its concurrency limit comes from the server's `limits`; a missing one is added there."""
     mark = mark_of(function) or RpcMark(name, False)
-    limit = None
-    if mark.group is not None or mark.concurrency is not None:
+    limit, owner = None, getattr(function, "__self__", None)
+    on_main = (mark.thread or inspect.getattr_static(owner, RPC_THREAD, None)) == "main"
+    if on_main or mark.group is not None or mark.concurrency is not None:
         size = mark.concurrency or 1
-        key = f"group {mark.group!r}" if mark.group is not None else f"method {name!r}"
+        key = "the main thread" if on_main else f"method {name!r}" if mark.group is None else f"group {mark.group!r}"
         limit = limits.get(key)
         if limit is None:
             limit = limits[key] = ConcurrencyLimit(key, size)
         limit.size = min(limit.size, size)  # members of a group may have different numbers
-    return Method(function, is_async(function), mark.inline, limit, InlinePolicy())
+    return Method(function, is_async(function), mark.inline, on_main, limit, InlinePolicy())

@@ -18,6 +18,7 @@ from unified.bus.calls.inbound import InboundCall
 from unified.bus.calls.registry import is_runtimes
 from unified.bus.codec.codec import SerializedValue
 from unified.bus.codec.pickling import are_refused, raise_if_signal
+from unified.bus.executor import CallInterrupted
 from unified.config.logging import LogOnce
 from unified.errors import (
     BusOverloadedError,
@@ -75,7 +76,9 @@ class HandlerErrors:
         self._lock = threading.Lock()
 
     def describe(self, call: InboundCall, error: BaseException) -> SerializedValue:
-        """Return the answer to a call whose handler raised."""
+        """Return the answer to a call whose handler raised; a CallInterrupted is raised again."""
+        if isinstance(error, CallInterrupted):
+            raise error
         body = describe(error, worker=self._worker, node=self._node, ours=self._ours)
         with contextlib.suppress(Exception):  # a user's log handler may raise, and the caller would wait for ever
             self.log(call, error)

@@ -1,7 +1,7 @@
 """Call server, the callee's end of calls: calls come in, handlers run, answers go out.
 
-An ``async def`` handler runs on the event loop. An ``@rpc(inline=True)`` handler, or a plain function that has proven
-short, runs on the thread that received the call. All others run on the pool.
+An ``async def`` handler runs on the event loop, one of ``thread="main"`` on the main thread. An ``@rpc(inline=True)``
+handler, or a plain function that has proven short, runs where the call was received. All others run on the pool.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from unified.bus.calls.registry import Method, MethodRegistry, describe_method
 from unified.bus.calls.remote_errors import HandlerErrors, describe_ours
 from unified.bus.calls.sender import Sender
 from unified.bus.codec.codec import SerializedValue, decode, encode
-from unified.bus.executor import HandlerPool, LoopThread
+from unified.bus.executor import HandlerPool, LoopThread, MainThread
 from unified.bus.identity import BusIdentity
 from unified.bus.streams.generator import AnyGenerator, StreamSource, is_stream
 from unified.bus.streams.stream import Awaited
@@ -56,11 +56,13 @@ class CallServer:
         calls: CallClient,
         pool: HandlerPool,
         io: IoThreads,
+        main: MainThread,
     ) -> None:
         self._registry = registry
         self._worker = identity.worker
         self._reply = sender.reply
         self._pool = pool
+        self._main = main
         self._io = io
         self._errors = HandlerErrors(identity.worker, identity.node, globals())
         self._loop = LoopThread()
@@ -204,6 +206,10 @@ class CallServer:
         method = self._methods.get(call.method)
         if method is None or method.function is not function:
             method = self._methods[call.method] = describe_method(call.method, function, self._limits)
+        if method.on_main and not self._main.will_serve:
+            why = f"the main thread of worker {self._worker} is taken: let its entry point be a class without run()."
+            self._fail(call, RpcError(f"{call.method!r} is marked @rpc(thread='main'), but {why}"))
+            return
         if method.limit is not None:
             with self._lock:
                 may_enter = method.limit.enter(call)
@@ -234,7 +240,10 @@ class CallServer:
             with self._lock:
                 may_start = self._order.line_up(call)
             if may_start:
-                self._pool.submit(partial(self._run, call, method, True))
+                self._executor(method).submit(partial(self._run, call, method, True))
+
+    def _executor(self, method: Method) -> HandlerPool | MainThread:
+        return self._main if method.on_main else self._pool
 
     def _run_on_loop(self, call: InboundCall, work: Callable[[], object]) -> None:
         call.is_on_loop = True
@@ -256,7 +265,7 @@ class CallServer:
             self._forget(call)
             return
         if call.link is not None and call.link.is_full and not method.is_inline:
-            self._park(call.link, lambda: self._pool.submit(partial(self._run, call, method, in_order)))
+            self._park(call.link, lambda: self._executor(method).submit(partial(self._run, call, method, in_order)))
             return
         token = CURRENT.set(call)
         began = 0.0
@@ -345,7 +354,7 @@ class CallServer:
         if source.is_async:
             self._run_on_loop(call, begin_async)
         else:
-            self._pool.submit(run)
+            self._executor(self._methods[call.method]).submit(run)
 
     def _answer_future(self, call: InboundCall, ended: Future[Any]) -> None:
         """Answer with the outcome of a handler's own future, on the thread that ended it."""
@@ -359,7 +368,8 @@ class CallServer:
         with self._lock:
             following = self._order.started(call)
         if following is not None:
-            self._pool.submit(partial(self._run, following, self._methods[following.method], True))
+            method = self._methods[following.method]
+            self._executor(method).submit(partial(self._run, following, method, True))
 
     def _start_task(self, call: InboundCall, method: Method) -> None:
         if call.link is not None and call.link.is_full and not call.is_stale:
@@ -461,7 +471,7 @@ class CallServer:
             if method.is_async:
                 self._hand_on(call, method)
             else:
-                self._pool.submit(partial(self._run, call, method, not method.is_inline))
+                self._executor(method).submit(partial(self._run, call, method, not method.is_inline))
 
     def _refuse_queued(self) -> None:
         """Refuse queued calls that handlers made. All allowed threads wait for other calls, perhaps for these, and

@@ -32,7 +32,7 @@ from enum import Enum
 from typing import Any, TypeGuard
 
 from unified.bus.codec.codec import SerializedValue, encode
-from unified.bus.executor import HandlerPool
+from unified.bus.executor import CallInterrupted, HandlerPool
 from unified.bus.streams.stream import WINDOW_BYTES, WINDOW_ITEMS
 from unified.core.backoff import Backoff
 from unified.protocol.envelope import Kind
@@ -154,6 +154,8 @@ class StreamSource:
                     finally:
                         if is_counted:
                             pool.waited()
+        except CallInterrupted:
+            self._drop()
         except BaseException:
             logger.exception("event=stream-failed what=%r", self._what)
 
