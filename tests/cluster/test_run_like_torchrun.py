@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -48,6 +49,13 @@ value = torch.ones(1)
 dist.all_reduce(value)
 print("sum", value.item(), flush=True)
 dist.destroy_process_group()
+"""
+
+WAITS = """
+import os, time
+
+while not os.path.exists("go"):
+    time.sleep(0.01)
 """
 
 Run = Callable[..., subprocess.Popen[str]]
@@ -128,9 +136,9 @@ def test_the_same_command_on_two_hosts_is_one_job_with_the_submitter_s_environme
     assert sum("this command joins it" in err for _, err in told) == 1
 
 
-def _is_running(cluster: LocalCluster) -> bool:
+def _is_running(cluster: LocalCluster, num_workers: int = 2) -> bool:
     try:
-        return len(cluster.workers("exp7")) == 2
+        return len(cluster.workers("exp7")) == num_workers
     except UnifiedError:
         return False
 
@@ -175,6 +183,44 @@ def test_two_hosts_without_a_master_are_refused(tmp_path: Path, unified_run: Run
         assert host.returncode == 2
 
 
+@pytest.mark.usefixtures("without_torch")
+def test_hosts_with_different_numbers_of_ranks_are_told_both(
+    tmp_path: Path, unified_run: Run, local_cluster: Cluster
+) -> None:
+    cluster = local_cluster(nodes=2, devices=2)
+    (tmp_path / "waits.py").write_text(WAITS)
+    line = ["--nnodes=2", "--rdzv-id=exp7", "--rdzv-endpoint=h0:29400", "waits.py"]
+    first = unified_run("--nproc-per-node=2", *line, UNIFIED_MASTER=cluster.address)
+    eventually(lambda: _is_running(cluster, 4), timeout=100, message="the job did not run")
+    second = unified_run("--nproc-per-node=1", *line, UNIFIED_MASTER=cluster.address)
+    told = second.communicate(timeout=100)[1]
+    assert second.returncode == 1
+    assert re.search(r"has 2 groups of 2 workers, and \S+ asks for 2 groups of 1 worker\. The commands", told), told
+    assert first.stderr is not None
+    while told.partition("role ")[2].strip() not in (printed := first.stderr.readline()):
+        assert printed, "the first command ended"
+    (tmp_path / "go").touch()
+    first.communicate(timeout=100)
+    assert first.returncode == 0
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_a_second_world_at_one_rendezvous_of_this_host_is_refused(tmp_path: Path, unified_run: Run) -> None:
+    (tmp_path / "waits.py").write_text(WAITS)
+    port = unused_port()
+    both = [
+        unified_run("--nnodes=1:2", "--rdzv-backend=c10d", f"--rdzv-endpoint={name}:{port}", "waits.py")
+        for name in ("localhost", "127.0.0.1")
+    ]
+    eventually(lambda: any(run.poll() is not None for run in both), timeout=100)
+    refused, kept = sorted(both, key=lambda run: run.poll() is None)
+    assert f"process {kept.pid} on this host has a world at --rdzv-endpoint=" in refused.communicate(timeout=100)[1]
+    assert (refused.returncode, kept.poll()) == (2, None)
+    (tmp_path / "go").touch()
+    _, err = kept.communicate(timeout=100)
+    assert kept.returncode == 0, err
+
+
 def test_a_script_that_chooses_the_store_s_address_has_it_in_rank_0(tmp_path: Path, unified_run: Run) -> None:
     (tmp_path / "tutorial.py").write_text(TUTORIAL)
     port = str(unused_port())
@@ -183,6 +229,39 @@ def test_a_script_that_chooses_the_store_s_address_has_it_in_rank_0(tmp_path: Pa
     assert ran.returncode == 0, err
     assert out.count("sum 2.0") == 2
     assert err.count(f"this script sets MASTER_ADDR=localhost and MASTER_PORT={port} itself") == 1
+
+
+FIRST_LINE = """
+import os, socket, sys
+import torch
+import torch.distributed as dist
+
+os.environ["MASTER_ADDR"] = name = "localhost" if sys.argv[1] == "localhost" else socket.gethostname()
+os.environ.setdefault("MASTER_PORT", "12355")
+arguments = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+if len(sys.argv) > 2:
+    arguments["init_method"] = f"tcp://{name}:{sys.argv[2]}"
+dist.init_process_group("gloo", **arguments)
+value = torch.ones(1)
+dist.all_reduce(value)
+print("sum", value.item(), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("name", ["localhost", "hostname"])
+@pytest.mark.parametrize("by_url", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_another_name_of_this_host_is_the_round_s_store(
+    name: str, by_url: bool, tmp_path: Path, unified_run: Run
+) -> None:
+    (tmp_path / "first.py").write_text(FIRST_LINE)
+    port = str(unused_port())
+    words = ["--master-addr=localhost", f"--master-port={port}"] if by_url else []
+    ran = unified_run("--nproc-per-node=2", *words, "first.py", name, *([port] if by_url else []))
+    out, err = ran.communicate(timeout=100)
+    assert ran.returncode == 0, err
+    assert out.count("sum 2.0") == 2
+    assert "itself, so rank 0 serves the store" not in err
 
 
 @pytest.mark.slow
@@ -256,6 +335,17 @@ def test_ranks_that_do_not_handle_a_signal_are_left_alone(tmp_path: Path, unifie
     (tmp_path / "go").touch()
     _, err = ran.communicate(timeout=100)
     assert ran.returncode == 0, err
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_the_environment_s_template_is_in_front_of_lines_of_tee(tmp_path: Path, unified_run: Run) -> None:
+    (tmp_path / "says.py").write_text("print('it runs', flush=True)\n")
+    template = "<${role_name} $rank ${local_rank} $unknown $$> "
+    options = ["--nproc-per-node=2", "--role=actor", "--tee=3"]
+    ran = unified_run(*options, "says.py", TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE=template, TMPDIR=str(tmp_path))
+    out, err = ran.communicate(timeout=100)
+    assert ran.returncode == 0, err
+    assert sorted(out.splitlines()) == [f"<actor {rank} {rank} $unknown $> it runs" for rank in range(2)]
 
 
 def test_a_signal_that_is_none_is_named(tmp_path: Path, unified_run: Run) -> None:

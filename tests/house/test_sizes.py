@@ -38,6 +38,7 @@ NAMED = {
     "unified/compat/stand_in/dlrover.py",
     "unified/compat/stand_in/dtruntime.py",
     "unified/compat/upstream/log.py",
+    "unified/integrations/transformers.py",  # imports a library that few have, as its sibling does
     "unified/bus/buffers.py",  # a leaf that must load no ctypes
     "unified/core/backoff.py",
     "unified/values.py",

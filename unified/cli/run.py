@@ -9,16 +9,19 @@ all other jobs.
 
 from __future__ import annotations
 
+import hashlib
 import os
+import socket
+import struct
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from msgspec import structs
 
-from unified.api.builder.torchrun import check_hosts, common_key, named_signals, table_parser
+from unified.api.builder.torchrun import check_hosts, common_key, key_here, named_signals, table_parser
 from unified.cli.options import (
     DEBUGPY_HELP,
     NAME_HELP,
@@ -79,14 +82,15 @@ def run(argv: Sequence[str]) -> int:
     key = common_key(arguments)
     name = chosen_name(own["name"], arguments.training_script, os.environ, key=key)
     spec, waits, ship, exclude = described(arguments, parser, own, name, master=master)
-    if master is None:
-        from unified.client.preload import guess
-
-        begin_cluster(guess(spec))
-    from unified.client.submission import run_job, submit_job
-    from unified.client.terminal import own_stdin
-
     with ExitStack() as stack:
+        if master is None:
+            stack.enter_context(_hold_world(arguments, parser.prog))
+            from unified.client.preload import guess
+
+            begin_cluster(guess(spec))
+        from unified.client.submission import run_job, submit_job
+        from unified.client.terminal import own_stdin
+
         archive = None
         if ship:
             from unified.client.code.archive import pack
@@ -97,6 +101,28 @@ def run(argv: Sequence[str]) -> int:
             return outcome(submit_job(spec, **options))
         spec = structs.replace(spec, stdin=own_stdin())
         return run_job(spec, prefix=own["prefix"], passed_on=signals, **options)
+
+
+def _hold_world(arguments: Namespace, prog: str) -> AbstractContextManager[object]:
+    """Hold the rendezvous that the command names on this host, until the context ends. UsageError: it is held."""
+    if not (key := key_here(arguments)):
+        return nullcontext()
+    name = f"\0unified-rendezvous-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+    holder, pid = socket.socket(socket.AF_UNIX), 0
+    try:
+        holder.bind(name)  # it is free again when this process ends, however it ends
+        holder.listen()
+        return holder
+    except OSError:
+        with holder, suppress(OSError):
+            holder.connect(name)
+            pid, _, _ = struct.unpack("3i", holder.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    raise UsageError(
+        f"{prog}: {f'process {pid}' if pid else 'another process'} on this host has a world at "
+        f"--rdzv-endpoint={arguments.rdzv_endpoint} --rdzv-id={arguments.rdzv_id} already. Without a master, this "
+        "command would start a second world, with a rank 0 of its own. For one world on this host, run one command "
+        "with --standalone --nnodes=2. For two worlds, give each an --rdzv-id of its own."
+    )
 
 
 def _local_within_worker(env: Mapping[str, str]) -> str | None:

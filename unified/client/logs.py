@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from string import Template
 from typing import Literal, NamedTuple
 
 from msgspec import structs
@@ -463,7 +464,10 @@ class LogReader:
                     continue
                 source = OutputSource(f"[{name}] ", stream, worker=short_name(worker), incarnation=incarnation)
                 if files is not None and files.is_teed(stream, worker.local_rank):  # as torchrun writes it
-                    source = source._replace(prefix=f"[{files.label}{worker.local_rank}]:", is_prefixed=True)
+                    prefix = Template(files.line_prefix).safe_substitute(
+                        role_name=files.label, rank=worker.rank, local_rank=worker.local_rank, hostname=worker.node
+                    )
+                    source = source._replace(prefix=prefix, is_prefixed=True)
                 self._cursors.append(
                     StreamCursor(
                         worker.name,

@@ -89,6 +89,8 @@ class DLConfig(Description):
     def _there_are_roles_with_good_names(cls, value: dict[str, WorkloadDesc]) -> dict[str, WorkloadDesc]:
         if not value:
             raise ValueError("at least one workload must be defined: role(name).run(entry) or train(entry).")
+        if not any(workload.total for workload in value.values()):
+            raise ValueError("the job has no workers: total is 0 for each role. Give one of them a worker.")
         for role in value:
             if len(role) > MAX_NAME or not _ROLE.match(role):
                 raise ValueError(
@@ -288,11 +290,27 @@ def device_share(accelerator: float, num_roles: int) -> float:
     return min(accelerator, 1 / num_roles) if accelerator == round(1 / num_roles, 2) else accelerator
 
 
+def _hidden_keys(value: Any, path: str = "") -> Iterator[str]:
+    """Yield the keys of a config, also of the dicts in it, that are names of methods of DictConfig."""
+    from omegaconf import DictConfig
+
+    is_list = isinstance(value, list | tuple)
+    for key, below in enumerate(value) if is_list else value.items() if isinstance(value, dict) else ():
+        if isinstance(key, str) and hasattr(DictConfig, key):
+            yield path + key
+        yield from _hidden_keys(below, f"{path}{key}.")
+
+
 def _resolved(value: Any) -> Any:
     """Return a new DictConfig without interpolations."""
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException, UnsupportedValueType
 
+    if hidden := sorted(set(_hidden_keys(value))):
+        raise ValueError(
+            f"{listed(hidden)}: workers get a DictConfig, where config.{hidden[0]} is a method and not this value. "
+            "Rename the key; or give OmegaConf.create(config), and read the value with [ ]."
+        )
     try:
         config = copy.deepcopy(value) if isinstance(value, DictConfig) else DictConfig(value)
     except UnsupportedValueType:  # a Namespace may hold anything

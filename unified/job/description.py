@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
 
 from pydantic import (
     AfterValidator,
@@ -57,9 +57,9 @@ def _check_envs(envs: dict[str, str]) -> dict[str, str]:
         if not name or "=" in name or "\0" in name:
             raise ValueError(f"{name!r} is no name of a variable: it is empty, or has '=' or NUL in it.")
         if "\0" in value:
-            raise ValueError(f"the value of {name} has the character NUL: {value!r}.")
+            raise ValueError(f"the value of {name} has the character NUL.")  # it may be a secret: not repeated
         if not is_text(name + value):
-            raise ValueError(f"the variable {name!r} or its value {value!r} is not UTF-8.")
+            raise ValueError(f"the variable {name!r} or its value is not UTF-8.")
     return envs
 
 
@@ -96,11 +96,25 @@ PlainConfig = Annotated[dict[str, Any], BeforeValidator(plain_config)]
 """A config of a role; see `plain_config`."""
 
 
+class DescriptionError(JobError, ValidationError):
+    """An invalid description of a job, as `JobError` and as the error of pydantic that scripts of upstream expect."""
+
+    def __str__(self) -> str:
+        """Return one sentence per line, which names role and field; of many errors, only the first."""
+        lines = [line for item in self.errors() for line in _lines(item)]
+        rest = [f"and {len(lines) - MAX_ERRORS} more errors."] if len(lines) > MAX_ERRORS else []
+        return "\n".join([*lines[:MAX_ERRORS], *rest])
+
+    def __repr__(self) -> str:  # pydantic's shows values, which may be secrets
+        return f"{type(self).__name__}({str(self)!r})"
+
+    def __reduce__(self) -> Any:  # the values of the user in it may refuse a pickle
+        return JobError, (str(self),)
+
+
 def job_error(error: ValidationError) -> JobError:
-    """Return an error with one sentence per line, which names role and field; of many, only the first."""
-    lines = [line for item in error.errors() for line in _lines(item)]
-    rest = [f"and {len(lines) - MAX_ERRORS} more errors."] if len(lines) > MAX_ERRORS else []
-    return JobError("\n".join([*lines[:MAX_ERRORS], *rest]))
+    """Return an error of pydantic as one that is a `JobError`, too."""
+    return cast(JobError, DescriptionError.from_exception_data(error.title, cast(Any, error.errors())))
 
 
 def _lines(item: Any) -> list[str]:

@@ -89,6 +89,8 @@ class OutputFiles(Value, frozen=True, kw_only=True):
     """Local ranks that are shown; empty: all."""
     label: str = "default"
     """Word before the local rank in front of each line of `tee`."""
+    line_prefix: str = "[${role_name}${local_rank}]:"
+    """Template of the text in front of each line of `tee`."""
 
     @property
     def is_written(self) -> bool:

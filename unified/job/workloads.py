@@ -117,6 +117,9 @@ class OutputFilesDesc(Description):
     """Local ranks whose output is shown; empty: all."""
     label: str = "default"
     """Word in front of lines of `tee`, before the local rank."""
+    line_prefix: str = "[${role_name}${local_rank}]:"
+    """Template of the text in front of lines of `tee`; it may have ${role_name}, ${rank}, ${local_rank}
+    and ${hostname}, the worker's node."""
 
 
 class BaseWorkloadDesc(Description):
@@ -125,7 +128,7 @@ class BaseWorkloadDesc(Description):
     thing: ClassVar[str] = "workload"
 
     total: int = Field(default=1, ge=0, validation_alias=AliasChoices("total", "num", "number"))
-    """Workers of the role. 0 is allowed: the role exists, without workers."""
+    """Workers of the role. 0 is allowed if another role has workers: the role exists, without workers."""
     resource: ResourceDesc = Field(
         default_factory=ResourceDesc, validate_default=True, validation_alias=AliasChoices("resource", "res")
     )
@@ -133,7 +136,7 @@ class BaseWorkloadDesc(Description):
     envs: Envs = Field(default_factory=dict, validation_alias=AliasChoices("envs", "env", "environment"))
     """Environment of the role's workers, which overrides the job's own."""
     per_node_max_failure: int = Field(default=3, ge=0)
-    """Failures of the role's workers on one node, above which the job excludes the node."""
+    """Failures of the role's workers on one node, above which the job excludes the node, unless it fits on no other."""
     max_restart: int = Field(default=10, ge=0)
     """Restarts of one worker, above which the job fails."""
     group: str | None = None

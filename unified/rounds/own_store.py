@@ -2,7 +2,7 @@
 
 The runtime has a store of its own for each round, and all ranks are its clients. A script that sets ``MASTER_ADDR`` and
 ``MASTER_PORT``, or names a ``tcp://`` address, expects a store in rank 0. torch would take all ranks for clients, and
-wait there for its whole timeout.
+wait there for its whole timeout. The port of the round's store, at any name of that store's host, is the round's store.
 """
 
 from __future__ import annotations
@@ -35,15 +35,19 @@ def learn(host: str, port: int) -> None:
 
 
 @contextlib.contextmanager
-def own_store(arguments: Mapping[str, Any], environ: MutableMapping[str, str]) -> Iterator[None]:
+def own_store(arguments: MutableMapping[str, Any], environ: MutableMapping[str, str]) -> Iterator[None]:
     """Let rank 0 serve the store during `init_process_group` with these arguments, if they name another store than the
-    round's.
+    round's. If they name the round's by another name of its host, put the address at which the store listens there.
 
     Raises:
         UsageError: ranks of other hosts cannot reach the store, or its address is none of rank 0's host.
     """
     chosen = _chosen(arguments, environ)
     if _of_round is None or chosen is None or chosen == _of_round:
+        yield
+        return
+    if chosen.port == _of_round.port and _is_same_host(chosen.host, _of_round.host):
+        _put_address(_of_round, arguments, environ)
         yield
         return
     is_first = int(arguments.get("rank", -1)) == 0 or environ.get("RANK") == "0"
@@ -74,6 +78,15 @@ def _chosen(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> _StoreA
     return _StoreAddress(environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")) if method == "env://" else None
 
 
+def _put_address(ours: _StoreAddress, arguments: MutableMapping[str, Any], environ: MutableMapping[str, str]) -> None:
+    method = urlsplit(arguments.get("init_method") or "")
+    if method.scheme == "tcp":
+        host = f"[{ours.host}]" if ":" in ours.host else ours.host
+        arguments["init_method"] = method._replace(netloc=f"{host}:{ours.port}").geturl()
+    else:
+        environ["MASTER_ADDR"] = ours.host
+
+
 def _says(chosen: _StoreAddress) -> str:
     return f"this script sets MASTER_ADDR={chosen.host} and MASTER_PORT={chosen.port} itself"
 
@@ -91,12 +104,20 @@ def _check_reachable(chosen: _StoreAddress, ours: _StoreAddress, *, is_first: bo
     )
 
 
+def _is_same_host(one: str, other: str) -> bool:
+    is_here = _is_of_this_host(one) and _is_of_this_host(other)
+    return is_here or not {found[4] for found in _resolved(one)}.isdisjoint(found[4] for found in _resolved(other))
+
+
 def _is_of_this_host(host: str) -> bool:
-    try:
-        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)
-                return True
-    except OSError:
-        pass
+    for family, kind, protocol, _, address in _resolved(host):
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+            return True
     return False
+
+
+def _resolved(host: str) -> list[tuple[Any, ...]]:
+    with contextlib.suppress(OSError):
+        return [*socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)]
+    return []

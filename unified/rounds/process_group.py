@@ -65,8 +65,9 @@ def wrap_group_calls() -> None:
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         if _groups and distributed.group.WORLD is _groups[-1]:
             leave()
-        with own_store(inspect.signature(init_group).bind(*args, **kwargs).arguments, os.environ):
-            init_group(*args, **kwargs)
+        bound = inspect.signature(init_group).bind(*args, **kwargs)
+        with own_store(bound.arguments, os.environ):
+            init_group(*bound.args, **bound.kwargs)
 
     c10d.destroy_process_group = distributed.destroy_process_group = destroy_process_group
     c10d.init_process_group = distributed.init_process_group = init_process_group

@@ -136,7 +136,7 @@ def test_module_that_is_not_there(package: Path, tmp_path: Path, module: str, sa
 def test_modules_of_upstream_that_are_run(tmp_path: Path) -> None:
     done = python("-m", "unified.compat", "-m", "dlrover.python.unified.driver.main", "{}", cwd=tmp_path)
     assert done.returncode == 1
-    assert "JobError: job_name is missing: it has to be given.\ndl_config is missing" in done.stderr
+    assert "DescriptionError: job_name is missing: it has to be given.\ndl_config is missing" in done.stderr
 
 
 def test_without_a_script_it_says_how(tmp_path: Path) -> None:

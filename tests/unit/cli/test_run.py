@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from unified.api.builder.torchrun import check_hosts, common_key
+from unified.api.builder.torchrun import check_hosts, common_key, key_here
 from unified.cli.main import main
 from unified.cli.options import chosen_name, job_name
 from unified.cli.run import full_spec, quick_spec, run_parser
@@ -197,6 +197,23 @@ def test_with_a_master_commands_on_several_hosts_have_a_name_in_common(line: str
     if key:
         name = chosen_name(None, "train.py", {}, key=key)
         assert name == chosen_name(None, "train.py", {}, key=key) == check_job_name(name)
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        ("--nnodes=1:2 --rdzv-endpoint=localhost:29400", "29400 "),
+        ("--nnodes=1:2 --rdzv-endpoint=127.0.0.1:29400 --rdzv-id=7", "29400 7"),
+        ("--nnodes=1:2 --rdzv-endpoint=localhost --rdzv-id=7", " 7"),
+        ("--nnodes=1:2 --rdzv-id=7", " 7"),
+        ("--nnodes=1:2 --rdzv-endpoint=localhost:0", ""),
+        ("--nnodes=1:2 --rdzv-endpoint=localhost:29400 --standalone", ""),
+        ("--nnodes=1 --rdzv-endpoint=localhost:29400", ""),
+        ("--nnodes=1:2", ""),
+    ],
+)
+def test_without_a_master_commands_of_one_world_have_a_key_in_common(line: str, key: str) -> None:
+    assert key_here(told(line)) == key
 
 
 def test_a_later_node_without_a_name_in_common_is_refused() -> None:

@@ -1,11 +1,13 @@
 """torchrun's `--log-dir`, `--redirects`, `--tee` and `--local-ranks-filter`, as torch itself reads them."""
 
 import os
+import re
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
+from unified.api.builder import launcher
 from unified.api.builder.builder import DLJobBuilder
 from unified.client.embedded import EmbeddedCluster
 from unified.client.submission import submit_job, with_own_folder
@@ -61,6 +63,24 @@ def test_files_are_named_as_torch_names_them() -> None:
     assert files.file("out", rank=5, local_rank=1, attempt=2) == "/logs/run7/attempt_2/5/stdout.log"
     assert files.file("err", rank=5, local_rank=1, attempt=2) == "/logs/run7/attempt_2/5/stderr.log"
     assert (files.label, described("--log-dir=/logs").run_id) == ("worker", "none")
+
+
+def test_the_template_of_the_environment_is_put_in_front_of_lines_of_tee(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert described("--tee=3").line_prefix == "[${role_name}${local_rank}]:"
+    monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "<$rank>")
+    assert described("--tee=3").line_prefix == "<$rank>"
+    assert described("--tee=3 --log-line-prefix-template='$hostname '").line_prefix == "$hostname "
+
+
+def test_logs_specs_that_no_package_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = (
+        "torchrun: --logs-specs=DOESNOT_EXIST: no package that is installed here has this entry point in the group "
+        "torchrun.logs_specs. Leave the option out: it would have no effect."
+    )
+    with pytest.raises(UsageError, match=re.escape(message)):
+        role_by_command("torchrun --logs-specs=DOESNOT_EXIST train.py")
+    monkeypatch.setattr(launcher, "entry_points", lambda **chosen: [chosen])
+    assert role_by_command("torchrun --logs-specs=of_a_package train.py").total == 1
 
 
 def test_a_folder_alone_gets_everything_and_everything_is_shown() -> None:

@@ -67,6 +67,27 @@ def test_the_users_own_config_is_not_touched() -> None:
     assert OmegaConf.to_container(given, resolve=False) == {"a": 1, "b": "${a}"}
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"items": 3}, "config: items: workers get a DictConfig, where config.items is a method"),
+        (argparse.Namespace(lr=1, copy=True), "copy: workers get a DictConfig, where config.copy is a method"),
+        ({"sweep": {"lr": {"values": [1, 2]}}, "get": 1}, "get, sweep.lr.values: workers get"),
+        ({"stages": [{"keys": 1}, ({"pop": 2},)]}, "stages.0.keys, stages.1.0.pop: workers get"),
+    ],
+)
+def test_keys_that_are_methods_of_the_workers_config_are_refused(given: object, says: str) -> None:
+    with pytest.raises(JobError, match=says):
+        job(user_config=given)
+
+
+def test_a_config_of_omegaconf_and_a_roles_own_may_have_such_keys() -> None:
+    """The first is a DictConfig for its author already, the second stays a dict."""
+    assert job(user_config=DictConfig({"items": 3})).user_config["items"] == 3
+    made = job({"a": {"config": {"items": 3, "values": [1]}}})
+    assert made.workloads["a"].config == {"items": 3, "values": [1]}
+
+
 def test_none_becomes_an_empty_config_and_the_rest_stays() -> None:
     assert isinstance(job(user_config=None).user_config, DictConfig)
     marker = object()

@@ -204,8 +204,8 @@ def test_nodes_become_workers(
         ({"": "1"}, "'' is no name of a variable"),
         ({"A=B": "1"}, "'A=B' is no name of a variable"),
         ({"A\0": "1"}, r"'A\\x00' is no name of a variable"),
-        ({"A": "x\0y"}, r"the value of A has the character NUL: 'x\\x00y'"),
-        ({"A": "\ud800"}, r"the variable 'A' or its value '\\ud800' is not UTF-8"),
+        ({"A": "x\0y"}, r"the value of A has the character NUL\.$"),
+        ({"A": "\ud800"}, r"the variable 'A' or its value is not UTF-8"),
     ],
 )
 def test_variables_that_no_process_can_have_are_refused_by_build(env: dict[str, str], said: str) -> None:

@@ -1,6 +1,7 @@
 """Addresses of torch's store that a script sets itself."""
 
 import re
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,6 +34,30 @@ def uses_agent_store(arguments: dict[str, Any], **changed: str) -> str:
 )
 def test_the_store_of_the_round_stays(arguments: dict[str, Any]) -> None:
     assert uses_agent_store(arguments) == "True"
+
+
+@pytest.mark.parametrize("name", ["localhost", "127.0.0.1", "::1", socket.gethostname()])
+def test_the_round_s_port_at_another_name_of_its_host_is_the_round_s_store(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own_store.learn("127.0.0.1", 40001)
+    environ = {**ROUND, "MASTER_ADDR": name, "RANK": "0"}
+    arguments = {"init_method": f"tcp://{f'[{name}]' if ':' in name else name}:40001/?x=1"}
+    with own_store.own_store({}, environ):
+        assert (environ["MASTER_ADDR"], environ[own_store.AGENT_STORE]) == ("127.0.0.1", "True")
+    with own_store.own_store(arguments, environ):
+        assert environ[own_store.AGENT_STORE] == "True"
+    assert arguments == {"init_method": "tcp://127.0.0.1:40001/?x=1"}
+    assert capsys.readouterr().err == ""
+
+
+def test_a_name_of_the_store_s_host_is_known_on_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = {"h0": "10.0.0.1", "10.0.0.1": "10.0.0.1", "h1": "10.0.0.2"}
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: [(2, 1, 6, "", (hosts[host], 0))])
+    environ = {**ROUND, "MASTER_ADDR": "h0"}
+    with own_store.own_store({}, environ):
+        assert (environ["MASTER_ADDR"], environ[own_store.AGENT_STORE]) == ("10.0.0.1", "True")
+    assert uses_agent_store({}, MASTER_ADDR="h1") == "False"
 
 
 def test_a_store_that_is_given_stays() -> None:

@@ -85,6 +85,8 @@ class DLJobBuilder:
         """Set what workers read as `current_worker().job_info.user_config`.
 
         A dict, a DictConfig, an argparse.Namespace or None becomes a resolved DictConfig; anything else stays as it is.
+        `build()` refuses a dict or Namespace with a key, at any depth, that is a method of DictConfig, such as
+        ``items``, ``values`` or ``copy``: ``config.items`` would be the method.
         """
         return self._set(user_config=config)
 
@@ -211,7 +213,7 @@ class DLJobBuilder:
         """Check everything and return the job.
 
         Raises:
-            JobError: (a ValueError) something is wrong; it names the role and the field.
+            JobError: (also a `pydantic.ValidationError`) something is wrong; it names the role and the field.
         """
         from unified.api.builder.dljob import DLJob
 
@@ -249,4 +251,7 @@ class DLJobBuilder:
             raise AttributeError(
                 f"{type(self).__name__} has no {name!r}: it is said of a role, after run(), train() or workload()."
             )
-        raise AttributeError(f"{type(self).__name__} has no {name!r}.{nearest(name, public_names(type(self)))}")
+        has_not, hint = f"{type(self).__name__} has no {name!r}.", nearest(name, public_names(type(self)))
+        if name == "submit":
+            hint = " Call build() first, which returns the job: builder.build().submit(…)."
+        raise AttributeError(has_not + hint, name=name)  # with a name, Python adds no second hint

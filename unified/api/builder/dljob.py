@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack, overload
 
 from unified.config import settings
-from unified.errors import OptionError, nearest
+from unified.errors import OptionError, UsageError, nearest
 from unified.job.config import DLConfig, JobConfig
 from unified.job.driver import STORY_FOLDER
 from unified.job.enums import AcceleratorType
@@ -100,6 +101,7 @@ class DLJob(DLConfig):
             OptionError: an option does not exist, or its value is of the wrong kind.
             JobNameError: the name is not allowed.
             ClusterError: the master cannot be reached, or refuses the job.
+            UsageError: it is called in a rank above 0 of an elastic role: each rank would submit a job.
         """
         if job_name is not None:
             if "job_name" in options:
@@ -125,6 +127,7 @@ def submit(config: JobConfig, blocking: bool = True) -> int | JobHandle:
     """Run a job that is described together with its options; see `DLJob.submit`."""
     from unified.client.submission import run_job, submit_job
 
+    _report_rank(os.environ)
     call, spec = run_job if blocking else submit_job, to_spec(config)
     if config.ship is False:
         return call(spec, master=config.master, wait=config.wait)
@@ -132,3 +135,17 @@ def submit(config: JobConfig, blocking: bool = True) -> int | JobHandle:
 
     with pack(config.ship, config.exclude, spec.working_dir) as archive:
         return call(spec, master=config.master, wait=config.wait, archive=archive)
+
+
+def _report_rank(env: Mapping[str, str]) -> None:
+    """Say that this is a rank, as with `unified run submit.py`. UsageError in a rank above 0."""
+    if not {"UNIFIED_JOB_ID", "TORCHELASTIC_RUN_ID"} <= env.keys():
+        return
+    script, rank = os.path.basename(sys.argv[0]), env.get("RANK", "0")
+    text = (
+        f"submit() is called in rank {rank} of job {env['UNIFIED_JOB_ID']}, and each rank that calls it submits a job. "
+        f"Start a script that only submits a job with `python {script}`, not with `unified run {script}`."
+    )
+    if rank != "0":
+        raise UsageError(text)
+    print(f"unified: {text}", file=sys.stderr)

@@ -8,6 +8,7 @@ import re
 import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import PurePath
 from typing import Any, Protocol, Self
 
@@ -20,9 +21,10 @@ from unified.job.names import parse_nnodes
 from unified.protocol.client_master import NodeStatus
 from unified.protocol.records import NodeState
 
-OUTPUT_OPTIONS = {"log_dir", "redirects", "tee", "local_ranks_filter"}
+OUTPUT_OPTIONS = {"log_dir", "redirects", "tee", "local_ranks_filter", "log_line_prefix_template"}
 _ONE = re.compile(r"[0-3]\Z")
 _MAP = re.compile(r"\d+:[0-3](,\d+:[0-3])*\Z")
+_PREFIX_TEMPLATE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 _RANKS = re.compile(r"\d+(,\d+)*\Z")
 _log = logging.getLogger(__name__)
 _USED = {
@@ -84,6 +86,11 @@ def describe(
     """
     if args.no_python and args.module:
         raise UsageError(f"{parser.prog}: --no-python and -m contradict each other: leave one of them out.")
+    if args.logs_specs is not None and not entry_points(group="torchrun.logs_specs", name=args.logs_specs):
+        raise UsageError(
+            f"{parser.prog}: --logs-specs={args.logs_specs}: no package that is installed here has this entry point in "
+            "the group torchrun.logs_specs. Leave the option out: it would have no effect."
+        )
     _report_ignored(args, parser)
     nproc = num_workers(args.nproc_per_node, nodes)
     _, max_nodes = parse_nnodes(args.nnodes)
@@ -203,6 +210,11 @@ def output_files(args: Namespace, prog: str, nproc: int) -> dict[str, Any] | Non
         "tee": tee,
         "local_ranks": ranks,
         "label": args.role,
+        **(
+            {"line_prefix": template}
+            if (template := args.log_line_prefix_template or os.environ.get(_PREFIX_TEMPLATE))
+            else {}
+        ),
     }
 
 

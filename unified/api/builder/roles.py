@@ -36,7 +36,7 @@ class RoleBuilder(Generic[ParentT]):
         return self
 
     def total(self, num: int = 1) -> Self:
-        """Set how many workers the role has; 0 is allowed."""
+        """Set how many workers the role has. 0 is allowed, if another role has workers."""
         return self._set(total=num)
 
     def per_group(self, num: int = 1) -> Self:
@@ -104,7 +104,7 @@ class RoleBuilder(Generic[ParentT]):
         return self._set(max_restart=num)
 
     def per_node_max_failure(self, num: int) -> Self:
-        """Set how often this role may fail on one node before the job excludes that node."""
+        """Set how often this role may fail on a node before the job excludes that node, unless it fits on no other."""
         return self._set(per_node_max_failure=num)
 
     def hang_timeout(self, seconds: float | timedelta) -> Self:
@@ -165,12 +165,11 @@ class RoleBuilder(Generic[ParentT]):
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_"):
-            if hasattr(type(self._parent), name):
+            if name == "submit" or hasattr(type(self._parent), name):
                 return getattr(self._parent, name)
             known = public_names(type(self)) | public_names(type(self._parent))
-            raise AttributeError(
-                f"neither {type(self).__name__} nor {type(self._parent).__name__} has {name!r}.{nearest(name, known)}"
-            )
+            has_not = f"neither {type(self).__name__} nor {type(self._parent).__name__} has {name!r}."
+            raise AttributeError(has_not + nearest(name, known), name=name)  # with a name, Python adds no second hint
         raise AttributeError(f"{type(self).__name__} has no {name!r}.")
 
 

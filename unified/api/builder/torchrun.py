@@ -79,6 +79,7 @@ TORCHRUN = (
     Option(_both("log-dir"), None, "What ranks print, in files: RDZV_ID/attempt_N/RANK/stdout.log, stderr.log."),
     Option(("-r", "--redirects"), "0", f"To files, and not shown: {_STREAMS}"),
     Option(("-t", "--tee"), "0", f"To files, and shown with [ROLE LOCAL_RANK]: in front: {_STREAMS}"),
+    Option(_both("log-line-prefix-template"), "", "What --tee puts in front, of ${role_name}, ${local_rank}, ${rank}."),
     Option(_both("local-ranks-filter"), "", "Local ranks whose output is shown: 0,1. By default all."),
     Option(_both("duplicate-stdout-filters"), [], _LOGS, type=list),
     Option(_both("duplicate-stderr-filters"), [], _LOGS, type=list),
@@ -212,6 +213,13 @@ def common_key(args: Namespace) -> str:
     if _is_elsewhere(args.master_addr):
         return f"{args.master_addr}:{args.master_port or _STATIC_PORT}"
     return ""
+
+
+def key_here(args: Namespace) -> str:
+    """Return the key that the commands of one world on this host have in common; empty for a world of one command."""
+    port = args.rdzv_endpoint.rpartition(":")[2]
+    is_one_of_many = _highest(args.nnodes) > 1 and not args.standalone and bool(args.rdzv_endpoint or run_id(args))
+    return f"{port if port.isdecimal() else ''} {run_id(args)}" if is_one_of_many and port != "0" else ""
 
 
 def check_hosts(args: Namespace, prog: str, *, has_master: bool, can_join: bool = True) -> None:

@@ -63,7 +63,7 @@ class UserRpcProxy:
 
     def __getattr__(self, name: str) -> Any:
         hint = nearest(name, vars(self))
-        raise AttributeError(f"{vars(self).get('_cls')!r} has no @rpc method {name!r}.{hint}")
+        raise AttributeError(f"{vars(self).get('_cls')!r} has no @rpc method {name!r}.{hint}", name=name)
 
     def __repr__(self) -> str:
         return f"UserRpcProxy({self._owner!r}, {self._ns!r}, {self._cls.__name__})"

@@ -3,12 +3,14 @@
 import copy
 import re
 import shlex
+import sys
 from datetime import timedelta
 from typing import Any, assert_type
 
 import pytest
 from omegaconf import DictConfig
 
+import unified
 from unified.api.builder import DLJob, DLJobBuilder, RLJob, RLJobBuilder
 from unified.errors import JobError, OptionError, UsageError
 from unified.job import DLConfig, SimpleWorkloadDesc, WorkloadEntrypointType
@@ -171,6 +173,7 @@ THREE = DLJobBuilder().workload("a", "m.a").workload("b", "m.b").workload("c", "
     ("builder", "said"),
     [
         (DLJobBuilder().node_num(1), ["at least one workload must be defined"]),
+        (r().total(0), ["the job has no workers"]),
         (r().end().device_type("mem"), ["device_type is 'mem'"]),
         (r().end().node_num(0), ["node_num is 0"]),
         (r().end().device_per_node(0), ["device_per_node"]),
@@ -226,7 +229,7 @@ def train() -> Any:
         (train().nnodes("2:4").nproc_per_node(2), {"total": 8, "per_group": 2}),
         (train().nproc_per_node(2).nnodes("2:4"), {"total": 8, "per_group": 2}),
         (train().nnodes("2:8"), {"min_nodes": 2, "max_nodes": 8}),
-        (r().total(0), {"total": 0}),
+        (r().total(0).train("m.f"), {"total": 0}),
         (train().communication("gloo", timedelta(seconds=30)), {"comm_backend": "gloo", "comm_timeout_s": 30}),
         (train().disable_ray_auto_visible_device(), {"auto_visible_devices": False}),  # upstream's name
         (train(), {"comm_auto_setup_process_group": True, "comm_pre_check": True}),
@@ -260,11 +263,16 @@ def test_end_gives_the_job_builder() -> None:
         (lambda: DLJobBuilder().role("r").run("m.f").nnodes(2), "'nnodes'"),
         (lambda: DLJobBuilder().node_nums(2), "Did you mean 'node_num'?"),
         (lambda: DLJobBuilder().total(2), "it is said of a role"),
+        (lambda: DLJobBuilder().submit("j"), "Call build() first"),
+        (lambda: DLJobBuilder().train("m.f").submit("j"), "Call build() first"),
+        (lambda: unified.local_clusters(), "Did you mean 'local_cluster'?"),
     ],
 )
-def test_unknown_methods_name_the_nearest(make: Any, said: str) -> None:
-    with pytest.raises(AttributeError, match=re.escape(said)):
+def test_unknown_methods_name_the_nearest(make: Any, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(AttributeError, match=re.escape(said)) as caught:
         make()
+    sys.__excepthook__(AttributeError, caught.value.with_traceback(None), None)
+    assert capsys.readouterr().err.count("Did you mean") == said.count("Did you mean"), "Python adds its own hint"
 
 
 def test_builders_can_be_copied_and_asked() -> None:
@@ -354,3 +362,23 @@ def test_functions_are_entry_points_at_every_door(builder: Any) -> None:
     assert (job.get_workload("a").entry_point, job.get_workload("b").entry_point) == (run, "shlex.join")
     assert job.get_workload("a").entry_point_type is WorkloadEntrypointType.MODULE_FUNC
     assert "test_functions_are_entry_points_at_every_door.<locals>.run" in job.model_dump_json()
+
+
+def test_a_rank_that_submits_a_job_is_told_to_start_its_script_by_python(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`unified run submit.py` runs a driver in each rank. A rank 0 may want to submit a job, such as an evaluation."""
+    submitted: list[Any] = []
+    monkeypatch.setattr("unified.client.submission.submit_job", lambda spec, **_: submitted.append(spec.name))
+    monkeypatch.setattr(sys, "argv", ["/some/submit.py"])
+    job = DLJobBuilder().train("m.f").build()
+    job.submit("a", blocking=False)
+    for name, value in {"UNIFIED_JOB_ID": "outer-1", "TORCHELASTIC_RUN_ID": "none", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    job.submit("b", blocking=False)
+    said = "rank 0 of job outer-1, and each rank that calls it submits a job. Start a script that only submits a job "
+    assert f"{said}with `python submit.py`, not with `unified run submit.py`." in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(UsageError, match=re.escape("with `python submit.py`")):
+        job.submit("c", blocking=False)
+    assert submitted == ["a", "b"]
