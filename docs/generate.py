@@ -27,6 +27,7 @@ from unified.cli.main import build
 from unified.cli.run import run_parser
 from unified.client.cluster_client import ClusterClient, connect
 from unified.client.handle import JobHandle
+from unified.client.local_cluster import local_cluster
 from unified.client.logs import LogLine
 from unified.config import logging, runtime, settings
 from unified.job import JobConfig
@@ -86,7 +87,10 @@ _ARGUMENT_TYPES = {
     "NotNegative": "float ≥ 0",
     "Share": "float, 0 to 0.5",
 }
-PACKAGES = ["unified.api.builder", "unified.api.runtime", "unified.job"]
+PACKAGES = [
+    *("unified.api.builder", "unified.api.runtime", "unified.job", "unified.elastic", "unified.checkpoint"),
+    *("unified.data", "unified.storage", "unified.slurm", "unified.training", "unified.doctor", "unified.compat"),
+]
 
 
 def main() -> int:
@@ -154,6 +158,8 @@ def reference() -> Iterator[str]:
     yield "\n### A client of a running master"
     yield from entry("connect", connect)
     yield from entry("ClusterClient", ClusterClient)
+    yield "\n### A cluster on this host"
+    yield from entry("local_cluster", local_cluster)
     yield "\n## unified.testing\n\nSee [testing](testing.md)."
     yield from entry("LocalCluster", testing.LocalCluster)
     yield from entry("eventually", testing.eventually)
@@ -173,7 +179,7 @@ def errors_from(kind: type[Exception], depth: int = 0) -> Iterator[str]:
 
 def entry(name: str, thing: object) -> Iterator[str]:
     """One public name: signature, docstring, fields, methods."""
-    match source_text.definition(thing):
+    match source_text.definition(thing) if name == getattr(thing, "__name__", name) else None:
         case ast.ClassDef() as node:
             bases = ", ".join(base for base in map(ast.unparse, node.bases) if not base.startswith("Generic"))
             yield f"\n### `class {name}{f'({bases})' if bases else ''}`\n\n{source_text.docstring(node)}"

@@ -81,11 +81,11 @@ def default_of(value: ast.expr | None) -> str:
 
 
 def methods(node: ast.ClassDef) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Public methods and properties with a docstring, less the overloads and validators of tools."""
+    """Public methods and properties with a docstring, less setters, and the overloads and validators of tools."""
     for statement in node.body:
         if not isinstance(statement, DEFINITIONS) or statement.name.startswith("_"):
             continue
-        if not decorators(statement) & {"overload", "field_validator", "model_validator", "field_serializer"}:
+        if not decorators(statement) & {"overload", "setter", "field_validator", "model_validator", "field_serializer"}:
             yield statement
 
 
@@ -110,15 +110,19 @@ def docstring(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | Modu
 
 
 def to_markdown(text: str) -> str:
-    """Sections (`Args:` and so on) become lists, double backticks single ones, indented code a Python block."""
+    """Sections (`Args:` and so on) become lists, double backticks single ones, indented code a block."""
     lines: list[str] = []
     paragraphs = re.split(r"\n(?=\S)", text.replace("``", "`"))
     for paragraph in paragraphs:
         head, _, rest = paragraph.partition("\n")
         if head.rstrip(":") in SECTIONS and head.endswith(":"):
             lines += ["", f"*{head.rstrip(':')}*", "", *_items(textwrap.dedent(rest)), ""]
+        elif head.endswith(":") and rest.startswith("    "):  # code has an empty line above it
+            lines += [head, "", *_items(textwrap.dedent(rest)), ""]
         elif head.endswith("::") or (rest.strip() and rest.lstrip("\n").startswith("    ")):
-            lines += [head.replace("::", ":"), "", "```python", *textwrap.dedent(rest).strip("\n").split("\n"), "```"]
+            code = textwrap.dedent(rest).strip("\n")
+            language = "sh" if code.startswith("python ") else "python"
+            lines += [head.replace("::", ":"), "", f"```{language}", *code.split("\n"), "```"]
         else:
             lines += paragraph.split("\n")
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()

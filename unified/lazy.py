@@ -54,7 +54,7 @@ def exports(
     def find(name: str) -> Any:
         if name not in home_of:
             hint = "" if name.startswith("_") else nearest(name, home_of)
-            raise AttributeError(f"module {package!r} has no attribute {name!r}.{hint}")
+            raise AttributeError(f"module {package!r} has no attribute {name!r}.{hint}", name=name)
         with needed_by(f"{package}.{name}"):
             value = getattr(import_module(home_of[name]), name)
         setattr(sys.modules[package], name, value)  # the next look-up does not come here

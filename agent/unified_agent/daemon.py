@@ -371,7 +371,7 @@ class AgentDaemon:
         else:
             self._loop.unwatch(self._keeper.descriptor)
             text = "no process renews the lease while the agent is busy, or ends the workers if the agent hangs"
-            log.error("event=lease-keeper-lost reason=%r", f"it was killed: {text}; start the agent again")
+            log.error("event=lease-keeper-lost reason=%r", f"it was killed: {text}, until the agent starts again")
 
     def _answer_log(self, result: SliceRead) -> None:
         read = result.slice

@@ -121,7 +121,7 @@ def _amounts(field: str, factor: float = 1.0) -> Callable[[Scraped], Values]:
 
 def _stage(job: JobStatus) -> str:
     """Return the job's stage, or SUSPENDED, which an alert on waiting jobs needs."""
-    return SUSPENDED if stage_text(job) == SUSPENDED else job.stage.value
+    return SUSPENDED if stage_text(job, 0.0) == SUSPENDED else job.stage.value
 
 
 def _jobs(now: Scraped) -> Values:

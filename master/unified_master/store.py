@@ -48,6 +48,7 @@ class OtherStoreError(StoreError):
 
 class Store:
     """The file ``master.sqlite`` of a state directory, which is made for this user only and locked for this process.
+    In a directory that was there, which others may read, the files are for this user only.
 
     StoreError: another master uses it, or another version wrote it.
     """
@@ -70,7 +71,8 @@ class Store:
         except BaseException as error:
             os.close(self._lock)
             if isinstance(error, OSError):
-                raise OtherStoreError(settings.unusable("the state", self._witness, error, "--state-dir")) from None
+                where = Path(error.filename or self.directory)
+                raise OtherStoreError(settings.unusable("the state", where, error, "--state-dir")) from None
             raise
 
     def commit(self, saves: Iterable[SaveRecord], reports: Iterable[ReportEvent]) -> None:
@@ -179,6 +181,7 @@ class Store:
                     sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True)
                 ) as reader:
                     is_new = self._check(reader)
+            self._close_to_others()
             database = sqlite3.connect(self.path, isolation_level=None)
             try:
                 self._prepare(database, self._check(database) if is_new is None else is_new)
@@ -192,6 +195,13 @@ class Store:
                 "--state-dir, or give an empty one (running workers will then be stopped)."
             ) from None
         return database
+
+    def _close_to_others(self) -> None:
+        """Make the file, and close those that were there: they have the environment of every job."""
+        os.close(os.open(self.path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        for path in self.directory.glob(f"{self.path.name}*"):  # SQLite makes the files beside it with its mode
+            if path.stat().st_mode & 0o077:
+                path.chmod(0o600)
 
     def _check(self, database: sqlite3.Connection) -> bool:
         """Return True if the file holds nothing yet. OtherStoreError: as in `_is_new` and `_compare`."""

@@ -1,5 +1,6 @@
 """Submitting without a master: an embedded cluster comes, runs the job, and goes, whatever happens to its driver."""
 
+import contextlib
 import os
 import random
 import signal
@@ -243,3 +244,28 @@ def test_ctrl_c_and_sigterm_end_an_embedded_cluster_and_all_in_it(
     assert "was stopped" in said.splitlines()[-1]
     assert "Traceback" not in said
     assert list(run_dir.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_nobody_is_advised_to_start_an_agent_of_an_embedded_cluster(
+    tmp_path: Path, run_dir: Path, driver_env: dict[str, str]
+) -> None:
+    """The cluster starts a killed agent again by itself; SIGTERM to all of its processes ends the job."""
+    del driver_env["UNIFIED_FAILOVER_EXEC_STRATEGY"]
+    with submit(tmp_path, driver_env, "endless") as driver:
+        assert driver.stdout is not None
+        for _ in range(2):  # each worker
+            assert driver.stdout.readline().endswith("up\n")
+        (home,) = (tmp_path / "home" / "embedded").iterdir()
+        marked = marked_processes(f"{CLUSTER_VARIABLE}={home.name}")
+        (agent,) = [process.pid for process in marked if " -m unified_agent " in f" {process.command} "]
+        os.kill(agent, signal.SIGKILL)
+        for _ in range(2):
+            assert driver.stdout.readline().endswith("up\n")
+        for process in marked_processes(f"{CLUSTER_VARIABLE}={home.name}"):
+            with contextlib.suppress(ProcessLookupError):  # it has ended with another one
+                os.kill(process.pid, signal.SIGTERM)
+        driver.terminate()
+        _, said = driver.communicate(timeout=100)
+    said += "".join(log.read_text() for log in home.glob("*.log"))
+    assert [line for line in said.splitlines() if "start an agent" in line or "start the agent" in line] == []

@@ -214,26 +214,32 @@ def test_nanogpt_without_restarts_names_the_limit(local_cluster: Cluster, tmp_pa
     assert all(word in output for word in ("max_restart", "ELASTIC_2-1_1-0", "SIGKILL")), output
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "words", [["submit.py"], ["-m", "unified", "submit", "--ship", "--name", "linear", "submit.py"]]
-)
-def test_job_of_the_readme_runs(
-    words: list[str], local_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blocks = re.findall(r"^```python[^\n]*\n# (\w+\.py)\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+@pytest.mark.smoke
+def test_readme_as_it_is_typed(local_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """README's files and commands as they stand: the ways to start a job, and those to look at it."""
+    text, project = README.read_text(), tmp_path / "project"
+    blocks = re.findall(r"^```python[^\n]*\n# (\w+\.py)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert [name for name, _ in blocks] == ["linear.py", "submit.py"]
-    for name, text in blocks:
-        (tmp_path / name).write_text(text)
+    script = "import torch.distributed as dist\ndist.init_process_group()\nprint(dist.get_world_size(), 'ranks')\n"
+    project.mkdir()
+    for name, content in [*blocks, ("my_script.py", script)]:
+        (project / name).write_text(content)
+    submit, ship = re.findall(r"^UNIFIED_MASTER=\S+ (.*submit\.py)\b", text, re.MULTILINE)
+    assert "--ship" in ship
+    (run,) = re.findall(r"`(unified run [^`]*my_script\.py)`", text)
+    (words,) = re.findall(r"unified (\w+(?: / \w+)+)", text)
     cluster = local_cluster(nodes=2, devices=2)
     monkeypatch.setenv("UNIFIED_MASTER", cluster.address)
-    done = subprocess.run(
-        [sys.executable, *words], cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (cluster.home / "code").exists() == ("--ship" in words)
-    reported = {worker.progress.step for worker in cluster.status("linear").workers if worker.progress}
-    assert reported == {200}
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # as `activate` does
+    for command in [submit, *(f"unified {word} linear" for word in words.split(" / ")), run, ship]:
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=project, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    statuses = [cluster.status(job.job_id) for job in cluster.jobs]
+    reported = [{worker.progress and worker.progress.step for worker in each.workers} for each in statuses]
+    assert reported == [{200}, {None}, {200}]
+    assert (cluster.home / "code").exists()
 
 
 def any_running(cluster: LocalCluster) -> dict[str, int]:

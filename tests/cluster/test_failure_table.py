@@ -258,9 +258,11 @@ def node_excluded(bench: Bench) -> JobStatus:
 
 
 def no_node_left(bench: Bench) -> JobStatus:
-    handle = bench.submit(envs={"HOW": "raise", "TIMES": "9", "STEP": "1"}, per_node_max_failure=0)
-    status = bench.fails(handle, "per_node_max_failure")
-    assert "(node-1, node-2 failed too often for this job)" in status.reason
+    handle = bench.submit(envs={"HOW": "raise", "TIMES": "9", "STEP": "1"}, per_node_max_failure=0, max_restart=2)
+    status = bench.fails(handle, "max_restart")
+    story = bench.story(handle)
+    assert re.search(r"node node-\d is excluded for this job", story)
+    assert re.search(r"node node-\d is kept, since the job does not fit on what is left: 1 failures of role r", story)
     return status
 
 
@@ -276,7 +278,7 @@ def node_lost(bench: Bench) -> JobStatus:
     bench.cluster.kill_agent(int(lost.removeprefix("node-")) - 1)
     assert lost not in {worker.node for worker in bench.running(handle, [1, 1]).workers}
     assert re.search(
-        rf"job restarts: node {lost} was lost: .* \(loss 1 of that node, 10 allowed\)", bench.story(handle)
+        rf"job restarts: node {lost} was lost: .* \(loss 1 of that node, node_max_restart=10\)", bench.story(handle)
     )
     return bench.ends_well(handle)
 

@@ -91,7 +91,9 @@ def kept() -> ClusterRecord:
     return found
 
 
-def test_it_stays_is_found_outlives_submitters_and_ends_in_order(tmp_path: Path, place: Path, command: Command) -> None:
+def test_it_stays_is_found_outlives_submitters_and_ends_in_order(
+    tmp_path: Path, place: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = up("--devices", "2")
     assert done.code == 0, done.err
     address = kept().address
@@ -105,6 +107,10 @@ def test_it_stays_is_found_outlives_submitters_and_ends_in_order(tmp_path: Path,
     other = command("up", "--devices", "3", "--nodes", "1")
     assert other.code == 0
     assert "started with other --devices;" in other.err
+    with monkeypatch.context() as shell:
+        shell.setenv("UNIFIED_RUN_DIR", str(tmp_path / "run"))  # as another TMPDIR does
+        assert command("up").out == again.out
+        assert command("nodes").code == 0
 
     submitter = [sys.executable, "-m", "unified", "run", "--detach", "--name", "long", "waits.py"]
     job = subprocess.run(submitter, capture_output=True, text=True, timeout=100, check=True).stdout.strip()
@@ -228,6 +234,10 @@ def test_the_cluster_of_a_running_driver_is_found_and_what_it_leaves_is_read(
         left = command("logs", name)
         assert left.out.splitlines() == ["[ELASTIC-0] waits", "[ELASTIC-0] goes"]
         assert "ran in a cluster that has ended; it left this in " in left.err
+        ended = command("status", name)
+        assert (ended.code, ended.out.startswith("job ")) == (0, True), ended.err
+        assert "finished after" in ended.out
+        assert json.loads(command("status", name, "--json").out)["exit_code"] == 0
     assert command("logs", "first", "--tail", "1", "--rank", "0").out == "[ELASTIC-0] goes\n"
     told = json.loads(command("logs", "first", "--tail", "1", "--rank", "0", "--grep", "goe", "--json").out)
     assert (told["role"], told["rank"], told["incarnation"], told["line"]) == ("ELASTIC", 0, 0, "goes")

@@ -89,9 +89,11 @@ def test_a_job_runs_with_the_code_that_came_with_it(folder: Path, local_cluster:
     assert [words[5] for words in found] == [f"{words[4]}/lib/reading.py" for words in found]
     (folder / "lib/names.py").write_text('NAME = "second"')
     (folder / "model.ckpt").write_text("not to be sent")
+    (folder / ".env").write_text("TOKEN=x")
     changed = submit(folder, cluster, "--ship", "--exclude", "*.ckpt")
     assert changed.returncode == 0, changed.stderr
     assert "ships 5 files" in changed.stderr
+    assert "does not ship .env, which may hold secrets" in changed.stderr
     assert [line.split()[1] for line in lines(tmp_path, "out")] == ["first"] * 4 + ["second"] * 2
     eventually(lambda: len(list((cluster.home / "code").glob("[0-9a-f]*/lib"))) <= 2, timeout=100)
 

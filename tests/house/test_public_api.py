@@ -1,8 +1,13 @@
 """The names that users import. Adding one is a decision; taking one away breaks somebody's script."""
 
 import importlib
+import pkgutil
+import re
+from pathlib import Path
 
 import pytest
+
+import unified
 
 RUNTIME = [
     "ActorInfo",
@@ -97,3 +102,16 @@ def test_a_misspelt_name_is_told_its_neighbour(package: str) -> None:
     name = PUBLIC[package][-1]
     with pytest.raises(AttributeError, match=name):
         getattr(importlib.import_module(package), f"{name}s")
+
+
+def test_each_public_name_is_in_the_reference() -> None:
+    text = (Path(__file__).parents[2] / "docs/reference.md").read_text()
+    told = set(re.findall(r"^(?:###|\s*-) `(?:async |class )?(\w+)", text, re.MULTILINE))
+    packages = [*PUBLIC, *(f"unified.{found.name}" for found in pkgutil.iter_modules(unified.__path__) if found.ispkg)]
+    missing = {
+        f"{package}.{name}"
+        for package in packages
+        for name in getattr(importlib.import_module(package), "__all__", [])
+        if name not in told
+    }
+    assert not missing

@@ -41,11 +41,16 @@ def test_an_id_is_never_used_twice(world: World, is_restored: bool) -> None:
 
 
 def test_workers_of_a_job_that_the_master_has_lost_are_ended(world: World) -> None:
-    world.request(SubmitJob(spec=SPEC))
+    lost = world.get(Accepted, SubmitJob(spec=SPEC)).job_id
     world.until_stage("job", Stage.RUNNING)
     world.lose_state()
     used = ran(world)
     world.until(lambda: not world.agents["n1"].incarnations, f"the ends of all workers, also of those before {used}")
+    told = [(event.node, event.reason) for event in world.log if event.event == "unknown-job"]
+    assert told == [
+        ("n1", f"the workers of job {lost} are stopped: this master has no record of the job, as after the restore of "
+         "an older backup")
+    ]  # fmt: skip
 
 
 def test_a_job_is_found_by_its_id_without_the_suffix_also(world: World) -> None:

@@ -24,6 +24,7 @@ from unified.cli.options import add_job, add_master
 from unified.cli.show import status_lines
 from unified.client.connection import MasterConnection, connect_master
 from unified.client.report import event_text
+from unified.config.settings import for_user_alone
 from unified.errors import ClusterError, MasterUnreachableError, RefusedError, UnifiedError, UsageError
 from unified.protocol.client_master import (
     ClientRequest,
@@ -90,7 +91,7 @@ def diagnose(job: str, master: str | None, output: Path | None) -> None:
         path = output or Path(f"{status.job_id}-diagnosis.tar.gz")
         clean = cleaner(os.environ)
         try:
-            with open(path, "xb", opener=_for_me_alone) as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+            with open(path, "xb", opener=for_user_alone) as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
                 for name, read in _files(DiagnosisReader(connection), status):
                     _show_progress(name)
                     found = _or_reason(read)
@@ -227,10 +228,6 @@ def _show_progress(name: str) -> None:
 
 def _json(value: object) -> str:
     return msgspec.json.format(msgspec.json.encode(value), indent=1).decode()
-
-
-def _for_me_alone(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def _releases() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from argparse import ArgumentParser
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -15,11 +16,10 @@ from unified.cli.options import add_job, add_master, at_least, moment
 from unified.client.connection import connect_master
 from unified.client.folding import is_wanted
 from unified.client.handle import JobHandle
-from unified.client.left_logs import find_left
+from unified.client.left_logs import left_by
 from unified.client.logs import LineFilter, LogFilter, LogLine, LogReader, Stream
 from unified.client.report import first_line, stage_text
 from unified.client.terminal import printable
-from unified.config.addresses import LOCAL
 from unified.errors import RefusedError, UsageError, nearest
 from unified.job.names import parse_worker
 from unified.protocol.client_master import JobStatus
@@ -76,11 +76,7 @@ def logs(
     try:
         handle, status = _find(job, master)
     except (UsageError, RefusedError) as error:
-        is_named = master not in (None, LOCAL)
-        left = None if is_named or getattr(error, "code", "not-found") != "not-found" else find_left(job)
-        if left is None:
-            raise
-        print(f"job {left.job_id} ran in a cluster that has ended; it left this in {left.home}", file=sys.stderr)
+        left = left_by(job, master, error)
         if since or until:
             raise UsageError(
                 f"the times of lines are not known any more: the cluster of {left.job_id} has ended."
@@ -104,7 +100,7 @@ def logs(
         present = None if tail is None else _last(reader.read_present(), tail, facts)
         if not _print(_lines(reader, handle, follow, present, folds), flush=follow) and not any(wanted.lines):
             print(
-                f"no output yet; job {status.job_id} is {stage_text(status)}: {first_line(status.reason)}",
+                f"no output yet; job {status.job_id} is {stage_text(status, time.time())}: {first_line(status.reason)}",
                 file=sys.stderr,
             )
 

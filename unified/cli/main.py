@@ -175,6 +175,8 @@ class CommandParser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         unknown = re.search(r"(?:unrecognized arguments: |argument COMMAND: invalid choice: ')([^\s=']+)", message)
         hint = nearest(unknown[1], [*self._option_string_actions, *_below(self)]) if unknown else ""
+        if unknown and message.startswith("argument COMMAND"):  # argparse would list all commands before the hint
+            message = f"there is no command {unknown[1]!r}"
         raise UsageError(f"{self.prog}: {message}.{hint} (`{self.prog} --help` shows what there is.)")
 
 

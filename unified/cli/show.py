@@ -14,6 +14,7 @@ import msgspec
 
 from unified.cli.options import add_job, add_json, add_master, at_least
 from unified.client.connection import MasterConnection, connect_master
+from unified.client.left_logs import left_by
 from unified.client.mirror import JobWatch
 from unified.client.report import (
     cut,
@@ -109,11 +110,17 @@ def status_arguments(parser: ArgumentParser) -> None:
 
 def status(job: str, master: str | None, watch: bool, json: bool) -> int:
     """Show a job. With --watch the exit code is the job's."""
-    with connect_master(master) as connection:
-        seen = JobWatch(connection, job)
-        found, ahead_s = seen.next_status(), seen.mirror.at - time.time()
-        if watch and found.stage != Stage.STOPPED:
-            found = _watch(connection, found.job_id)
+    try:
+        with connect_master(master) as connection:
+            seen = JobWatch(connection, job)
+            found, ahead_s = seen.next_status(), seen.mirror.at - time.time()
+            if watch and found.stage != Stage.STOPPED:
+                found = _watch(connection, found.job_id)
+    except (UsageError, RefusedError) as error:
+        kept = left_by(job, master, error).status()
+        if kept is None:
+            raise
+        found, ahead_s = kept, 0.0
     if json:
         print_json(found)
     else:
@@ -228,7 +235,7 @@ def _print_list(
 def _job_row(job: client_master.JobLine) -> list[object]:
     return [
         job.job_id,
-        stage_text(job),
+        stage_text(job, 0.0),  # the master's clock has decided whether it is stalled
         "-" if job.exit_code is None else job.exit_code,
         job.num_workers,
         moment(job.submitted_at),

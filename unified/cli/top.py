@@ -27,6 +27,7 @@ from unified.client.report import (
     stage_text,
     state_text,
     summarise,
+    why_text,
 )
 from unified.client.views.overview import attention, totals
 from unified.config.logging import escaped
@@ -192,7 +193,8 @@ def _table(mirror: ClusterMirror, view: TableView, shown: Sequence[str], chosen:
     }
     table = Table(box=None, expand=True, padding=(0, 2, 0, 0), header_style="dim")
     for title in headers[view.what]:
-        table.add_column(title, no_wrap=True, overflow="ellipsis", ratio=1 if title == "REASON" else None)
+        may_shrink = title in ("PROGRESS", "REASON")  # they are cut before any name is
+        table.add_column(title, no_wrap=not may_shrink, ratio=1 if title == "REASON" else None)
     status = mirror.status(view.job) if view.what == "job" else None
     for number, name in enumerate(shown):
         if view.what == "nodes":
@@ -202,7 +204,8 @@ def _table(mirror: ClusterMirror, view: TableView, shown: Sequence[str], chosen:
         else:
             found = mirror.status(name)
             cells = [] if found is None else _job_cells(found, mirror.at)
-        table.add_row(*(Text(escaped(cell)) for cell in cells), style="reverse" if number == chosen else "")
+        texts = (Text(escaped(cell), no_wrap=True, overflow="ellipsis") for cell in cells)
+        table.add_row(*texts, style="reverse" if number == chosen else "")
     return table
 
 
@@ -214,7 +217,7 @@ def _job_cells(job: JobStatus, now: float) -> list[str]:
     ]
     total = sum(role.total for role in job.roles)
     age = duration_text(max(0.0, ended_at - job.submitted_at))
-    return [job.job_id, stage_text(job), age, str(total), "; ".join(roles), first_line(job.reason)]
+    return [job.job_id, stage_text(job, now), age, str(total), "; ".join(roles), why_text(job, now)]
 
 
 def _node_cells(node: NodeStatus) -> list[str]:

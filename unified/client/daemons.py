@@ -30,7 +30,7 @@ class Daemon:
         self, module: str, arguments: Sequence[str], log_file: Path, env: Mapping[str, str], *, has_input: bool = False
     ) -> None:
         self.log_file = log_file
-        with log_file.open("ab") as log:
+        with open(log_file, "ab", opener=settings.for_user_alone) as log:
             # -P: do not import a user's own select.py from the working directory
             self._process = subprocess.Popen(
                 [settings.python(), "-P", "-m", module, *arguments],

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Self, TextIO
 from unified.client.folding import LineFolder, is_wanted
 from unified.client.logs import LineView, Output
 from unified.client.output import OutputWriter, Prefix, WorkerOutput
-from unified.client.report import RoleSummary, headline_text, restarts_text, summarise
+from unified.client.report import RoleSummary, headline_text, restarts_text, stage_text, summarise
 from unified.client.terminal import lasting, printable, undecodable_replaced
 from unified.config.logging import escaped
 from unified.errors import UsageError
@@ -55,8 +55,12 @@ class Display(ABC):
         self.close()
 
     @abstractmethod
-    def update(self, status: JobStatus) -> None:
-        """Take the job's status, as often as it changes."""
+    def update(self, status: JobStatus, now: float = 0.0) -> None:
+        """Take the job's status, as often as it changes or, while the job is stalled, each second.
+
+        Args:
+            now: the master's clock; 0.0: nobody needs to know whether the job is stalled.
+        """
 
     @abstractmethod
     def output(self, outputs: list[Output]) -> None:
@@ -107,7 +111,7 @@ class QuietDisplay(Display):
         self.wants_all = not (out.isatty() and err.isatty())
         self._writer = WorkerOutput(lasting(out), self._err, prefix)
 
-    def update(self, status: JobStatus) -> None:
+    def update(self, status: JobStatus, now: float = 0.0) -> None:
         self._writer.update(status)
 
     def output(self, outputs: list[Output]) -> None:
@@ -127,16 +131,16 @@ class PlainDisplay(QuietDisplay):
 
     def __init__(self, out: TextIO, err: TextIO, prefix: Prefix = "auto") -> None:
         super().__init__(out, err, prefix)
-        self._seen: tuple[Stage, str] | None = None
+        self._seen: tuple[str, str] | None = None
         self._shown: dict[str, RoleSummary] = {}
         self._shown_at = float("-inf")
 
-    def update(self, status: JobStatus) -> None:
+    def update(self, status: JobStatus, now: float = 0.0) -> None:
         super().update(status)
-        headline = (status.stage, status.reason)
+        headline = (stage_text(status, now), status.reason)
         if headline != self._seen:
             self._seen = headline
-            self.note(headline_text(status))
+            self.note(headline_text(status, now))
         now = time.monotonic()
         for summary in summarise(status):
             shown = self._shown.get(summary.name)
@@ -170,11 +174,11 @@ class LiveDisplay(Display):
         self._live: Live = Live(console=self._console, auto_refresh=False, transient=True, redirect_stdout=False)
         self._live.start()
         self._drawn_at = float("-inf")
-        self._headline: tuple[Stage, str] | None = None
+        self._headline, self._now = "", 0.0
 
-    def update(self, status: JobStatus) -> None:
-        headline = (status.stage, status.reason)
-        self._status = status
+    def update(self, status: JobStatus, now: float = 0.0) -> None:
+        headline = headline_text(status, now)
+        self._status, self._now = status, now
         if headline != self._headline or time.monotonic() - self._drawn_at >= LIVE_EVERY_S:
             self._headline = headline
             self._draw()
@@ -211,7 +215,7 @@ class LiveDisplay(Display):
         rows = [Text.from_ansi(printable(undecodable_replaced(line))) for line in self._begun[-MAX_BEGUN:]]
         for row in rows:
             row.no_wrap, row.overflow = True, "ellipsis"
-        table = [role_table(self._status, bar_width)] if self._status is not None else []
+        table = [role_table(self._status, bar_width, self._now)] if self._status is not None else []
         self._live.update(Group(*table, *rows), refresh=True)
 
     def note(self, text: str) -> None:
@@ -225,7 +229,7 @@ class LiveDisplay(Display):
         self._live.stop()
 
 
-def role_table(status: JobStatus, bar_width: int = BAR_WIDTH) -> Table:
+def role_table(status: JobStatus, bar_width: int = BAR_WIDTH, now: float = 0.0) -> Table:
     """The live block: the job's line, and a line a role."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
@@ -244,6 +248,6 @@ def role_table(status: JobStatus, bar_width: int = BAR_WIDTH) -> Table:
             Text("  ".join(part for part in (role.metrics, restarts_text(role.num_restarts)) if part)),
         )
     block = Table.grid()
-    block.add_row(Text(headline_text(status), style="dim", no_wrap=True, overflow="ellipsis"))
+    block.add_row(Text(headline_text(status, now), style="dim", no_wrap=True, overflow="ellipsis"))
     block.add_row(rows)
     return block

@@ -19,10 +19,11 @@ from typing import Literal, NamedTuple
 from unified.client.connection import MasterConnection, PendingReply
 from unified.client.display import Display, open_display
 from unified.client.handle import MASTER_GRACE_S, JobHandle
+from unified.client.left_logs import keep_status
 from unified.client.logs import RENEW_S, LogReader, Mode, Output
 from unified.client.mirror import JobWatch
 from unified.client.output import Prefix, TracebackFilter
-from unified.client.report import STOPPED_BY_USER, end_lines, event_text, short_name
+from unified.client.report import STOPPED_BY_USER, end_lines, event_text, headline_text, short_name
 from unified.client.terminal import PASSED_ON, exit_code, handled, lasting, printable, signal_name
 from unified.errors import MasterUnreachableError, RefusedError, UnifiedError
 from unified.job.driver import STORY_FOLDER
@@ -78,6 +79,8 @@ def run_in_foreground(handle: JobHandle, prefix: Prefix, spec: JobSpec, passed_o
             command = f"unified explain {handle.job_id} --master {handle.connection.address}"
             home = os.environ.get(STORY_FOLDER) if cluster is None else cluster.home
             story = _keep_story(handle, Path(home)) if home else command
+            if cluster is not None:
+                keep_status(cluster.home, status)
         err = lasting(sys.stderr)
         is_shown = status.end is not None and watch.tracebacks.has_shown(status.end.failure.traceback)
         lines = end_lines(status, story=story, is_traceback_shown=is_shown)
@@ -128,6 +131,8 @@ def _keep_story(handle: JobHandle, home: Path) -> str:
 
 class StatusChanged(NamedTuple):
     status: JobStatus
+    at: float = 0.0
+    """The master's clock when it sent the status."""
 
 
 class OutputRead(NamedTuple):
@@ -212,7 +217,7 @@ class Follower:
 
     def _follow_status(self) -> None:
         watch = JobWatch(self._connection, self._job)
-        seen, has_more = (-1, ""), True
+        seen, has_more = (-1, "", ""), True
         silent_since: float | None = None
         while not self._stop.is_set():
             asked_at = time.monotonic()
@@ -236,10 +241,11 @@ class Follower:
                 self.news.put(MasterAnswers())
             if status is None:
                 continue
-            if (now := (watch.version, watch.mirror.problem)) != seen:
+            at = watch.mirror.at
+            if (now := (watch.version, watch.mirror.problem, headline_text(status, at))) != seen:
                 seen = now
                 self._status = status
-                self.news.put(StatusChanged(status))
+                self.news.put(StatusChanged(status, at))
             if is_over(status, suspends_job=self._suspends_job):
                 self._wake.set()
                 return
@@ -367,8 +373,8 @@ class Watch:
 
     def _take(self, news: News) -> None:
         match news:
-            case StatusChanged(status):
-                self._show_status(status)
+            case StatusChanged(status, at):
+                self._show_status(status, at)
             case OutputRead(outputs):
                 self._display.output(list(self.tracebacks.feed(outputs)))
                 self._follower.shown()
@@ -386,7 +392,7 @@ class Watch:
             case OutputEnded():
                 self._is_drained = True
 
-    def _show_status(self, status: JobStatus) -> None:
+    def _show_status(self, status: JobStatus, at: float) -> None:
         has_ended = is_over(status, suspends_job=self._suspends_job)
         for worker in status.workers:
             if worker.output_lost and worker.name not in self._losers:
@@ -400,7 +406,7 @@ class Watch:
                 self._waits.add(waits_for)
                 self._display.note(f"{status.job_id}  {short_name(worker)} on {worker.node} waits for {waits_for}")
         if not has_ended:
-            self._display.update(status)
+            self._display.update(status, at)
         left_out = self._reader.left_out if self._reader is not None else 0
         if left_out and left_out != self._left_out:
             self._display.note(

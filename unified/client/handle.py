@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Self
 
 from unified.client.connection import MasterConnection
+from unified.client.left_logs import keep_status
 from unified.client.logs import LogFilter, LogReader
 from unified.client.mirror import JobWatch
 from unified.client.report import headline_text, state_html, summarise
@@ -95,7 +96,8 @@ class JobHandle:
         status = self._glance()
         if status is None:
             return f"JobHandle({self.job_id!r}, master={self.connection.address!r})"
-        return f"<JobHandle {'; '.join([headline_text(status), *(role.text for role in summarise(status))])}>"
+        texts = [headline_text(status, time.time()), *(role.text for role in summarise(status))]
+        return f"<JobHandle {'; '.join(texts)}>"
 
     def _repr_html_(self) -> str | None:
         status = self._glance()
@@ -139,6 +141,8 @@ class JobHandle:
         if self._ended is None:
             try:
                 self._ended = self._await_end(timeout)
+                if self.cluster is not None:
+                    keep_status(self.cluster.home, self._ended)
             except KeyboardInterrupt:
                 until = " until this process ends" if self.cluster is not None else ""
                 raise KeyboardInterrupt(f"job {self.job_id} goes on{until}: wait() again, or stop() it") from None

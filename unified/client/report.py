@@ -18,6 +18,7 @@ from unified.protocol.records import EventRecord, Evidence, NodeState, Phase, Pr
 UNSTARTED = "UNSTARTED"
 RESTARTING = "RESTARTING"
 SUSPENDED = "SUSPENDED"
+STALLED = "STALLED"
 DRAINING = "DRAINING"
 TRACEBACK_LINES = 20
 LINE_WIDTH = 200
@@ -115,8 +116,19 @@ def _summarise_role(status: JobStatus, role: RoleStatus, workers: list[WorkerSta
     )
 
 
-def stage_text(job: JobStatus | JobLine) -> str:
-    """Return the job's stage; ``RESTARTING`` for INIT after a restart, ``SUSPENDED`` until it is resumed."""
+def stalled_since(job: JobStatus | JobLine, now: float) -> float | None:
+    """Return the time of the last step of a job that is stalled; None: it is not. `now` is the master's clock."""
+    if isinstance(job, JobLine):
+        return job.stalled_since
+    return None if job.times is None else job.times.stalled_since(now)
+
+
+def stage_text(job: JobStatus | JobLine, now: float) -> str:
+    """Return the job's stage; ``RESTARTING`` for INIT after a restart, ``SUSPENDED`` until it is resumed, ``STALLED``
+    for RUNNING without a step for long.
+    """
+    if stalled_since(job, now) is not None:
+        return STALLED
     if job.suspended is not None and job.stage is Stage.INIT:
         return SUSPENDED
     is_again = job.num_restarts or (isinstance(job, JobStatus) and any(role.num_restarts for role in job.roles))
@@ -130,10 +142,15 @@ def node_state(node: NodeStatus) -> str:
     return DRAINING if node.num_workers or node.num_leaving else "DRAINED"
 
 
-def headline_text(status: JobStatus) -> str:
-    """``nanogpt-1  INIT  waits: role trainer needs …``."""
-    reason = first_line(status.reason)
-    return f"{status.job_id}  {stage_text(status)}" + (f"  {reason}" if reason else "")
+def why_text(status: JobStatus, now: float) -> str:
+    """Return the reason of the job's stage in one line: ``no step for 48 s`` of a job that is stalled."""
+    since = stalled_since(status, now)
+    return first_line(status.reason) if since is None else f"no step for {duration_text(now - since)}"
+
+
+def headline_text(status: JobStatus, now: float) -> str:
+    """``nanogpt-1  INIT  waits: role trainer needs …``. `now` is the master's clock, as in all texts about a job."""
+    return "  ".join(filter(None, (status.job_id, stage_text(status, now), why_text(status, now))))
 
 
 def state_text(status: JobStatus, worker: WorkerStatus) -> str:
@@ -230,9 +247,9 @@ def state_lines(status: JobStatus, now: float) -> list[str]:
     if status.stage == Stage.STOPPED:
         return end_lines(status)
     since = duration_text(now - status.submitted_at) if status.submitted_at else "-"
-    reason = [f"  {first_line(status.reason)}"] if status.reason else []
+    reason = [f"  {why}"] if (why := why_text(status, now)) else []
     return [
-        f"job {status.job_id} is {stage_text(status)}, for {since}",
+        f"job {status.job_id} is {stage_text(status, now)}, for {since}",
         *reason,
         *lost_lines(status),
         *unread_lines(status),

@@ -1,7 +1,8 @@
 """Clusters of this user on this host, by their records in the run folder: those of drivers, and that of ``unified up``.
 
 A record is believed only while the lock beside it is held; any end of the holder's process frees the lock. The folder
-must not be writable for other users.
+must not be writable for other users. A link in the user's state leads to the record of ``unified up``, for shells that
+have another run folder, because of another ``TMPDIR`` or ``XDG_RUNTIME_DIR``.
 """
 
 from __future__ import annotations
@@ -54,6 +55,18 @@ def write_record(run_dir: Path, record: ClusterRecord) -> None:
     draft = run_dir / f"{RECORD_NAME}.new"
     draft.write_bytes(msgspec.json.encode(record))
     draft.replace(run_dir / RECORD_NAME)
+    if record.idle_s is not None and (link := _link_to_kept()) is not None:
+        with contextlib.suppress(OSError):  # a home that cannot be written: only the run folder leads to the cluster
+            settings.make_folder(link.parent)
+            draft = link.with_name(f"{link.name}.{os.getpid()}")
+            draft.symlink_to(run_dir.absolute())
+            draft.replace(link)
+
+
+def _link_to_kept() -> Path | None:
+    """Return the path of the link to the run folder of ``unified up``; hosts that share a home have one each."""
+    state = settings.user_state()
+    return None if state is None else state / f"up-{os.uname().nodename}"
 
 
 def lock(path: Path, flags: int = os.O_RDWR | os.O_CREAT, kind: int = fcntl.LOCK_EX) -> int | None:
@@ -86,13 +99,16 @@ def kept_cluster() -> ClusterRecord | None:
 
 def living_clusters() -> list[ClusterRecord]:
     """Return the clusters of this user that run on this host now."""
-    run_root, found = settings.run_root(), []
-    with contextlib.suppress(FileNotFoundError):
-        root = run_root.lstat()
-        if not stat.S_ISDIR(root.st_mode) or root.st_uid != os.getuid() or root.st_mode & 0o022:
-            return []  # somebody else's records could lead to their own master
-    for path in sorted(run_root.glob(f"e*-*/{RECORD_NAME}")):
+    folders, found = {*settings.run_root().absolute().glob("e*-*")}, []
+    if (link := _link_to_kept()) is not None:
+        with contextlib.suppress(OSError):
+            folders.add(link.readlink())
+    for folder in sorted(folders):
+        path = folder / RECORD_NAME
         with contextlib.suppress(OSError, msgspec.DecodeError):  # the cluster ends now, or the record is damaged
+            root = folder.parent.lstat()
+            if not stat.S_ISDIR(root.st_mode) or root.st_uid != os.getuid() or root.st_mode & 0o022:
+                continue  # somebody else's records could lead to their own master
             record = msgspec.json.decode(path.read_bytes(), type=ClusterRecord)
             free = lock(path.with_name(LOCK_NAME), os.O_RDONLY, fcntl.LOCK_SH)
             if free is not None:

@@ -364,6 +364,8 @@ class JobLine(Value, frozen=True, kw_only=True):
     suspended: str | None = None
     """Reason for which it is suspended; None: it is not."""
     labels: dict[str, str] = {}
+    stalled_since: float | None = None
+    """Time of the last step of a job that is stalled; None: it is not."""
 
 
 class JobList(MasterAnswer, tag="job-list", frozen=True, kw_only=True):

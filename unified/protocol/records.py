@@ -217,6 +217,18 @@ class QueueUse(NamedTuple):
     """True if it has waited there for seconds: the owner has said that the queue is empty, or full."""
 
 
+class WorkerLoad(Value, frozen=True, kw_only=True):
+    """Resident memory and other load of a worker's process, in two digits: one with a steady load reports nothing."""
+
+    memory_mb: float = 0.0
+    cpu: float = 0.0
+    """CPU cores in use."""
+    device_memory_mb: float | None = None
+    """Memory that torch has reserved on CUDA devices; None: torch uses none."""
+    queues: Annotated[dict[MetricText, tuple[int, int, int]], msgspec.Meta(max_length=MAX_METRICS)] = {}
+    """Queues that it owns: items that wait, the most items, and the time at which the oldest was put, or 0."""
+
+
 class Progress(Value, frozen=True, kw_only=True):
     """Last progress that a worker gave to `current_worker().report(…)`, and what its runtime counted."""
 
@@ -237,6 +249,8 @@ class Progress(Value, frozen=True, kw_only=True):
     """Collectives of the default process group that it had entered when its program ended; None: it runs."""
     queues: Annotated[list[QueueUse], msgspec.Meta(max_length=MAX_METRICS)] = []
     """Uses of queues by its living threads; they are no sign of progress."""
+    load: WorkerLoad | None = None
+    """Load of its process, which is no sign of progress either; None: not known yet."""
 
 
 class NodeCheckReport(Value, frozen=True, kw_only=True):
@@ -451,6 +465,7 @@ class TimeSpent(Value, frozen=True, kw_only=True):
     phase: str = ""
     """Phase of the job since `since`; empty: it has ended."""
     since: float = 0.0
+    """Time of the last step or progress, if the phase is ``stalled`` or `stalls_at` is set."""
     stalls_at: float | None = None
     """Time at which the job becomes stalled, unless it reports something before."""
 
@@ -463,6 +478,10 @@ class TimeSpent(Value, frozen=True, kw_only=True):
             if seconds:
                 found[phase] = found.get(phase, 0.0) + seconds
         return {phase.value: found[phase] for phase in Phase if found.get(phase)}
+
+    def stalled_since(self, now: float) -> float | None:
+        """Return the time of the last step, or other progress, of a job that is stalled; None: it is not."""
+        return self.since if self.phase == Phase.STALLED or now >= (self.stalls_at or math.inf) else None
 
 
 class EventRecord(Value, frozen=True, kw_only=True):

@@ -34,6 +34,7 @@ from unified.queue.core.queue import QueueCore
 from unified.queue.journal import Journal, JournalFile
 from unified.threads import TimerThread
 from unified.worker.context import Worker
+from unified.worker.progress import QUEUE_STATS
 
 METHODS = ("attach", "put", "get", "done", "give_back", "end", "leave", "close", "stats")
 _NO_ANSWER = object()
@@ -358,6 +359,7 @@ class QueueHost:
                 raise
             self._services[queue] = service  # before `_reap`, so that it misses no death
             self._reap(service)
+            QUEUE_STATS[queue] = service.stats
             for verb in METHODS:
                 self._bus.registry[method(queue, verb)] = getattr(service, verb)
         atexit.register(service.shut_down)

@@ -6,11 +6,13 @@ Signs of activity are collectives and calls, which are checked only for a role w
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec.structs import replace
@@ -30,11 +32,14 @@ LOOKS = 8
 """Number of checks of the counters in one `hang_timeout`."""
 LONGEST_S = 10.0
 QUEUES_S = 5.0
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _LARGEST = 2**63
 QueueWaits = defaultdict[tuple[Literal["gets", "puts"], str], int]
 """Uses of queues by a thread, with how often the owner has told it to wait on. That takes 20 s, longer than the end of
 another wait is on its way to the master: so waits that followed one another are not taken for a cycle."""
 QUEUE_USES: defaultdict[threading.Thread, QueueWaits] = defaultdict(lambda: defaultdict(int))
+QUEUE_STATS: dict[str, Callable[[], dict[str, Any]]] = {}
+"""Functions that return the fields of `QueueStats`, by name of the queue: of the queues that this process owns."""
 
 
 class Reporter:
@@ -60,6 +65,8 @@ class Reporter:
         self._next_at = 0.0
         self._timer = TimerThread("unified-progress", self._ring, stays=True)
         self._queue_timer = TimerThread("unified-queues", self.watch_queues, stays=True)
+        self._measured = (0.0, 0.0)
+        """Time, and the CPU seconds of this process until then; 0.0: its load was not measured yet."""
         self.trackers: Trackers | None = None
         """Trackers that are given each report, too."""
         self.recorder: StepRecorder | None = None
@@ -96,7 +103,7 @@ class Reporter:
         self._change({}, num_collectives=num_collectives)
 
     def watch_queues(self) -> None:
-        """Report the uses of queues by the threads that live, now and every `QUEUES_S`."""
+        """Report the load, and the uses of queues by the threads that live, now and every `QUEUES_S`."""
         self._queue_timer.set(time.monotonic() + QUEUES_S)
         found: set[records.QueueUse] = set()
         for thread in set(QUEUE_USES) - set(threading.enumerate()):
@@ -107,8 +114,28 @@ class Reporter:
             seen = {use: count > 0 for use, count in uses.copy().items()}
             name = thread.name.encode(errors="replace").decode()[:MAX_METRIC_TEXT] if any(seen.values()) else ""
             found |= {records.QueueUse(name, *use, waits) for use, waits in seen.items()}
-        if (queues := sorted(found)[:MAX_METRICS]) != self._newest.queues:
-            self._change({}, queues=queues)
+        queues, load = sorted(found)[:MAX_METRICS], self._load()
+        if (queues, load) != (self._newest.queues, self._newest.load):
+            self._change({}, queues=queues, load=load)
+
+    def _load(self) -> records.WorkerLoad | None:
+        """Return the load since the last call; None at the first."""
+        (before, cpu_before_s), self._measured = self._measured, (time.monotonic(), time.process_time())
+        now, cpu_s = self._measured
+        if now <= before or not before:
+            return self._newest.load
+        queues = [each for find in list(QUEUE_STATS.values()) if (each := find())["depth"] or not each["is_closed"]]
+        ages_s = {each["name"]: each["oldest_age_s"] for each in queues if each["depth"]}
+        put_at = {name: round(time.time() - age_s) for name, age_s in ages_s.items()}
+        return records.WorkerLoad(
+            memory_mb=_two_digits(int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES / 2**20),
+            cpu=_two_digits((cpu_s - cpu_before_s) / (now - before)),
+            device_memory_mb=_device_memory_mb(),
+            queues={
+                each["name"]: (each["depth"], each["size"], put_at.get(each["name"], 0))
+                for each in queues[:MAX_METRICS]
+            },
+        )
 
     def _change(self, metrics: dict[str, float | int | str], is_report: bool = False, **counts: Any) -> None:
         with self._lock:
@@ -197,6 +224,17 @@ def collectives() -> dict[str, Any]:
         return {}
     counts: dict[str, Any] = json.loads(dump(includeCollectives=False)).get("pg_status", {})
     return counts
+
+
+def _device_memory_mb() -> float | None:
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is None or not cuda.is_initialized():
+        return None
+    return _two_digits(sum(map(cuda.memory_reserved, range(cuda.device_count()))) / 2**20)
+
+
+def _two_digits(value: float) -> float:
+    return float(f"{value:.2g}") if value >= 0.01 else 0.0
 
 
 def _plain(name: str, value: Any) -> float | int | str:

@@ -238,7 +238,8 @@ class PageDispatcher:
         if path.startswith(PREFIXES):
             return True
         accepted = next((text for name, text in scope["headers"] if name == b"accept"), b"")
-        return path.strip("/").partition("/")[0] in VIEWS and b"text/html" in accepted
+        view = path.strip("/").partition("/")[0]
+        return view in VIEWS and (not view or b"text/html" in accepted)  # other views are paths of the API, too
 
 
 def error_response(status: int, reason: str, headers: dict[str, str] | None = None) -> Response:

@@ -22,7 +22,7 @@ class Account(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The account of one job, saved with it."""
 
     spent: TimeSpent = TimeSpent()
-    """Without a phase before submission, after the end, and in a job of a release that kept no account."""
+    """Without a phase before submission and after the end."""
     is_whole: bool = False
     """True while no worker of a leading role is away."""
     has_run: bool = False
@@ -71,12 +71,10 @@ class Account(msgspec.Struct, kw_only=True, omit_defaults=True):
             self._enter(now, self._running(), *moves, stall_after_s=stall_after_s)
         self.peak = max(self.peak, step)
 
-    def suspect(self, now: float, progressed_at: float) -> None:
+    def suspect(self, progressed_at: float) -> None:
         """Begin a stall at `progressed_at`, the last progress of a role that may hang."""
         if self.is_whole:
-            until = now if self.spent.stalls_at is None else min(now, self.spent.stalls_at)
-            silent_s = until - max(progressed_at, self.stepped_at)
-            self._enter(now, Phase.STALLED, (self.spent.phase, Phase.STALLED, silent_s))
+            self._enter(max(progressed_at, self.stepped_at), Phase.STALLED)
 
     def goes_on(self, now: float) -> None:
         """End a stall: the suspected hang was none."""

@@ -24,6 +24,7 @@ def observe(step: MasterStep, node: NodeRecord, report: ObservedWorkers) -> None
         step.wants_schedule = True
         step.touch_ending_jobs()
     seen: dict[JobWorkerIncarnation, ObservedWorker] = {}
+    unknown: set[str] = set()
     workers = sorted(report.workers, key=lambda each: each.kind == "store")  # of a shared fault, a worker's node pays
     for observed in sorted(workers, key=lambda each: each.failure is not None and each.failure.is_collateral):
         incarnation = JobWorkerIncarnation(observed.job_id, observed.name, observed.worker_incarnation)
@@ -40,6 +41,10 @@ def observe(step: MasterStep, node: NodeRecord, report: ObservedWorkers) -> None
             allocation = known.allocation if known is not None and known.node == node.name else None
             incarnations.expect_end(step, node, incarnation, allocation, is_unknown=allocation is None)
             step.touch_node(node.name)
+            unknown |= {incarnation.job_id} - step.cluster.jobs.keys()
+    for job_id in sorted(unknown):
+        why = "this master has no record of the job, as after the restore of an older backup"
+        step.report("unknown-job", f"the workers of job {job_id} are stopped: {why}", node=node.name)
     for incarnation, leaving in list(node.leaving.items()):
         if incarnation not in seen and report.generation >= leaving.generation:
             incarnations.confirm_end(step, node, incarnation)
@@ -102,10 +107,11 @@ def _update(step: MasterStep, job: JobRecord, worker: WorkerRecord, observed: Ob
     """Apply the report about a desired incarnation."""
     if worker.state is WorkerState.EXITED or _STATE_ORDER[observed.state] < _STATE_ORDER[worker.state]:
         return  # states only move forward: this report is late
-    queues = observed.progress.queues if observed.progress is not None else []
-    if queues != (before := worker.progress or Progress()).queues:  # apart, because this is no progress
-        worker.progress = msgspec.structs.replace(before, queues=queues)
-        if (timer := ("queues", job.job_id)) not in step.cluster.timers:
+    seen, before = observed.progress or Progress(), worker.progress or Progress()
+    if (seen.queues, seen.load) != (before.queues, before.load):  # apart, because this is no progress
+        worker.progress = msgspec.structs.replace(before, queues=seen.queues, load=seen.load)
+        step.touch_progress(job, worker)
+        if seen.queues != before.queues and (timer := ("queues", job.job_id)) not in step.cluster.timers:
             step.cluster.timers.arm(timer, step.now + hangs.QUEUES_S)
     if observed.progress is not None and observed.progress != worker.progress:
         if worker.progress is None or _shown(observed.progress) != _shown(worker.progress):

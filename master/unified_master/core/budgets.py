@@ -231,20 +231,28 @@ def delay_s(job: JobRecord, num_quick: int) -> float:
     return Backoff(limit_s=job.spec.restart_backoff_s).delay_s(max(0, num_quick - 1))
 
 
-def cause(job: JobRecord, worker: WorkerRecord, failure: Failure) -> str:
-    """Return a failure in words, with what it was charged to."""
-    within = f" in {job.spec.restart_window_s:g} s" if job.spec.restart_window_s else ""
+def cause(job: JobRecord, worker: WorkerRecord, failure: Failure, *, restarts_job: bool = False) -> str:
+    """Return a failure in words, with what it was charged to and the limit that such failures reach first.
+
+    Args:
+        restarts_job: the whole job restarts, which is not charged yet.
+    """
+    who, spec = f"{worker.name} on {worker.node}: {failure.summary}", job.spec
     if failure.category == "node":
-        losses = job.node_losses.get(worker.node, 0)
-        return f"{failure.summary} (loss {losses} of that node{within}, {job.spec.node_max_restart} allowed)"
-    role, payer = job.spec.role(worker.role), job.charged_causes.get(failure.cause, worker.name)
-    if payer != worker.name:
-        counted = f"charged once, to {payer}"
-    elif role.role_max_restart is not None:
-        counted = f"failure {job.roles[role.name].num_failures} of the role{within}, {role.role_max_restart} allowed"
+        who, name, limit = failure.summary, "node_max_restart", spec.node_max_restart
+        what, number = "loss {} of that node", job.node_losses.get(worker.node, 0)
+    elif (payer := job.charged_causes.get(failure.cause, worker.name)) != worker.name:
+        return f"{who} (charged once, to {payer})"
+    elif (role := spec.role(worker.role)).role_max_restart is not None:
+        name, limit = "role_max_restart", role.role_max_restart
+        what, number = "failure {} of the role", job.roles[role.name].num_failures
     else:
-        counted = f"failure {worker.num_failures}{within}, {role.max_restart} allowed"
-    return f"{worker.name} on {worker.node}: {failure.summary} ({counted})"
+        what, name, number, limit = "failure {}", "max_restart", worker.num_failures, role.max_restart
+    if restarts_job and spec.job_max_restart - job.num_charged_restarts - 1 < limit - number:
+        what, name, limit = "restart {} of the job", "job_max_restart", spec.job_max_restart
+        number = job.num_charged_restarts + 1
+    within = f" in {spec.restart_window_s:g} s" if spec.restart_window_s else ""
+    return f"{who} ({what.format(number)}{within}, {name}={limit})"
 
 
 def refill(step: MasterStep, job: JobRecord) -> None:

@@ -28,6 +28,7 @@ MAX_PATTERN = 500
 """Characters of a regular expression that logs are searched for."""
 PROFILE_SLACK_S = 40.0
 """Time that a profile may take beyond its sampling time: memray takes seconds to begin and to end."""
+_JOIN_REFUSED = "; another command is refused: "
 MAX_NAMED = 3
 """Most jobs that an error about an unknown job names."""
 Answer = client_master.MasterToClient | None
@@ -95,7 +96,7 @@ def _list(step: MasterStep, request: client_master.ListJobs) -> Answer:
         and (not request.stages or job.stage in request.stages)
         and (request.text in job.job_id or request.text in job.spec.submitted_by)
     ]
-    return client_master.JobList(jobs=[status.job_line(job) for job in found[-max(0, request.limit) :]])
+    return client_master.JobList(jobs=[status.job_line(step.now, job) for job in found[-max(0, request.limit) :]])
 
 
 def find_job(step: MasterStep, word: str) -> JobRecord | client_master.Refused:
@@ -223,6 +224,9 @@ def _submit(step: MasterStep, request: client_master.SubmitJob) -> Answer:
                     "point, because its file was changed. Submit the unchanged file, or give the new job another name."
                 )
                 return client_master.Refused(code="name-taken", reason=reason)
+            if request.joins and not other.is_ending and (reason := _other_size(other.spec, spec)):
+                step.decide("join-refused", f"{other.reason.partition(_JOIN_REFUSED)[0]}{_JOIN_REFUSED}{reason}", other)
+                return client_master.Refused(code="name-taken", reason=f"job {other.job_id}: {reason}")
             reason = (
                 f"job {other.job_id} has this name and is {other.stage}: choose another name, "
                 f"or stop it with `unified stop {other.job_id}`"
@@ -273,9 +277,22 @@ def _with_kept_env(spec: JobSpec, earlier: JobSpec, names: list[str]) -> JobSpec
     return msgspec.structs.replace(spec, roles=roles)
 
 
-def _work(spec: JobSpec) -> list[tuple[str, int, EntryPoint]]:
+def _work(spec: JobSpec) -> list[tuple[str, int, int, EntryPoint]]:
     """Return the parts of a spec that are equal if one job is submitted from two hosts."""
-    return [(role.name, role.total, role.entry_point) for role in spec.roles]
+    return [(role.name, role.total, role.per_group, role.entry_point) for role in spec.roles]
+
+
+def _other_size(first: JobSpec, second: JobSpec) -> str:
+    """Return a sentence with both sizes if two specs have the same work for different numbers of workers."""
+    for one, other in zip(first.roles, second.roles, strict=False):
+        has, asks = (f"{count(it.num_groups, 'group')} of {count(it.per_group, 'worker')}" for it in (one, other))
+        if (one.name, one.entry_point) == (other.name, other.entry_point) and has != asks:
+            return (
+                f"role {one.name} of {first.submitted_by or 'its submitter'} has {has}, and "
+                f"{second.submitted_by or 'another command'} asks for {asks}. The commands of one job need the same "
+                "--nnodes and --nproc-per-node."
+            )
+    return ""
 
 
 def _why_not_now(step: MasterStep, request: client_master.SubmitJob) -> str:

@@ -40,7 +40,7 @@ from unified.protocol.client_master import (
     WatchCluster,
     WorkerStatus,
 )
-from unified.protocol.records import Failure, Progress, Stage, WorkerState
+from unified.protocol.records import Failure, Progress, Stage, TimeSpent, WorkerState
 from unified.testing import Belongings, eventually, left_behind
 
 DEADLINE_S = met(100.0)
@@ -175,6 +175,33 @@ def test_a_watch_ends_when_its_cluster_is_of_no_use(job: Job, fake_master: FakeM
         with pytest.raises(ClusterError, match="the embedded master was killed by SIGKILL"):
             watch.run()
     watch.join()
+
+
+def test_a_stall_is_shown_though_the_master_has_no_news(job: Job, fake_master: FakeMaster) -> None:
+    answer, clock = fake_master.respond, iter(range(120, 100_000, 5))
+    times = TimeSpent(phase="productive", since=100.0, stalls_at=130.0)
+
+    def respond(message: ClientToMaster) -> Any:
+        found = answer(message)
+        if not isinstance(found, Changes):
+            return found
+        jobs = [structs.replace(each, times=times) for each in found.jobs if job.stage is Stage.RUNNING]
+        return structs.replace(found, at=float(next(clock)), jobs=jobs or found.jobs)
+
+    fake_master.respond = respond
+    err = io.StringIO()
+
+    def finish() -> None:
+        eventually(lambda: "STALLED" in err.getvalue(), message="the stall was not shown", timeout=DEADLINE_S)
+        job.finish(0)
+
+    finisher = threading.Thread(target=finish)
+    finisher.start()
+    with MasterConnection(fake_master.address) as connection:
+        Watch(connection, "gpt-1", PlainDisplay(io.StringIO(), err), with_logs=False).run()
+    finisher.join()
+    lines = [line for line in err.getvalue().splitlines() if line.split()[1].isupper()]
+    assert lines[:2] == ["gpt-1  RUNNING  all workers run", "gpt-1  STALLED  no step for 30 s"]
 
 
 def test_an_error_of_the_display_ends_a_watch(job: Job, fake_master: FakeMaster) -> None:
@@ -334,7 +361,7 @@ def test_ctrl_c_is_heard_by_a_master_that_was_away(
     fake_master.respond = respond
 
     class Impatient(QuietDisplay):
-        def update(self, status: JobStatus) -> None:
+        def update(self, status: JobStatus, now: float = 0.0) -> None:
             if not asked and status.stage == Stage.RUNNING:
                 signal.raise_signal(signal.SIGINT)
 

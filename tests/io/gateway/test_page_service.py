@@ -168,6 +168,8 @@ def test_answers_have_the_headers_that_keep_browsers_safe(gateway: GatewayUnderT
             assert headers["x-content-type-options"] == "nosniff"
             assert headers["referrer-policy"] == "no-referrer"
         assert client.get("/page/session").headers["cache-control"] == "no-store"
+        assert client.get("/").text.startswith("<!doctype html>")  # as curl asks, which accepts anything
+        assert client.get("/jobs").status_code == 401  # a path of the API
     for path in ("/static/../cli.py", "/static/%2e%2e/cli.py", "/static//etc/passwd", "/static/%2fetc/passwd"):
         connection = http.client.HTTPConnection(httpx.URL(gateway.url).netloc.decode(), timeout=100)
         connection.request("GET", path)  # as it is

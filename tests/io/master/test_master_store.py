@@ -69,13 +69,38 @@ def test_the_directory_is_private(tmp_path: Path) -> None:
     assert (tmp_path / "state").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_store_of_another_version_is_refused(tmp_path: Path) -> None:
+def test_files_in_a_directory_that_others_may_read_are_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory was there before, and so was a store that an earlier release left open to all."""
+    tmp_path.chmod(0o755)
+    before = os.umask(0o022)
+    try:
+        store = Store(tmp_path)
+        store.commit([save("a", b"1")], [])
+        modes = {path.name: path.stat().st_mode & 0o077 for path in tmp_path.iterdir()}
+        assert modes == dict.fromkeys(modes, 0)
+        assert {"master.sqlite", "master.sqlite-wal", "master.sqlite-shm"} <= modes.keys()
+        store.close()
+        (tmp_path / "master.sqlite").chmod(0o644)
+        Store(tmp_path).close()
+        assert (tmp_path / "master.sqlite").stat().st_mode & 0o777 == 0o600
+    finally:
+        os.umask(before)
+    (tmp_path / "master.sqlite").chmod(0o644)
+    monkeypatch.setattr(Path, "chmod", lambda *_: os.chmod("/proc/self/none", 0))
+    with pytest.raises(OtherStoreError, match="cannot be used"):  # nobody runs with a store that others can read
+        Store(tmp_path)
+
+
+@pytest.mark.parametrize("version", [SCHEMA_VERSION - 1, 99])
+def test_a_store_of_another_version_is_refused_and_left_as_it_is(tmp_path: Path, version: int) -> None:
     Store(tmp_path).close()
     database = sqlite3.connect(tmp_path / "master.sqlite")
-    database.execute("pragma user_version = 99")
+    database.execute(f"pragma user_version = {version}")
     database.close()
-    with pytest.raises(StoreError, match=f"schema version 99, this release reads {SCHEMA_VERSION}"):
+    before = (tmp_path / "master.sqlite").read_bytes()
+    with pytest.raises(OtherStoreError, match=f"schema version {version}, this release reads {SCHEMA_VERSION}"):
         Store(tmp_path)
+    assert (tmp_path / "master.sqlite").read_bytes() == before
     database = sqlite3.connect(tmp_path / "master.sqlite")
     database.execute(f"pragma user_version = {SCHEMA_VERSION}")
     database.close()

@@ -1,6 +1,7 @@
 """The uses of queues that a worker reports: by thread, with the waits that last."""
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -27,6 +28,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "QUEUES_S", SHORT_S)
     for uses in progress.QUEUE_USES.values():  # of earlier tests in this process
         uses.clear()
+    progress.QUEUE_STATS.clear()
 
 
 @pytest.fixture
@@ -35,7 +37,7 @@ def reported() -> Iterator[list[list[QueueUse]]]:
     found: list[list[QueueUse]] = []
 
     def take(word: Reported) -> None:
-        assert word.progress == Progress(queues=word.progress.queues)
+        assert word.progress == Progress(queues=word.progress.queues, load=word.progress.load)
         found.append(word.progress.queues)
 
     reporter = Reporter(take)
@@ -68,6 +70,28 @@ def test_each_thread_with_its_long_waits(owner: Member, producer: Member, report
     empty.join()
     end_main_thread()
     assert newest(reported), "threads that have ended, and the main thread after its program, use no queue"
+
+
+def test_an_owner_reports_what_is_in_its_queues(owner: Member, producer: Member) -> None:
+    told: list[Reported] = []
+    reporter = Reporter(told.append)
+    ours = owner.queue(is_master=True, size=4)
+    producer.queue().put(1, 2)
+    reporter.watch_queues()
+    try:
+        eventually(lambda: told and told[-1].progress.load is not None, DEADLINE_S, "no load was reported")
+        load = told[-1].progress.load
+        assert load is not None
+        assert (load.memory_mb > 1, load.cpu >= 0.0) == (True, True)
+        depth, size, oldest_at = load.queues["q"]
+        assert (depth, size) == (2, 4)
+        assert abs(oldest_at - time.time()) < 1000
+        ours.close()
+        ours.get(2)
+        eventually(lambda: not told[-1].progress.load.queues, DEADLINE_S, "a closed and empty queue is none")  # type: ignore[union-attr]
+    finally:
+        reporter._queue_timer.close()
+        reporter._timer.close()
 
 
 def test_a_wait_that_its_time_ends(owner: Member, producer: Member, reported: list[list[QueueUse]]) -> None:

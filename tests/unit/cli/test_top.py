@@ -28,9 +28,11 @@ def cluster() -> ClusterMirror:
     return made
 
 
-def drawn(view: TableView, made: ClusterMirror | None = None, height: int = 30, silent_s: float = 0.0) -> str:
+def drawn(
+    view: TableView, made: ClusterMirror | None = None, height: int = 30, silent_s: float = 0.0, width: int = 120
+) -> str:
     out = io.StringIO()
-    Console(file=out, width=120, highlight=False).print(screen(made or cluster(), view, height, silent_s))
+    Console(file=out, width=width, highlight=False).print(screen(made or cluster(), view, height, silent_s))
     return out.getvalue()
 
 
@@ -66,6 +68,20 @@ def test_what_is_drawn() -> None:
     assert "this job is not known any more" in drawn(TableView("job", "gone"))
     assert "unified submit" in drawn(TableView(), mirror())
     assert "has not answered for 7.0 s" in drawn(TableView(), silent_s=7.0)
+
+
+def test_a_narrow_terminal_cuts_progress_and_reasons_before_names() -> None:
+    names = [f"pretrain-{size}-3f2a-{number}-fca820f3ef" for number, size in enumerate(["1b", "7b", "70b"], 1)]
+    role = RoleStatus(name="trainer", kind="elastic", total=2, is_driver=True)
+    made = mirror(*(job(job_id=name, submitted_at=1, roles=[role, role], reason="why " * 20) for name in names))
+    progress = Progress(step=3000, total=100000, metrics={"loss": 0.123456, "lr": 0.0001, "tokens_per_s": 123456.0})
+    for name in names:
+        worker = worker_status(progress=progress)
+        made.workers[name] = {worker.name: worker}
+    lines = drawn(TableView(), made, width=80).splitlines()
+    assert all(any(name in line and "RUNNING" in line for line in lines) for name in names), lines
+    assert max(map(len, lines)) <= 80
+    assert len(lines) == 6, "a row is one line"
 
 
 @pytest.mark.parametrize("height", [5, 12, 30])

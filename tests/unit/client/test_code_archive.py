@@ -73,6 +73,24 @@ def test_git_says_what_is_packed(tree: Path, tmp_path: Path) -> None:
         assert names(unpacked(archive, tmp_path)) == {"lib/net.py", "lib/deep/x.txt", "data/big.bin"}
 
 
+@pytest.mark.parametrize("has_git", [False, True])
+def test_files_of_secrets_are_left_out_unless_they_are_named(tree: Path, tmp_path: Path, has_git: bool) -> None:
+    for name in (".env", "lib/.env.local", ".netrc", "env.py"):
+        (tree / name).write_text("TOKEN=x")
+    if has_git:
+        git(tree, "init", "-q")
+        git(tree, "add", ".env", "env.py", "lib")
+    with pack(True, folder=str(tree)) as archive:
+        packed = names(unpacked(archive, tmp_path))
+        assert archive.left_out == [".env", ".netrc", "lib/.env.local"]
+        assert archive.num_files == len(packed)
+    assert {"env.py", "train.py"} <= packed
+    assert not packed.intersection(archive.left_out)
+    with pack([".", "lib/.env.local"], folder=str(tree)) as archive:
+        assert "lib/.env.local" in names(unpacked(archive, tmp_path))
+        assert archive.left_out == [".env", ".netrc"]
+
+
 @pytest.mark.parametrize(
     ("pattern", "gone"),
     [

@@ -2,8 +2,11 @@
 
 import io
 import os
+import re
+from itertools import groupby
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.support.fake_master import worker_status
@@ -12,7 +15,7 @@ from unified.client.logs import Output, OutputSource, Stream
 from unified.client.terminal import lasting, printable
 from unified.errors import UsageError
 from unified.protocol.client_master import JobStatus, RoleStatus
-from unified.protocol.records import Progress, Stage
+from unified.protocol.records import Progress, Stage, TimeSpent
 
 
 class Terminal(io.StringIO):
@@ -48,6 +51,26 @@ def test_plain_says_the_stage_once_and_steps_now_and_then(monkeypatch: pytest.Mo
         "gpt-1  trainer: 1 RUNNING, round 1, step 4/10, loss 1.5, 1 restart",
     ]
     assert out.getvalue() == "hello\n"
+
+
+@pytest.mark.parametrize("choice", ["plain", "live"])
+def test_a_job_that_stalls_says_so_as_time_passes_and_no_more_once_it_steps(choice: str) -> None:
+    err = Terminal()
+    stalls = msgspec.structs.replace(running(1), times=TimeSpent(phase="productive", since=100.0, stalls_at=130.0))
+    with open_display({"UNIFIED_PROGRESS": choice}, out=io.StringIO(), err=err) as display:
+        for now in (101.0, 130.0, 131.0):
+            display.update(stalls, now)
+        display.update(running(2), 140.0)
+    drawn = [line.strip() for line in re.findall(r"gpt-1  [A-Z]+  [a-z][\w .]+", err.getvalue())]
+    expected = [
+        "RUNNING  all workers run",
+        "STALLED  no step for 30 s",
+        "STALLED  no step for 31 s",
+        "RUNNING  all workers run",
+    ]
+    assert [line for line, _ in groupby(drawn)] == [
+        f"gpt-1  {text}" for text in expected if choice == "live" or "31" not in text
+    ]
 
 
 @pytest.mark.parametrize("choice", ["plain", "live"])

@@ -39,6 +39,8 @@ def test_totals() -> None:
     )
     made.nodes["a"] = msgspec.structs.replace(made.nodes["a"], free=RESOURCES)
     assert totals(made) == Totals({"ALIVE": 1, "DRAINED": 1, "LOST": 1}, 2, 1, {"RUNNING": 1, "SUSPENDED": 1})
+    stalled = job(times=TimeSpent(phase="productive", since=NOW - 31, stalls_at=NOW - 1))
+    assert totals(mirror(stalled)).jobs == {"STALLED": 1}
     assert totals(mirror()) == Totals({}, 0, 0, {})
 
 
@@ -66,8 +68,7 @@ MATTERS: list[tuple[JobStatus, list[str]]] = [
         ["few restarts left: max_restart: 8 of 10 used for t-0"],
     ),
     (job(budgets=[BudgetUse(limit="max_restart", subject="t-0", used=7, allowed=10)]), []),
-    (job(times=TimeSpent(phase="productive", since=NOW - 500, stalls_at=NOW - 61)), ["stalled for 1 min 1 s: no step"]),
-    (job(times=TimeSpent(phase="productive", since=NOW - 500, stalls_at=NOW - 59)), []),
+    (job(times=TimeSpent(phase="productive", since=NOW - 31, stalls_at=NOW - 1)), ["stalled for 31 s: no step"]),
     (job(times=TimeSpent(phase="stalled", since=NOW - 70)), ["stalled for 1 min 10 s: no step"]),
     (job(times=TimeSpent(phase="productive", since=NOW - 500, stalls_at=NOW + 5)), []),
 ]

@@ -180,8 +180,18 @@ def test_samples_of_memory_are_said_to_be_older_than_the_end() -> None:
 )
 def test_a_job_that_starts_again_restarts(fields: dict[str, Any], stage: str) -> None:
     status = ended(None, **{"stage": Stage.INIT, **fields})
-    assert headline_text(status).startswith(f"gpt-1  {stage}")
+    assert headline_text(status, 0.0).startswith(f"gpt-1  {stage}")
     assert state_lines(status, 0.0)[0] == f"job gpt-1 is {stage}, for -"
+
+
+def test_a_job_without_a_step_for_long_is_stalled_and_says_for_how_long() -> None:
+    times = TimeSpent(phase="productive", since=100.0, stalls_at=130.0)
+    status = ended(None, stage=Stage.RUNNING, submitted_at=40.0, reason="all workers run", times=times)
+    assert headline_text(status, 129.0) == "gpt-1  RUNNING  all workers run"
+    assert headline_text(status, 148.0) == "gpt-1  STALLED  no step for 48 s"
+    assert state_lines(status, 148.0)[:2] == ["job gpt-1 is STALLED, for 1 min 48 s", "  no step for 48 s"]
+    hangs = msgspec.structs.replace(status, times=TimeSpent(phase="stalled", since=100.0))
+    assert headline_text(hangs, 108.0) == "gpt-1  STALLED  no step for 8.0 s"
 
 
 def test_a_notebook_shows_state_and_progress_and_no_markup_of_the_jobs() -> None:

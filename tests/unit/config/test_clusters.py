@@ -23,6 +23,7 @@ def run_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root = tmp_path / "run"
     root.mkdir(mode=0o700)
     monkeypatch.setenv("UNIFIED_RUN_DIR", str(root))
+    monkeypatch.setenv("UNIFIED_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("UNIFIED_MASTER", raising=False)
     return root
 
@@ -107,6 +108,20 @@ def test_a_folder_that_others_may_write_to_or_own_is_not_believed(
     with monkeypatch.context() as other:
         other.setattr(os, "getuid", lambda: 12345)
         assert living_clusters() == []
+    (tmp_path / "home").rename(tmp_path / "away")
     (tmp_path / "link").symlink_to(run_root)
     monkeypatch.setenv("UNIFIED_RUN_DIR", str(tmp_path / "link"))
+    assert living_clusters() == []
+
+
+def test_the_one_of_unified_up_is_found_from_a_shell_with_other_folders(
+    run_root: Path, kept: ClusterRecord, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert living_clusters() == [kept]
+    monkeypatch.setenv("UNIFIED_RUN_DIR", str(tmp_path / "other"))  # as another TMPDIR or XDG_RUNTIME_DIR does
+    assert living_clusters() == [kept]
+    assert find_master(None) == ADDRESS
+    run_root.chmod(0o770)
+    assert living_clusters() == []
+    monkeypatch.setenv("UNIFIED_HOME", str(tmp_path / "another"))
     assert living_clusters() == []

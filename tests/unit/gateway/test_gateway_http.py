@@ -78,6 +78,15 @@ async def test_each_error_has_its_status_and_its_words(
     assert ("retry-after" in answer.headers) == (status == 503)
 
 
+@pytest.mark.parametrize("bad", ["s3cret\0", "s3cret\ud800", ["s3cret"]])
+async def test_a_value_of_env_that_is_refused_is_not_repeated(client: httpx.AsyncClient, bad: object) -> None:
+    body = json.dumps({**RUN, "env": {"WANDB_API_KEY": bad}})
+    answer = await client.post("/train", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 422
+    assert "env" in answer.text
+    assert "s3cret" not in answer.text
+
+
 async def test_a_defect_is_500_without_its_words_and_is_counted(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,9 @@ CASES = json.loads((Path(__file__).parents[2] / "browser/scripts/accounts.json")
 
 @pytest.mark.parametrize("case", CASES)
 def test_seconds_by_phase_are_those_that_the_page_counts(case: dict[str, object]) -> None:
-    assert msgspec.convert(case["times"], TimeSpent).at(float(str(case["now"]))) == case["seconds"]
+    times, now = msgspec.convert(case["times"], TimeSpent), float(str(case["now"]))
+    assert times.at(now) == case["seconds"]
+    assert times.stalled_since(now) == case["stalled_since"]
 
 
 def test_the_page_is_given_the_account_and_no_state_of_it_that_grows_old() -> None:

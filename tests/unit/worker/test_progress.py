@@ -1,5 +1,6 @@
 """Progress: merged, coalesced, the last word always sent; and the series, in which each step has its own values."""
 
+import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from unified.errors import ProtocolError, UsageError
 from unified.protocol.framing import Codec
 from unified.protocol.records import MAX_METRICS, MAX_POINTS, Progress, WorkerReport
 from unified.protocol.worker_agent import Reported
-from unified.worker.progress import Reporter
+from unified.worker.progress import Reporter, _device_memory_mb
 
 
 class Sent(list[Progress]):
@@ -112,6 +113,15 @@ def test_an_agent_that_takes_nothing_has_old_points_thinned(num_metrics: int) ->
     newest = min(count // 16, 60)
     assert steps[-newest:] == list(range(count - newest, count)), "the newest are all there"
     assert all(metrics == {f"m{index}": step for index in range(num_metrics)} for _, step, metrics in sent.series()[1:])
+
+
+def test_the_load_of_devices_is_that_of_torch_if_it_uses_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserved = {0: 0, 1: 3 * 2**30}
+    cuda = SimpleNamespace(is_initialized=lambda: True, device_count=lambda: 2, memory_reserved=reserved.get)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    assert _device_memory_mb() == 3100.0
+    cuda.is_initialized = lambda: False
+    assert _device_memory_mb() is None
 
 
 def test_flush_says_nothing_twice() -> None:

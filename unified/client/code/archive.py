@@ -33,6 +33,8 @@ JUNK = frozenset(
     """.split()  # noqa: SIM905
 )
 """Names that are left out of a folder that git does not know."""
+SECRETS = (".env", ".env.*", ".envrc", ".netrc", ".pypirc")
+"""Files of passwords and tokens by their usual names: left out even if git does not ignore them."""
 
 
 class CodeArchive:
@@ -41,11 +43,13 @@ class CodeArchive:
     Attributes:
         code: its entry in the job's description.
         num_files: number of files in it.
+        left_out: files of the folder that were left out because of `SECRETS`.
     """
 
-    def __init__(self, code: ShippedCode, file: BinaryIO, num_files: int) -> None:
+    def __init__(self, code: ShippedCode, file: BinaryIO, num_files: int, left_out: Sequence[str] = ()) -> None:
         self.code = code
         self.num_files = num_files
+        self.left_out = left_out
         self._file = file
 
     def __enter__(self) -> Self:
@@ -61,7 +65,8 @@ class CodeArchive:
 
 
 def pack(ship: bool | str | Sequence[str], exclude: Sequence[str] = (), folder: str | None = None) -> CodeArchive:
-    """Pack the files of a folder that git tracks or does not ignore; without git, all but `JUNK`.
+    """Pack the files of a folder that git tracks or does not ignore; without git, all but `JUNK`. Files of `SECRETS`
+    are packed only if they are named.
 
     The same files always give the same bytes.
 
@@ -80,6 +85,8 @@ def pack(ship: bool | str | Sequence[str], exclude: Sequence[str] = (), folder: 
         raise UsageError(f"ship={ship!r}: there is no folder {root}.")
     wanted = [] if isinstance(ship, bool | str) else [_within(root, base / each, each) for each in ship]
     names = sorted({name for name in _names(root, wanted) if not _is_excluded(name, exclude)})
+    left_out = [name for name in names if name not in wanted and _is_excluded(name, SECRETS)]
+    names = sorted({*names}.difference(left_out))
     _check(root, names)
     file = tempfile.TemporaryFile()  # noqa: SIM115 - the archive's own
     try:
@@ -88,7 +95,7 @@ def pack(ship: bool | str | Sequence[str], exclude: Sequence[str] = (), folder: 
     except BaseException:
         file.close()
         raise
-    return CodeArchive(code, file, len(names))
+    return CodeArchive(code, file, len(names), left_out)
 
 
 def real_path(path: str, root: str) -> str:
@@ -178,9 +185,11 @@ def _check(root: Path, names: Sequence[str]) -> None:
 
 def _leads_to(link: Path) -> Path:
     try:
-        return link.resolve()
-    except (RuntimeError, OSError):
-        raise UsageError(f"ship: {link} is a link to itself: remove it.") from None
+        link.stat()  # which fails on every Python: `resolve` does not from 3.13 on
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise UsageError(f"ship: {link} is a link to itself: remove it.") from None
+    return link.resolve()
 
 
 def _mib(nbytes: int) -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 from unified import process
 from unified.client.code.archive import make_content_read_only
 from unified.client.code.transfer import POLL_S, holding, make_room
-from unified.config.settings import remove_folder
+from unified.config.settings import for_user_alone, remove_folder
 
 KEPT_BYTES = 16 << 30
 MARK = "complete"
@@ -42,7 +42,7 @@ def make(folder: Path, requirements: Path) -> str:
     python = str(folder / "bin/python")
     pip = [sys.executable, "-m", "pip", "--python", python] if has_pip else [python, "-m", "pip"]
     log = folder.with_name(f"{folder.name}.log")
-    with log.open("w") as output:
+    with open(log, "w", opener=for_user_alone) as output:
         done = subprocess.run(
             [*pip, "install", "--disable-pip-version-check", "--no-input", "--requirement", str(requirements)],
             stdin=subprocess.DEVNULL,

@@ -23,7 +23,7 @@ from unified.client.code.archive import CodeArchive, unpack
 from unified.client.connection import MasterConnection, connect_to
 from unified.config.clusters import lock
 from unified.config.settings import remove_folder
-from unified.errors import UnifiedError
+from unified.errors import UnifiedError, listed
 from unified.protocol.client_master import CodePart, CodeState, FindCode, PutCode, ReadCode
 
 KEPT_BYTES = 4 << 30
@@ -44,6 +44,9 @@ def upload(connection: MasterConnection, archive: CodeArchive) -> int:
     if not state.is_whole and sys.stderr is not None:
         size = f"{code.size / (1 << 20):.1f} MiB"
         print(f"ships {archive.num_files} files of {code.root} ({size} packed)", file=sys.stderr)
+    if archive.left_out and sys.stderr is not None:
+        sends = f"submit(…, ship={['.', archive.left_out[0]]}) sends a file that it names."
+        print(f"does not ship {listed(archive.left_out)}, which may hold secrets; {sends}", file=sys.stderr)
     while not state.is_whole:
         data = archive.read(state.num_bytes)
         num_sent += len(data)

@@ -18,14 +18,13 @@ from unified.client.report import (
     first_line,
     node_state,
     stage_text,
+    stalled_since,
 )
 from unified.protocol.client_master import JobStatus
-from unified.protocol.records import SAVE_STEP, SAVE_WAIT_S, NodeState, Phase, Stage
+from unified.protocol.records import SAVE_STEP, SAVE_WAIT_S, NodeState, Stage
 
 WAITS_LONG_S = 600.0
 """Seconds for which a job may wait before a person is told."""
-STALLED_LONG_S = 60.0
-"""Seconds for which a job may be stalled before a person is told."""
 SAVE_WAITS_LONG_S = 60.0
 SPENT_SHARE = 0.8
 """Used share of a limit from which on a person is told."""
@@ -76,7 +75,7 @@ def totals(mirror: ClusterMirror) -> Totals:
         nodes=dict(Counter(node_state(node) for node in mirror.nodes.values())),
         num_devices=sum(len(node.resources.devices) for node in alive),
         num_free=sum(len(node.free.devices) for node in alive),
-        jobs=dict(Counter(stage_text(job) for job in mirror.jobs.values())),
+        jobs=dict(Counter(stage_text(job, mirror.at) for job in mirror.jobs.values())),
     )
 
 
@@ -113,14 +112,12 @@ def _of_job(mirror: ClusterMirror, job: JobStatus, hang: str | None, saves: Sequ
     def add(what: str, text: str, is_urgent: bool, since: float | None = None) -> None:
         found.append(Attention(what, job.job_id, text, is_urgent, since))
 
-    now, stage, reason = mirror.at, stage_text(job), first_line(job.reason) or "no reason is given"
-    stalled_since = None
-    if job.times is not None:
-        stalled_since = job.times.since if job.times.phase == Phase.STALLED else job.times.stalls_at
+    now, reason = mirror.at, first_line(job.reason) or "no reason is given"
+    stage = stage_text(job, now)
     if hang is not None:
         add("may hang", hang, True)
-    elif stalled_since is not None and now - stalled_since > STALLED_LONG_S:
-        add("stalled", "no step", True, stalled_since)
+    elif (since := stalled_since(job, now)) is not None:
+        add("stalled", "no step", True, since)
     for worker in mirror.workers.get(job.job_id, {}).values():
         if worker.progress is None or SAVE_WAIT_S not in (metrics := worker.progress.metrics):
             continue
@@ -133,7 +130,7 @@ def _of_job(mirror: ClusterMirror, job: JobStatus, hang: str | None, saves: Sequ
     elif job.stage is Stage.INIT and stage != SUSPENDED and now - job.submitted_at > WAITS_LONG_S:
         add("waiting", reason, False, job.submitted_at)
     for use in job.budgets:
-        if use.allowed and use.used >= SPENT_SHARE * use.allowed:
+        if use.allowed and use.used >= SPENT_SHARE * use.allowed and use.limit != "per_node_max_failure":  # it moves
             whose = f" for {use.subject}" if use.subject else ""
             add("few restarts left", f"{use.limit}: {use.used} of {use.allowed} used{whose}", False)
     if job.stage is Stage.RUNNING and (usual := _usual_interval(saves)) and now - saves[-1] > LATE_INTERVALS * usual:

@@ -166,7 +166,7 @@ export function secondsAt({ seconds, phase, since, stalls_at: stallsAt }, now) {
 /** Seconds until a job is done, by the steps that were seen; null where that is not known. */
 export function etaOf(job, points, now) {
   const step = stepOf(job);
-  if (!step?.total || stageOf(job) !== "RUNNING") return null;
+  if (!step?.total || stageOf(job, now) !== "RUNNING") return null;
   const rate = rateOf(points) ?? (job.started_at && step.median / (now - job.started_at));
   return rate > 0 ? (step.total - step.median) / rate : null;
 }

@@ -16,7 +16,7 @@ export const WORKER_STATES = {
 
 const STAGES = {
   INIT: "idle", READY: "busy", RUNNING: "good", STOPPING: "warn", FINISHED: "done", STOPPED: "idle", FAILED: "bad",
-  RESTARTING: "warn", SUSPENDED: "idle", WAITING: "warn", ALIVE: "good", LOST: "bad", DRAINING: "warn", DRAINED: "idle",
+  RESTARTING: "warn", STALLED: "bad", SUSPENDED: "idle", WAITING: "warn", ALIVE: "good", LOST: "bad", DRAINING: "warn", DRAINED: "idle",
 };
 
 /** @param {string} state of a worker, a job or a node */
@@ -40,9 +40,16 @@ export const isFailed = (job) => {
 /** @param {any} job */
 export const isOver = (job) => job.stage === "STOPPED";
 
-/** The stage of a job in one word, as `unified status` has it, and how it ended. @param {any} job */
-export function stageOf(job) {
+/** Time of the last step of a job that is stalled at `now`, as `TimeSpent.stalled_since` has it; null: it is not. */
+export function stalledSince({ times }, now) {
+  const isStalled = times && (times.phase === "stalled" || (times.stalls_at != null && now >= times.stalls_at));
+  return isStalled ? times.since : null;
+}
+
+/** The stage of a job in one word, as `unified status` has it, and how it ended. @param {any} job @param {number} now the master's clock */
+export function stageOf(job, now) {
   if (isOver(job)) return isFailed(job) ? "FAILED" : job.exit_code === 0 ? "FINISHED" : "STOPPED";
+  if (stalledSince(job, now) != null) return "STALLED";
   if (job.stage !== "INIT") return job.stage;
   if (job.suspended != null) return "SUSPENDED";
   if (job.num_restarts || job.roles.some((role) => role.num_restarts)) return "RESTARTING";
@@ -58,6 +65,13 @@ export function nodeStateOf(node) {
 
 /** `trainer-0`. @param {any} worker */
 export const shortName = (worker) => `${worker.role}-${worker.rank}`;
+
+/** The queues of a job, each with the workers that have waited there for seconds. @param {any[]} workers */
+export function queuesOf(workers) {
+  const waits = (wanted, does) => workers.filter(({ progress }) => progress?.queues?.some(([, did, queue, isLong]) => isLong && did === does && queue === wanted)).map(shortName);
+  return workers.filter(({ state }) => state !== "EXITED").flatMap((owner) => Object.entries(owner.progress?.load?.queues ?? {}).map(([name, [depth, size, oldestAt]]) => (
+    { name, owner: shortName(owner), depth, size, oldestAt, getters: waits(name, "gets"), putters: waits(name, "puts") })));
+}
 
 /** @type {[RegExp, string][]} */
 const EVENT_TONES = [

@@ -2,6 +2,7 @@
 import { signal } from "../vendor/vendor.js";
 import { Mirror } from "./mirror.js";
 import { call, session } from "./session.js";
+import { stageOf } from "./states.js";
 
 const MAX_DELAY_S = 8;
 const SILENT_S = 10;
@@ -14,6 +15,8 @@ export const link = signal({ state: "connecting", since: Date.now() / 1000 });
 export const master = signal({ up: true, since: 0, reason: "" });
 /** The master's clock, which ticks each second. */
 export const now = signal(Date.now() / 1000);
+/** @param {any} job */
+export const stageNow = (job) => stageOf(job, now.value);
 
 let source = null;
 let watched = "";

@@ -48,7 +48,7 @@ def job_status(cluster: Cluster, job: JobRecord, *, has_workers: bool = True) ->
     )
 
 
-def job_line(job: JobRecord) -> JobLine:
+def job_line(now: float, job: JobRecord) -> JobLine:
     return JobLine(
         job_id=job.job_id,
         name=job.spec.name,
@@ -63,6 +63,7 @@ def job_line(job: JobRecord) -> JobLine:
         failure=job.end.failure.summary if job.end is not None else "",
         suspended=job.suspended,
         labels=job.spec.labels,
+        stalled_since=job.account.spent.stalled_since(now),
     )
 
 

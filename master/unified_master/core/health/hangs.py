@@ -62,7 +62,7 @@ def look(step: MasterStep, timer: TimerKey) -> None:
         cluster.timers.arm(timer, due)
         return
     watch.suspected_at = step.now
-    job.account.suspect(step.now, watch.progressed_at)
+    job.account.suspect(watch.progressed_at)
     text = f"{_subject(role_name, name)} has made no progress for {timeout_s:g} s (hang_timeout): its stacks are read"
     step.decide("hang-suspected", text, job, role_name, name)
     collection = StackCollection(job_id=job_id, hang=(role_name, name))

@@ -12,22 +12,35 @@ from unified_master.core.step import MasterStep
 
 
 def exclude(step: MasterStep, job: JobRecord, role: RoleSpec, worker: WorkerRecord) -> None:
-    """Exclude the node of a worker that failed, for the failures of its role there."""
+    """Exclude the node of a worker that failed, for the failures of its role there, unless the job needs the node."""
+    if worker.node in job.excluded:
+        return
     count = job.roles[role.name].node_failures[worker.node]
     why = f"{count} failures of role {role.name} there, {budgets.node_limit(role)}"
-    is_new = exclude_node(step, job, worker, why)
-    if is_new and (node := step.cluster.nodes.get(worker.node)) is not None:
+    if not _fits_without(step, job, [worker.node]):
+        text = f"node {worker.node} is kept, since the job does not fit on what is left: {why}"
+        step.report("node-kept", text, job, role.name, node=worker.node)
+        return
+    exclude_node(step, job, worker, why)
+    if (node := step.cluster.nodes.get(worker.node)) is not None:
         watch_group(step, job, role, node)
 
 
-def exclude_node(step: MasterStep, job: JobRecord, worker: WorkerRecord, why: str) -> bool:
-    """Exclude the node of a worker; return False if it was excluded before."""
+def _fits_without(step: MasterStep, job: JobRecord, nodes: list[str]) -> bool:
+    """Return True if the job could run without these nodes as well."""
+    before, job.excluded = job.excluded, [*job.excluded, *nodes]
+    fits = waiting.could_ever_fit(step.cluster, job)
+    job.excluded = before
+    return fits
+
+
+def exclude_node(step: MasterStep, job: JobRecord, worker: WorkerRecord, why: str) -> None:
+    """Exclude the node of a worker, unless it was excluded before."""
     if worker.node in job.excluded:
-        return False
+        return
     job.excluded = [*job.excluded, worker.node]
     text = f"node {worker.node} is excluded for this job: {why}"
     step.decide("node-excluded", text, job, worker.role, node=worker.node)
-    return True
 
 
 def give_up(step: MasterStep, job: JobRecord, nodes: list[str]) -> None:
@@ -98,15 +111,14 @@ def group_overdue(step: MasterStep, job: JobRecord, name: str) -> None:
     failed = ", ".join(sorted(record.failed_groups))
     failure = f"role {name} does not run again {role.failover_timeout_s:g} s after {failed} failed"
     groups = ", ".join(f"{label}={value}" for value in sorted(values))
-    before, job.excluded = job.excluded, [*job.excluded, *group]
-    if not waiting.could_ever_fit(step.cluster, job):
-        job.excluded = before
+    if not _fits_without(step, job, group):
         record.group_due_at = step.now + role.failover_timeout_s
         step.cluster.timers.arm(("group", job.job_id, name), record.group_due_at)
         step.touch_job(job)
         text = f"{failure}; the other nodes with {groups} are kept, since the job does not fit on what is left"
         step.report("node-group-kept", text, job, name)
         return
+    job.excluded = [*job.excluded, *group]
     give_up(step, job, group)
     _forget_groups(step, job, name)
     why = f"{failure}: all nodes with {groups} are given up for this job ({', '.join(group) or 'they were before'})"

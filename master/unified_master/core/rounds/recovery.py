@@ -120,10 +120,9 @@ def judge(step: MasterStep, job: JobRecord, worker: WorkerRecord, *, is_due: boo
         return
     if not _may_repair(step, job, worker, failure):
         return
-    is_excluding = failure.category == node_checks.CATEGORY
     if failure.category != "node" and budgets.is_used_up_by(job, role, worker.node):
         exclusion.exclude(step, job, role, worker)
-        is_excluding = True
+    is_excluding = failure.category == node_checks.CATEGORY
     _repair(step, job, worker, failure, _scope(step, job, role), is_excluding=is_excluding)
 
 
@@ -191,7 +190,7 @@ def on_node_lost(step: MasterStep, job: JobRecord, node: NodeRecord, reason: str
         return
     is_job = "job" in scopes.values()
     event, whom = ("job-restarts", "job restarts") if is_job else ("workers-restart", "workers restart")
-    why = f"{whom}: {budgets.cause(job, first, failure)}"
+    why = f"{whom}: {budgets.cause(job, first, failure, restarts_job=is_job)}"
     restart(step, job, None if is_job else names, Cause(event, why, node=node.name, failed=(first, failure)))
 
 
@@ -203,14 +202,16 @@ def _repair(
     after = f" after {delay:g} s" if delay else ""
     what = f"role {role.name}" if scope == "role" else scope
     beside = ", peers stay" if _is_in_place(step, job, role) and scope == "worker" else ""
+    is_role_limited = role.role_max_restart is not None and failure.category != "node"
+    restarts_job = scope == "job" and not is_role_limited
     cause = Cause(
         event=f"{scope}-restarts",
-        why=f"{what} restarts{after}{beside}: {budgets.cause(job, worker, failure)}",
+        why=f"{what} restarts{after}{beside}: {budgets.cause(job, worker, failure, restarts_job=restarts_job)}",
         role="" if scope == "job" else role.name,
         worker=worker.name if scope == "worker" else "",
         failed=(worker, failure),
         delay_s=delay,
-        is_role_limited=role.role_max_restart is not None and failure.category != "node",
+        is_role_limited=is_role_limited,
         is_excluding=is_excluding,
     )
     restart(step, job, _scoped(job, worker, scope), cause)

@@ -215,4 +215,6 @@ def _no_nodes(cluster: Cluster) -> str:
         return "each node that is alive still stops workers that are no longer wanted"
     if alive:
         return "no node has come back yet since the master restarted"
+    if cluster.nodes:  # whoever started their agents, such as a cluster of one job, starts them again
+        return f"no node is alive; lost: {listed(sorted(cluster.nodes))}"
     return "no node is alive; start an agent with `unified-agent --master …`"

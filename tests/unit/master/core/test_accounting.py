@@ -102,12 +102,13 @@ def test_slower_steps_become_usual_and_the_last_one_ends_the_watch() -> None:
 def test_a_suspected_hang_counts_from_its_last_progress() -> None:
     account = begun()
     last = steps(account, 1, 5, 104.0, 1.0)
-    account.suspect(last + 10, last + 2)
+    account.suspect(last + 2)
+    assert account.spent.stalled_since(last + 10) == last + 2, "and its age counts from there"
     account.enter(last + 11, Phase.RECOVERING, is_whole=False)
     assert seconds(account, last + 11) == {"waiting": 1, "starting": 2, "productive": 7, "stalled": 9}
     account.enter(last + 12, Phase.RECOVERING, is_whole=True)
     account.stepped(last + 13, "trainer", 6, is_last=False)
-    account.suspect(last + 50, last + 13)
+    account.suspect(last + 13)
     account.goes_on(last + 51)
     assert account.spent.phase == Phase.PRODUCTIVE
 
@@ -135,7 +136,7 @@ def test_the_sum_is_the_wall_time_whatever_happens(seed: int) -> None:
         elif kind == 1:
             account.enter(now, Phase.RECOVERING, is_whole=True)
         elif kind == 2:
-            account.suspect(now, now - rng.choice((0.0, 5.0, 1000.0)))
+            account.suspect(now - rng.choice((0.0, 5.0, 1000.0)))
         elif kind == 3:
             account.goes_on(now)
         else:

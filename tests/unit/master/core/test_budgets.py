@@ -61,7 +61,7 @@ def test_every_budget_refills_and_says_so(failover_exec: Any) -> None:
     counts = (record.num_failures, record.node_failures, bench.job.num_charged_restarts)
     assert counts == (1, {"n1": 1}, 1 if failover_exec == 1 else 0)
     why = events(bench, "job-restarts" if failover_exec == 1 else "workers-restart")[-1]
-    assert why.endswith("(loss 1 of that node in 60 s, 10 allowed)")
+    assert why.endswith("(loss 1 of that node in 60 s, node_max_restart=10)")
     bench.world.run(61)
     assert (record.num_failures, record.node_failures, bench.job.node_losses) == (0, {}, {})
     assert (bench.job.num_charged_restarts, bench.job.num_restarts > 0) == (0, failover_exec == 1)

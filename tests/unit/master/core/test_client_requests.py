@@ -4,11 +4,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from tests.support.master import USER, simple
 from tests.support.sim.sim_agent import SimAgent, resources
 from tests.support.sim.world import World
-from unified.job.spec import Blob, JobSpec, Resources, RoleSpec
+from unified.job.spec import Blob, EntryPoint, JobSpec, Resources, RoleSpec
 from unified.protocol.agent_master import AgentRefused, DesiredWorkers
 from unified.protocol.client_master import (
     Accepted,
@@ -103,6 +104,23 @@ def test_the_same_job_from_another_host_is_joined_and_another_of_its_name_is_not
     assert world.get(Refused, SubmitJob(spec=spec("j", role(total=3)), joins=True)).code == "name-taken"
     assert world.get(Refused, SubmitJob(spec=spec("j", role(total=2)))).code == "name-taken"
     assert len(world.core.cluster.jobs) == 1
+
+
+def test_who_joins_with_another_number_of_workers_is_refused_with_both_at_both_ends(world: World) -> None:
+    first = role(total=4, per_group=2)
+    world.get(Accepted, SubmitJob(spec=spec("j", first, submitted_by="me@h0:1"), joins=True))
+    before = world.job("j").reason
+    sizes = (role(total=2, per_group=1), "2 groups of 1 worker"), (role(total=4, per_group=1), "4 groups of 1 worker")
+    for number, (second, size) in enumerate(sizes):
+        other = spec("j", second, submitted_by=f"me@h1:{number}")
+        sentence = (
+            f"role {first.name} of me@h0:1 has 2 groups of 2 workers, and me@h1:{number} asks for {size}. The commands "
+            "of one job need the same --nnodes and --nproc-per-node."
+        )
+        assert world.get(Refused, SubmitJob(spec=other, joins=True)).reason == f"job j-1: {sentence}"
+        assert world.get(JobStatus, GetJob(job="j")).reason == f"{before}; another command is refused: {sentence}"
+    other = spec("j", structs.replace(first, entry_point=EntryPoint(kind="script", target="other.py")))
+    assert "has this name" in world.get(Refused, SubmitJob(spec=other, joins=True)).reason
 
 
 def test_job_ids_count_up_and_names_find_the_newest(world: World) -> None:
@@ -233,6 +251,14 @@ def test_without_nodes_a_job_waits_and_says_so() -> None:
     assert world.job("job").reason.startswith("waits: no node is alive; start an agent")
     world.add(SimAgent("n1", resources()))
     world.until_stage("job", Stage.RUNNING)
+
+
+def test_where_all_nodes_are_lost_a_job_waits_and_names_them(world: World) -> None:
+    """The cluster of one job starts its agents again by itself: no advice to start one."""
+    world.kill_agent("n1")
+    world.run(20)
+    world.request(SubmitJob(spec=spec()))
+    assert world.job("job").reason == "waits: no node is alive; lost: n1"
 
 
 def test_a_job_larger_than_the_cluster_blocks_nobody(world: World) -> None:

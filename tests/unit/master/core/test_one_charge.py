@@ -46,7 +46,7 @@ def test_workers_that_end_with_their_zygote_are_charged_once_and_all_restart(is_
     first = bench.worker("s").name
     assert uses(bench) == [f"max_restart 1 {first}", "per_node_max_failure 1 s on n1"]
     whys = [each.reason for each in bench.world.log if each.event == "worker-restarts"]
-    assert whys[0].endswith("(failure 1, 10 allowed)")
+    assert whys[0].endswith("(failure 1, max_restart=10)")
     assert all(why.endswith(f"(charged once, to {first})") for why in whys[1:])
     assert len(whys) == 4
 
@@ -250,3 +250,35 @@ def test_a_break_that_no_longer_counts_is_not_taken_back_again() -> None:
     assert (charges(bench), bench.job.charges) == ({}, [])
     bench.end("e", 0, CRASH)
     assert charges(bench) == {bench.worker("e", 0).name: 1}
+
+
+def test_a_service_that_crashes_now_and_then_on_the_only_node_does_not_end_the_job() -> None:
+    """`per_node_max_failure` chooses nodes: where the job fits on no other, `max_restart` counts alone."""
+    reward = simple("reward", is_driver=False, restart_alone=True)
+    bench = Bench(elastic(), reward)
+    for number in range(1, 11):
+        bench.restart("reward", 0, CRASH, settle_s=2)
+        why = list(bench.world.core.cluster.events["job-1"])[-2:]
+        assert any(f"(failure {number}, max_restart=10)" in each.reason for each in why), why
+    assert (bench.job.excluded, bench.incarnations()["e-0"]) == ([], 0)
+    events = bench.world.core.cluster.events["job-1"]
+    kept = [each.reason for each in events if each.event == "node-kept"]
+    assert len(kept) == 7
+    assert "4 failures of role reward there, per_node_max_failure=3" in kept[0]
+    bench.end("reward", 0, CRASH)
+    assert bench.limit() == "max_restart"
+
+
+def test_a_restart_names_the_limit_that_is_reached_first() -> None:
+    bench = Bench(elastic(total=2, max_restart=3), job_max_restart=3)
+    for rank in (0, 1, 0):
+        bench.restart("e", rank, CRASH, settle_s=2)
+    told = [each.reason for each in bench.world.core.cluster.events["job-1"] if each.event == "job-restarts"]
+    counted = [
+        "failure 1, max_restart=3",
+        "restart 2 of the job, job_max_restart=3",
+        "restart 3 of the job, job_max_restart=3",
+    ]
+    assert [reason.rpartition(" (")[2] for reason in told] == [f"{text})" for text in counted]
+    bench.end("e", 0, CRASH)
+    assert bench.limit() == "job_max_restart"

@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.master import CRASH, Bench, simple
 from unified.protocol.client_master import Explain, GetJob, JobList, JobStatus, ListJobs, Story
-from unified.protocol.records import Progress, QueueUse
+from unified.protocol.records import Progress, QueueUse, WorkerLoad
 from unified_master.core.health.hangs import QUEUES_S, queue_cycle
 
 
@@ -150,6 +150,20 @@ def test_it_is_over_with_an_incarnation_of_it(bench: Bench) -> None:
     bench.world.run(QUEUES_S + 1)
     assert bench.job.queue_cycle == ""
     assert set(events(bench)) == {"queue-cycle", "queue-cycle-over"}
+
+
+def test_load_is_shown_and_is_no_progress() -> None:
+    bench = Bench(simple("a", hang_timeout_s=60, max_restart=0))
+    uses(bench, "a", [])
+    bench.world.run(50)
+    worker, load = bench.worker("a"), WorkerLoad(memory_mb=120.0, cpu=0.8)
+    version = bench.world.core.cluster.changes.version
+    bench.world.say(worker.node, bench.agent().report_progress("job-1", worker.name, 1, load=load))
+    bench.world.run(1)
+    assert bench.world.core.cluster.changes.version > version
+    assert bench.world.get(JobStatus, GetJob(job="job")).workers[0].progress == Progress(step=1, load=load)
+    bench.world.run(29)
+    assert bench.limit() == "max_restart"
 
 
 def test_a_wait_is_no_progress() -> None:

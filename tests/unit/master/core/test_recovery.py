@@ -58,8 +58,8 @@ def test_max_restart_is_counted_for_each_worker() -> None:
     ("role", "restarted", "last", "limit"),
     [
         (elastic(max_restart=0), [], 0, "max_restart"),
-        (elastic(max_restart=6), [0, 1, 0], 1, "per_node_max_failure"),  # without role_max_restart
-        (elastic(per_node_max_failure=1), [0], 1, "per_node_max_failure"),  # and there is no other node
+        (elastic(max_restart=6), [0, 1] * 5, 0, "job_max_restart"),  # without role_max_restart
+        (elastic(max_restart=3), [0, 0, 0], 0, "max_restart"),
     ],
 )
 def test_a_limit_ends_the_job(role: RoleSpec, restarted: list[int], last: int, limit: str) -> None:
@@ -92,10 +92,10 @@ def test_a_node_with_too_many_failures_is_excluded_and_its_group_moves() -> None
 
 @pytest.mark.parametrize(("failover_exec", "event"), [(1, "job-restarts"), (2, "role-restarts")])
 def test_a_restart_that_the_limits_forbid_is_neither_counted_nor_told(failover_exec: Any, event: str) -> None:
-    bench = Bench(elastic(per_node_max_failure=1), failover_exec=failover_exec)
+    bench = Bench(elastic(max_restart=1), failover_exec=failover_exec)
     bench.restart("e", 0, USER, settle_s=2)
-    bench.end("e", 1, USER)
-    assert bench.limit() == "per_node_max_failure"
+    bench.end("e", 0, USER)
+    assert bench.limit() == "max_restart"
     events = [event.event for event in bench.world.core.cluster.events["job-1"]]
     assert (events.count(event), events.count("job-stops")) == (1, 1)
     assert (bench.job.num_restarts, bench.job.num_charged_restarts) == ((1, 1) if failover_exec == 1 else (0, 0))

@@ -3,8 +3,8 @@ import { useEffect } from "../../vendor/vendor.js";
 import { duration, firstLine, roughly } from "../format.js";
 import { etaOf } from "../mirror.js";
 import { jobUrl, place } from "../router.js";
-import { isOver, stageOf } from "../states.js";
-import { job as watched, now } from "../stream.js";
+import { isOver, stalledSince } from "../states.js";
+import { now, stageNow, job as watched } from "../stream.js";
 import { html } from "../text.js";
 import { Empty, State } from "../parts/bits.js";
 import { JobActions } from "../parts/dialog.js";
@@ -33,11 +33,13 @@ export function Job() {
   }
   const [, Tab] = TABS[tab] ?? TABS.summary;
   const eta = etaOf(job, mirror.history.get(job.job_id), now.value);
+  const stalled = stalledSince(job, now.value);
+  const then = stalled != null ? `, no step for ${duration(now.value - stalled)}` : eta == null ? "" : `, ${roughly(eta)} left`;
   const age = duration((job.ended_at ?? now.value) - job.submitted_at);
   return html`
     <div class="page-head job-head">
-      <div><h1>${job.job_id} <${State} state=${stageOf(job)} /></h1>
-        <p class="muted">${isOver(job) ? `took ${age}, exit code ${job.exit_code}` : `for ${age}${eta == null ? "" : `, ${roughly(eta)} left`}`}, by ${job.submitted_by || "-"}</p></div>
+      <div><h1>${job.job_id} <${State} state=${stageNow(job)} /></h1>
+        <p class="muted">${isOver(job) ? `took ${age}, exit code ${job.exit_code}` : `for ${age}${then}`}, by ${job.submitted_by || "-"}</p></div>
       <${JobActions} job=${job} />
     </div>
     ${job.reason && html`<p class="reason" title=${job.reason}>${firstLine(job.reason)}</p>`}

@@ -1,18 +1,22 @@
 // A job at a glance: why it failed, where its time went, its roles, and a cell for each worker.
 import { clock, count, duration, firstLine, number } from "../format.js";
 import { go, jobUrl, place, setQuery } from "../router.js";
-import { isFailed, shortName, stateOf, WORKER_STATES } from "../states.js";
+import { isFailed, queuesOf, shortName, stateOf, WORKER_STATES } from "../states.js";
+import { now } from "../stream.js";
 import { html } from "../text.js";
 import { Bar, Card, Command, Empty, Facts, Select, TimeBar } from "../parts/bits.js";
 import { Grid, levelColour } from "../parts/grid.js";
+import { Plain } from "./datasets.js";
 
 const MAX_METRICS = 40;
+const MAX_WAITING = 4;
 
 export function JobSummary({ job, mirror }) {
   return html`
     ${job.end && isFailed(job) && html`<${RootCause} job=${job} mirror=${mirror} />`}
     ${job.times && html`<${Card} title="Where the time went"><${TimeBar} times=${job.times} /><//>`}
     <${Card} title="Roles"><${Roles} job=${job} /><//>
+    <${Queues} queues=${queuesOf(mirror.workers.list)} />
     <${Workers} job=${job} mirror=${mirror} />
     <div class="halves">
       <${Card} title="Limits"><${Budgets} job=${job} /><//>
@@ -57,6 +61,14 @@ const Roles = ({ job }) => html`<div class="roles" role="table" aria-label="role
       <span role="cell" class="numbers" data-label="round ">${role.round || "-"}</span><span role="cell" class="numbers" data-label="restarts ">${role.num_restarts || "-"}</span>
       <span role="cell" class="numbers muted">${Object.entries(summary.metrics ?? {}).slice(0, 6).map(([name, value]) => `${name}\u00a0${number(value)}`).join("   ")}</span></div>`;
   })}</div>`;
+
+const listed = (names) => `${names.slice(0, MAX_WAITING).join(", ")}${names.length > MAX_WAITING ? ` and ${names.length - MAX_WAITING} more` : ""}`;
+
+const Queues = ({ queues }) => queues.length > 0 && html`<${Card} title="Queues"><${Plain} label="queues" rows=${queues} columns=${[
+  ["Queue", (row) => html`<b>${row.name}</b> <span class="muted">of ${row.owner}</span>`],
+  ["Items", (row) => html`<${Bar} value=${row.depth} total=${row.size} label="items in ${row.name}" /> <span class="numbers">${number(row.depth)} of ${number(row.size)}</span>`],
+  ["Oldest", (row) => (row.oldestAt ? duration(now.value - row.oldestAt) : "-")],
+  ["Wait for an item", (row) => listed(row.getters) || "-"], ["Wait for room", (row) => listed(row.putters) || "-"]]} /><//>`;
 
 function Workers({ job, mirror }) {
   const workers = mirror.workers.list;

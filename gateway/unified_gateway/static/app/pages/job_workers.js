@@ -1,5 +1,5 @@
 // All workers of a job in a table, and one of them.
-import { firstLine, number } from "../format.js";
+import { bytes, firstLine, number } from "../format.js";
 import { jobUrl, nodeUrl, place, setQuery } from "../router.js";
 import { shortName, stateOf } from "../states.js";
 import { html } from "../text.js";
@@ -8,12 +8,17 @@ import { VirtualTable } from "../parts/virtual_table.js";
 import { Decisions } from "./overview.js";
 import { useHistory } from "./job_history.js";
 
+const inBytes = (mb) => bytes(mb * 2 ** 20);
+const LOADS = [["Memory", "memory_mb", inBytes], ["CPU", "cpu", (cores) => `${number(cores)} cores`], ["GPU mem.", "device_memory_mb", inBytes]];
+const loadOf = ({ state, progress }, field, unit) => (state === "EXITED" || progress?.load?.[field] == null ? "" : unit(progress.load[field]));
+
 const columnsFor = (job) => [
   { id: "name", title: "Worker", width: "minmax(120px, 1fr)", cell: (worker) => html`<span class="clip" title=${worker.name}>${shortName(worker)}</span>`, sort: shortName },
   { id: "state", title: "State", width: "112px", cell: (worker) => html`<${State} state=${stateOf(worker, job)} />`, sort: (worker) => stateOf(worker, job) },
   { id: "step", title: "Step", width: "84px", isNumber: true, cell: (worker) => (worker.progress?.step == null ? "" : number(worker.progress.step)), sort: (worker) => worker.progress?.step },
   { id: "node", title: "Node", width: "minmax(90px, 0.8fr)", cell: (worker) => worker.node && html`<a href=${nodeUrl(worker.node)}>${worker.node}</a>`, sort: (worker) => worker.node },
   { id: "devices", title: "Devices", width: "72px", isWide: true, cell: (worker) => worker.devices.join(",") },
+  ...LOADS.map(([title, field, unit]) => ({ id: field, title, width: "84px", isNumber: true, isWide: true, cell: (worker) => loadOf(worker, field, unit), sort: (worker) => worker.progress?.load?.[field] })),
   { id: "incarnation", title: "Incarn.", width: "72px", isNumber: true, isWide: true, cell: (worker) => worker.incarnation, sort: (worker) => worker.incarnation },
   { id: "failures", title: "Failures", width: "76px", isNumber: true, isWide: true, cell: (worker) => worker.num_failures || "", sort: (worker) => worker.num_failures },
   { id: "pid", title: "Pid", width: "76px", isNumber: true, isWide: true, cell: (worker) => worker.pid || "", sort: (worker) => worker.pid },
@@ -46,6 +51,7 @@ function OneWorker({ job, worker, mirror }) {
       <a class="button" href=${jobUrl(job.job_id, "stacks", { role: worker.role, rank: String(worker.rank) })}>its stack</a><button type="button" onClick=${() => setQuery({ worker: "" })}>close</button>`}>
     <${Facts} rows=${[
       ["full name", worker.name], ["state", stateOf(worker, job)], ["node", worker.node], ["address", worker.address], ["pid", worker.pid || ""], ["devices", worker.devices.join(", ")],
+      ...LOADS.map(([title, field, unit]) => [title, loadOf(worker, field, unit)]),
       ["incarnation", worker.incarnation], ["failures", worker.num_failures], ["step", worker.progress?.step], ["waits for", worker.progress?.waits_for],
       ["unread errors of calls", worker.num_unread_errors || ""], ["log file", worker.log_file], ["reason", worker.reason],
       ...Object.entries(worker.progress?.metrics ?? {}).map(([name, value]) => [name, number(value)]),

@@ -2,8 +2,8 @@
 import { duration, firstLine, number, roughly } from "../format.js";
 import { etaOf, stepOf } from "../mirror.js";
 import { go, jobUrl, place, setQuery } from "../router.js";
-import { isOver, stageOf } from "../states.js";
-import { cluster, now } from "../stream.js";
+import { isOver } from "../states.js";
+import { cluster, now, stageNow } from "../stream.js";
 import { html } from "../text.js";
 import { Bar, Empty, Search, Select, State } from "../parts/bits.js";
 import { VirtualTable } from "../parts/virtual_table.js";
@@ -12,7 +12,7 @@ const ownerOf = (job) => job.submitted_by.split("@")[0];
 
 const COLUMNS = [
   { id: "job", title: "Job", width: "minmax(110px, 1.4fr)", cell: (job) => html`<a href=${jobUrl(job.job_id)}>${job.job_id}</a>`, sort: (job) => job.job_id },
-  { id: "stage", title: "Stage", width: "124px", cell: (job) => html`<${State} state=${stageOf(job)} />`, sort: stageOf },
+  { id: "stage", title: "Stage", width: "124px", cell: (job) => html`<${State} state=${stageNow(job)} />`, sort: stageNow },
   { id: "progress", title: "Progress", width: "minmax(70px, 1fr)", cell: progress, sort: (job) => share(job) },
   { id: "workers", title: "Workers", width: "84px", isNumber: true, isWide: true, cell: (job) => number(job.num_workers), sort: (job) => job.num_workers },
   { id: "restarts", title: "Restarts", width: "84px", isNumber: true, isWide: true, cell: (job) => job.num_restarts || "", sort: (job) => job.num_restarts },
@@ -45,12 +45,12 @@ export function Jobs() {
   const all = [...cluster.value.mirror.jobs.values()];
   const wanted = text.toLowerCase();
   const rows = all
-    .filter((job) => (!stage || stageOf(job) === stage) && (!owner || ownerOf(job) === owner))
+    .filter((job) => (!stage || stageNow(job) === stage) && (!owner || ownerOf(job) === owner))
     .filter((job) => !wanted || `${job.job_id} ${job.name} ${job.reason} ${Object.entries(job.labels ?? {}).join(" ")}`.toLowerCase().includes(wanted))
     .sort((a, b) => Number(isOver(a)) - Number(isOver(b)) || b.submitted_at - a.submitted_at);
   const options = (values, any) => [["", any], ...[...new Set(values)].sort().map((value) => [value, value])];
   return html`<div class="page-head"><h1>Jobs</h1><div class="tools">
-      <${Select} label="stage" value=${stage} options=${options([...all.map(stageOf), ...(stage ? [stage] : [])], "all")} onPick=${(value) => setQuery({ stage: value })} />
+      <${Select} label="stage" value=${stage} options=${options([...all.map(stageNow), ...(stage ? [stage] : [])], "all")} onPick=${(value) => setQuery({ stage: value })} />
       <${Select} label="owner" value=${owner} options=${options(all.map(ownerOf), "all")} onPick=${(value) => setQuery({ owner: value })} />
       <${Search} label="name, label or reason" value=${text} onInput=${(value) => setQuery({ text: value })} />
       <span class="muted">${number(rows.length)} of ${number(all.length)}</span></div></div>

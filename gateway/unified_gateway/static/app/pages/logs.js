@@ -1,7 +1,7 @@
 // Logs of any job: choose one; its own page follows them with role and rank.
 import { jobUrl, place, setQuery } from "../router.js";
-import { isOver, stageOf } from "../states.js";
-import { cluster } from "../stream.js";
+import { isOver } from "../states.js";
+import { cluster, stageNow } from "../stream.js";
 import { html } from "../text.js";
 import { Card, Empty, Search, State } from "../parts/bits.js";
 import { firstLine } from "../format.js";
@@ -14,7 +14,7 @@ export function Logs() {
   jobs.sort((a, b) => Number(isOver(a)) - Number(isOver(b)) || b.submitted_at - a.submitted_at);
   return html`<div class="page-head"><h1>Logs</h1><div class="tools"><${Search} label="job or owner" value=${text} onInput=${(value) => setQuery({ text: value })} /></div></div>
     <${Card} title="Jobs">${jobs.length ? html`<ul class="log-jobs">${jobs.slice(0, MAX_SHOWN).map((job) => html`<li key=${job.job_id}>
-        <a href=${jobUrl(job.job_id, "logs")}>${job.job_id}</a><${State} state=${stageOf(job)} />
+        <a href=${jobUrl(job.job_id, "logs")}>${job.job_id}</a><${State} state=${stageNow(job)} />
         <span>${job.roles.map((role) => html`<a class="button" href=${jobUrl(job.job_id, "logs", { role: role.name })}>${role.name}</a> `)}</span>
         ${job.end ? html`<a class="clip" href=${jobUrl(job.job_id, "logs", { worker: job.end.worker, incarnation: String(job.end.incarnation), stream: "err" })}>${firstLine(job.end.failure.summary)}</a>` : html`<span></span>`}</li>`)}</ul>
       ${jobs.length > MAX_SHOWN && html`<p class="note muted">The first ${MAX_SHOWN} of ${jobs.length}: search for others.</p>`}`

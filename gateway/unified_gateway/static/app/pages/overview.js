@@ -2,8 +2,8 @@
 import { clock, count, duration, firstLine, number, roughly } from "../format.js";
 import { etaOf, rateOf, stepOf } from "../mirror.js";
 import { go, jobUrl, nodeUrl } from "../router.js";
-import { eventTone, isFailed, isOver, nodeStateOf, stageOf } from "../states.js";
-import { cluster, now } from "../stream.js";
+import { eventTone, isFailed, isOver, nodeStateOf, stalledSince } from "../states.js";
+import { cluster, now, stageNow } from "../stream.js";
 import { html } from "../text.js";
 import { Bar, Card, Empty, Spark, State, TimeBar } from "../parts/bits.js";
 import { Grid } from "../parts/grid.js";
@@ -38,7 +38,7 @@ function Strip({ mirror, jobs }) {
   const devices = nodes.filter((node) => node.state === "ALIVE").map((node) => [node.resources.devices?.length ?? 0, node.free.devices?.length ?? 0]);
   const total = devices.reduce((sum, [all]) => sum + all, 0);
   const free = devices.reduce((sum, [, left]) => sum + left, 0);
-  const stages = counted(jobs.map(stageOf));
+  const stages = counted(jobs.map(stageNow));
   const said = (counts, names) => names.filter((name) => counts[name]).map((name) => `${counts[name]} ${name.toLowerCase()}`).join(", ");
   const alive = jobs.filter((job) => !isOver(job));
   const workers = alive.reduce((sum, job) => sum + job.num_workers, 0);
@@ -47,7 +47,7 @@ function Strip({ mirror, jobs }) {
   return html`<section class="strip" aria-label="The cluster at a glance">
     <${Figure} title="Nodes" value=${states.ALIVE ?? 0} of=${nodes.length} tone=${states.LOST ? "bad" : ""} note=${said(states, ["LOST", "DRAINING", "DRAINED"]) || "all alive"} />
     <${Figure} title="Devices held" value=${total - free} of=${total} note="${number(free)} free" />
-    <${Figure} title="Jobs" value=${alive.length} note=${said(stages, ["RUNNING", "WAITING", "RESTARTING", "SUSPENDED", "INIT", "READY", "STOPPING"]) || "none runs"} />
+    <${Figure} title="Jobs" value=${alive.length} note=${said(stages, ["RUNNING", "STALLED", "WAITING", "RESTARTING", "SUSPENDED", "INIT", "READY", "STOPPING"]) || "none runs"} />
     <${Figure} title="Workers" value=${busy} of=${workers} note="run, of all that jobs want" />
     <${Figure} title="Failed in 24 h" value=${failed} tone=${failed ? "bad" : ""} note="ever: ${said(stages, ["FAILED", "FINISHED", "STOPPED"]) || "no job has ended"}" />
   </section>`;
@@ -78,16 +78,17 @@ function Attention() {
 function JobLine({ job }) {
   const points = cluster.value.mirror.history.get(job.job_id) ?? [];
   const step = stepOf(job);
-  const rate = rateOf(points);
+  const stalled = stalledSince(job, now.value);
+  const rate = stalled == null ? rateOf(points) : null;
   const eta = etaOf(job, points, now.value);
   const metrics = Object.entries(Object.values(job.summary ?? {}).find((role) => Object.keys(role.metrics ?? {}).length)?.metrics ?? {}).slice(0, 3);
   return html`<article class="job-line" aria-label=${job.job_id}>
-    <div class="job-name"><a href=${jobUrl(job.job_id)}>${job.job_id}</a><${State} state=${stageOf(job)} /></div>
+    <div class="job-name"><a href=${jobUrl(job.job_id)}>${job.job_id}</a><${State} state=${stageNow(job)} /></div>
     <div class="job-step ${step ? "" : "wide"}">${step ? html`<${Bar} value=${step.median} total=${step.total ?? step.median} label="progress of ${job.job_id}" />
       <span class="numbers">step ${number(step.median)}${step.total ? ` / ${number(step.total)}` : ""}</span>` : html`<span class="muted clip" title=${job.reason}>${firstLine(job.reason)}</span>`}</div>
     ${step && html`<div class="job-rate"><${Spark} values=${ratesOf(points)} label="steps a second over the last minutes" /><span class="numbers">${rate == null ? "" : `${number(Number(rate.toPrecision(3)))} steps/s`}</span></div>
     <div class="numbers muted">${metrics.map(([name, value]) => `${name}\u00a0${number(value)}`).join("  ")}</div>`}
-    <div class="numbers job-eta">${eta == null ? duration(now.value - job.submitted_at) : html`<b>${roughly(eta)}</b> left`}</div>
+    <div class="numbers job-eta">${stalled != null ? html`no step for <b>${roughly(now.value - stalled)}</b>` : eta == null ? duration(now.value - job.submitted_at) : html`<b>${roughly(eta)}</b> left`}</div>
     ${job.times ? html`<${TimeBar} times=${job.times} isShort />` : html`<span></span>`}
   </article>`;
 }
