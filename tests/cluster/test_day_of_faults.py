@@ -408,7 +408,6 @@ def test_a_day_of_faults(
         day.a_stranger_listens,
     ):
         day.hour(act.__name__, act)
-        day.hour(act.__name__, act)
     with capsys.disabled():
         print()
         for name, seconds in [("starts", started_s), *day.hours]:

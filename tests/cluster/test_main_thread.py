@@ -63,6 +63,12 @@ class Judge:
             return "too long"
 
     @rpc()
+    def soon(self, seconds):
+        signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        return True
+
+    @rpc()
     def name(self):
         return "judge"
 
@@ -82,6 +88,14 @@ class Player:
     @rpc()
     def ask_judge(self):
         return RoleGroup("judge")[0].call("name").result()
+
+class Exits:
+    def __init__(self):
+        signal.signal(signal.SIGTERM, lambda *_: exit(5))
+
+    @rpc()
+    def pid(self):
+        return os.getpid()
 
 class Stopped:
     def __init__(self):
@@ -217,6 +231,22 @@ def test_stream_that_waits_for_its_reader_is_closed_by_a_stop(cluster: LocalClus
         handle.stop()
         assert handle.wait(100) == 130
         assert lines(tmp_path, "notes")[-2:] == ["finally", "atexit"]
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_signal_that_comes_when_its_method_has_returned_costs_no_call(cluster: LocalCluster) -> None:
+    with submit(cluster, "Judge") as handle:
+        calls = [handle.call("judge-0", "soon", 1e-5 * (1 + number % 40)) for number in range(400)]
+        errors = [call.exception(100) for call in calls]
+        assert {type(error).__name__ for error in errors} <= {"NoneType", "RemoteTooLong"}, "it came within the method"
+        assert handle.call("judge-0", "verify", 0.1).result(100) == "too long"
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_handler_of_sigterm_that_exits_ends_a_service(cluster: LocalCluster) -> None:
+    with submit(cluster, "Exits") as handle:
+        os.kill(handle.call("exits-0", "pid").result(100), signal.SIGTERM)
+        assert handle.wait(100) != 0
 
 
 @pytest.mark.usefixtures("without_torch")

@@ -10,8 +10,11 @@ import contextlib
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection
+from contextvars import ContextVar
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from unified.threads import start_thread
 
@@ -80,25 +83,68 @@ class CallInterrupted(KeyboardInterrupt):
 
 
 class MainThread:
-    """Queue of handlers for the main thread of a service. `will_serve` is False while a program takes the thread."""
+    """Queue of handlers for the main thread of a service. `will_serve` is False while a program takes the thread.
+
+    A user's signal handler, such as one of SIGALRM, may raise in any line there: work stays in the queue until it is
+    done, and may be called once more then.
+    """
 
     def __init__(self) -> None:
         self.will_serve = False
-        self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self.submit = self._work.put
+        self._work: deque[Callable[[], object] | None] = deque()
+        self._rings: SimpleQueue[None] = SimpleQueue()
+
+    def submit(self, work: Callable[[], object] | None) -> None:
+        self._work.append(work)
+        self._rings.put(None)
+
+    def call(
+        self, variable: ContextVar[Any], current: object, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a function on the main thread, from another one, with a context variable set; return what it returns."""
+        answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        begun: list[bool] = []
+
+        def work() -> None:
+            if begun:
+                return
+            try:
+                begun.append(True)
+                token = variable.set(current)
+                try:
+                    value = function(*args, **kwargs)
+                finally:
+                    variable.reset(token)
+                answers.put((value, None))
+            except CallInterrupted:
+                raise
+            except BaseException as error:
+                answers.put((None, error))
+
+        self.submit(work)
+        value, error = answers.get()
+        try:
+            if error is not None:
+                raise error
+            return value
+        finally:
+            del error, value  # its traceback refers to this frame
 
     def serve(self, run: Callable[[Callable[[], object]], object]) -> None:
         """Call `run(work)` on this thread with all that is submitted, until a None or an interrupt."""
         while True:
             try:
-                if (work := self._work.get()) is None:
-                    return
-                run(work)
+                while self._work:
+                    if (work := self._work[0]) is None:
+                        return
+                    run(work)
+                    work = None  # it refers to arguments, and the next work may come much later
+                    self._work.popleft()
+                self._rings.get()
             except CallInterrupted:
                 return
-            except BaseException:  # such as of a user's SIGALRM handler, later than its call
+            except Exception:
                 logger.exception("an exception came between two calls on the main thread")
-            work = None  # it refers to arguments, and the next work may come much later
 
 
 class HandlerPool:

@@ -107,7 +107,7 @@ def _hold_world(arguments: Namespace, prog: str) -> AbstractContextManager[objec
     """Hold the rendezvous that the command names on this host, until the context ends. UsageError: it is held."""
     if not (key := key_here(arguments)):
         return nullcontext()
-    name = f"\0unified-rendezvous-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+    name = f"\0unified-rendezvous-{os.getuid()}-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
     holder, pid = socket.socket(socket.AF_UNIX), 0
     try:
         holder.bind(name)  # it is free again when this process ends, however it ends
@@ -115,6 +115,7 @@ def _hold_world(arguments: Namespace, prog: str) -> AbstractContextManager[objec
         return holder
     except OSError:
         with holder, suppress(OSError):
+            holder.setblocking(False)  # nobody accepts, so that at last there is no room
             holder.connect(name)
             pid, _, _ = struct.unpack("3i", holder.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     raise UsageError(

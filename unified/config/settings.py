@@ -61,13 +61,15 @@ class Intervals(NamedTuple):  # no msgspec record: its import would delay an ear
 def python_path(env: Mapping[str, str], directory: str | Path | None = None) -> dict[str, str]:
     """Return ``PYTHONPATH``, if `env` has it, with absolute entries. An empty entry is the directory, as for Python.
 
-    Without `directory` it is that of this process, or that in which it started if `sys.path` still shows it.
+    Without `directory` it is that of this process; for its own variable that in which it started, if `sys.path` still
+    shows it.
     """
-    found = []
+    found, is_own = [], directory is None and env.get("PYTHONPATH") == os.environ.get("PYTHONPATH")
     for entry in env["PYTHONPATH"].split(os.pathsep) if env.get("PYTHONPATH") else ():
         path = os.path.abspath(os.path.join(directory or os.getcwd(), entry))
-        if directory is None and path not in sys.path:
-            path = next((other for other in sys.path[1:] if other.endswith(f"/{os.path.normpath(entry)}")), path)
+        if is_own and not os.path.isabs(entry) and path not in sys.path:
+            others = (other for other in sys.path[1:] if isinstance(other, str))
+            path = next((other for other in others if other.endswith(f"/{os.path.normpath(entry)}")), path)
         found.append(path)
     return {"PYTHONPATH": os.pathsep.join(found)} if found else {}
 

@@ -1,6 +1,5 @@
 """Callbacks by which trainers of other libraries report to the job: `.transformers` (for TRL, too) and `.lightning`."""
 
-from numbers import Real
 from typing import Any
 
 from unified.errors import NotInWorkerError
@@ -13,6 +12,7 @@ def report(step: int, total: int | None, logged: dict[str, Any]) -> None:
         worker = current_worker()
     except NotInWorkerError:
         return
-    numbers = {name: each for name, each in logged.items() if isinstance(each, Real) or getattr(each, "ndim", 1) == 0}
+    plain = {name: each.item() if getattr(each, "ndim", 1) == 0 else each for name, each in logged.items()}
+    numbers = {name: each for name, each in plain.items() if isinstance(name, str) and isinstance(each, int | float)}
     refused = {"self", "step", "total", *(name for name in numbers if len(name) > 200)}  # by `Worker.report`
     worker.report(step, total, **{name: each for name, each in numbers.items() if name not in refused})

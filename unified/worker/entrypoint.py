@@ -43,7 +43,8 @@ _NOTICES = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _NEVER_SHADOWED = ("__main__", "encodings", "unified")
 """Modules that the interpreter, or the runtime, is made of."""
 _IMPORTS_ELASTIC = re.compile(
-    rb"^\s*(?:import|from)\b[^#\n]*\bunified(?:\.elastic\b|\s+import\b[^#\n]*\belastic\b)", re.MULTILINE
+    rb"(?:^|;)\s*(?:import|from)\b[^#\n]*\bunified(?:\.elastic\b|\s+import\b(?:[^#\n]*|\s*\([^)]*)\belastic\b)",
+    re.MULTILINE,
 )
 
 
@@ -96,7 +97,9 @@ def load(entry: EntryPoint, *, is_driver: bool, is_elastic: bool = False) -> Loa
 def imports_elastic(entry: EntryPoint, module: ModuleType) -> bool:
     """Return True if the entry point's own file imports `unified.elastic`, be it only while it runs."""
     if entry.kind == "value":
-        return b"unified.elastic" in entry.code.data  # names are plain text in the pickled bytes
+        return (
+            b"unified" in entry.code.data and b"elastic" in entry.code.data
+        )  # names are plain text in the pickled bytes
     try:
         return bool(_IMPORTS_ELASTIC.search(Path(module.__file__ or "").read_bytes()))
     except OSError:  # in a zip file

@@ -39,7 +39,7 @@ def apply_at_import() -> None:
                 apply(before, os.environ)
             return False
 
-    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "torch"]
+    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "torch"]
     watched = [spec for spec in (getattr(each, "__spec__", None) for each in modules) if type(spec) is ModuleSpec]
     for spec in watched:
         spec.__class__ = WatchedSpec

@@ -125,16 +125,14 @@ class Reporter:
         if now <= before or not before:
             return self._newest.load
         queues = [each for find in list(QUEUE_STATS.values()) if (each := find())["depth"] or not each["is_closed"]]
+        queues = queues[-MAX_METRICS:]
         ages_s = {each["name"]: each["oldest_age_s"] for each in queues if each["depth"]}
         put_at = {name: round(time.time() - age_s) for name, age_s in ages_s.items()}
         return records.WorkerLoad(
             memory_mb=_two_digits(int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES / 2**20),
             cpu=_two_digits((cpu_s - cpu_before_s) / (now - before)),
             device_memory_mb=_device_memory_mb(),
-            queues={
-                each["name"]: (each["depth"], each["size"], put_at.get(each["name"], 0))
-                for each in queues[:MAX_METRICS]
-            },
+            queues={each["name"]: (each["depth"], each["size"], put_at.get(each["name"], 0)) for each in queues},
         )
 
     def _change(self, metrics: dict[str, float | int | str], is_report: bool = False, **counts: Any) -> None:

@@ -223,7 +223,8 @@ async def tasks(call: Call) -> Answer:
     found = await call.page.source.tasks()
     for task in found:
         workers = mirror.workers.get(task["job_id"], {}).values()
-        progress = next((each.progress for each in workers if each.rank == 0 and each.progress is not None), Progress())
+        found_progress = (each.progress for each in workers if each.rank == 0 and each.progress is not None)
+        progress = next((each for each in found_progress if each.step is not None or each.metrics), Progress())
         task |= {"step": progress.step, "total": progress.total}
         task |= {name: json_value(progress.metrics.get(name)) for name in ("loss", "eval_loss", "lr", "tokens_per_s")}
     return {"tasks": found}

@@ -240,10 +240,7 @@ class CallServer:
             with self._lock:
                 may_start = self._order.line_up(call)
             if may_start:
-                self._executor(method).submit(partial(self._run, call, method, True))
-
-    def _executor(self, method: Method) -> HandlerPool | MainThread:
-        return self._main if method.on_main else self._pool
+                self._pool.submit(partial(self._run, call, method, True))
 
     def _run_on_loop(self, call: InboundCall, work: Callable[[], object]) -> None:
         call.is_on_loop = True
@@ -265,17 +262,17 @@ class CallServer:
             self._forget(call)
             return
         if call.link is not None and call.link.is_full and not method.is_inline:
-            self._park(call.link, lambda: self._executor(method).submit(partial(self._run, call, method, in_order)))
+            self._park(call.link, lambda: self._pool.submit(partial(self._run, call, method, in_order)))
             return
-        token = CURRENT.set(call)
-        began = 0.0
+        token, began = CURRENT.set(call), 0.0
         try:
             args, kwargs = self._arguments(call)
             began = time.perf_counter()
             if in_order:
                 in_order = False
                 self._start_next(call)
-            value = method.function(*args, **kwargs)
+            run = partial(self._main.call, CURRENT, call, method.function) if method.on_main else method.function
+            value = run(*args, **kwargs)
             if not call.waits:
                 method.inline_policy.took(time.perf_counter() - began)
             # A caller that has the answer may call again at once: the memory of the arguments must be free by then.
@@ -334,11 +331,13 @@ class CallServer:
             expires=call.expires,
         )
 
+        on_main = self._methods[call.method].on_main
+
         def run() -> None:
             try:
                 source.run(self._pool)
             finally:
-                self._forget(call)
+                self._pool.submit(lambda: self._forget(call)) if on_main else self._forget(call)
 
         async def run_async() -> None:
             try:
@@ -354,7 +353,7 @@ class CallServer:
         if source.is_async:
             self._run_on_loop(call, begin_async)
         else:
-            self._executor(self._methods[call.method]).submit(run)
+            (self._main if on_main else self._pool).submit(run)
 
     def _answer_future(self, call: InboundCall, ended: Future[Any]) -> None:
         """Answer with the outcome of a handler's own future, on the thread that ended it."""
@@ -368,8 +367,7 @@ class CallServer:
         with self._lock:
             following = self._order.started(call)
         if following is not None:
-            method = self._methods[following.method]
-            self._executor(method).submit(partial(self._run, following, method, True))
+            self._pool.submit(partial(self._run, following, self._methods[following.method], True))
 
     def _start_task(self, call: InboundCall, method: Method) -> None:
         if call.link is not None and call.link.is_full and not call.is_stale:
@@ -452,6 +450,8 @@ class CallServer:
             self._reply(call, Kind.ERROR, self._errors.describe(call, error), may_wait)
 
     def _forget(self, call: InboundCall) -> None:
+        if call.has_ended:
+            return
         self._known.pop((call.sender, call.call_id), None)
         call.has_ended = True
         if call.limit is not None:
@@ -471,7 +471,7 @@ class CallServer:
             if method.is_async:
                 self._hand_on(call, method)
             else:
-                self._executor(method).submit(partial(self._run, call, method, not method.is_inline))
+                self._pool.submit(partial(self._run, call, method, not method.is_inline))
 
     def _refuse_queued(self) -> None:
         """Refuse queued calls that handlers made. All allowed threads wait for other calls, perhaps for these, and

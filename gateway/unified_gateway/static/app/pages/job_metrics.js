@@ -12,11 +12,13 @@ import { Chart } from "../parts/chart.js";
 const MAX_RANKS = 8;
 const PERIOD_S = 5;
 
+const hasReported = (progress) => progress?.step != null || Object.keys(progress?.metrics ?? {}).length > 0;
+
 export function JobMetrics({ job, mirror }) {
   const { query } = place.value;
   const role = query.get("role") || reporting(job)[0] || job.roles[0]?.name;
   const axis = query.get("axis") || "step";
-  const workers = mirror.workers.list.filter((worker) => worker.role === role && worker.progress);
+  const workers = mirror.workers.list.filter((worker) => worker.role === role && hasReported(worker.progress));
   const every = Math.max(1, Math.ceil(workers.length / MAX_RANKS));
   const chosen = workers.filter((_, place) => place % every === 0).map((worker) => worker.name);
   const [series, setSeries] = useState(null);
