@@ -203,11 +203,13 @@ def given_up(handle: JobHandle) -> Counter[int]:
 
 
 def check_losses(out: Path, expected: list[dict[int, float]], replaced: Collection[int]) -> None:
-    """Each rank has taken the steps of the quiet run, and a replaced one all but those that it had not yet written."""
+    """Each rank has taken the steps of the quiet run. Where ranks were killed, one may have been hit within a step that
+    others had made, and has taken that from them: it has not written it.
+    """
     for rank, quiet in enumerate(expected):
         found = losses(out, rank)
         assert max(found) == STEPS
-        assert len(found) >= STEPS - (2 if rank in replaced else 0)
+        assert len(found) >= STEPS - (2 if replaced else 0)
         for step, loss in found.items():
             assert loss == pytest.approx(quiet[step], abs=1e-4), f"step {step} of rank {rank}"
 
