@@ -1,6 +1,7 @@
 """`unified logs` of real jobs: lines by pattern and time, and those of a node that is gone."""
 
 import contextlib
+import json
 import os
 import pty
 import re
@@ -8,6 +9,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,6 +106,49 @@ def test_the_end_of_a_log_is_shown_when_its_node_is_gone(local_cluster: Cluster,
     code, out, _ = show(*logs, "w-1", "--grep", "late")
     assert [line for line in out.splitlines() if "…" not in line] == ["[w-1] rank 1 is late"]
     handle.stop(force=True)
+
+
+TAKES_TURNS = """
+import os, time
+from pathlib import Path
+
+def run():
+    role = os.environ["ROLE"]
+    Path("b-1").touch()
+    for turn in range(4):
+        while not Path(f"a{turn}" if role == "b" else f"b{turn - 1}").exists():
+            time.sleep(0.01)
+        print(f"turn {turn}", flush=True)
+        time.sleep(0.5)
+        Path(f"{role}{turn}").touch()
+"""
+
+
+def test_lines_of_several_roles_are_in_the_order_of_time(
+    local_cluster: Cluster, project: Project, show: Show, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    project(turns_job=TAKES_TURNS)
+    cluster = local_cluster(nodes=2, devices=1)
+    builder: Any = DLJobBuilder().device_per_node(1).node_num(2).device_type("CPU")
+    for role in "ab":
+        builder.workload(role, "turns_job.run").total(1).per_group(1).env({"ROLE": role})
+    handle = cluster.submit(builder.build(), "turns")
+    assert handle.wait(timeout=200) == 0
+    logs = ("turns", "--master", cluster.address)
+    in_turn = [f"[{role}-0] turn {turn}" for turn in range(4) for role in "ab"]
+    assert show(*logs)[1].splitlines() == in_turn
+    assert show(*logs, "--tail", "2")[1].splitlines() == in_turn[4:]
+    lines = show(*logs, "--times", "--grep", "turn [12]")[1].splitlines()
+    assert [line.partition(" ")[2] for line in lines] == in_turn[2:6]
+    at = [line.partition(" ")[0] for line in lines]
+    assert at == sorted(at)
+    since = show(*logs, "--since", at[2])[1].splitlines()
+    assert since[-4:] == in_turn[4:], "a time that was shown can be asked for"
+    found = [json.loads(line) for line in show(*logs, "--json")[1].splitlines()]
+    times = [each["at"] for each in found]
+    assert times == sorted(times)
+    assert all(later - earlier > 0.3 for earlier, later in pairwise(times))
 
 
 EQUAL = """

@@ -131,7 +131,7 @@ class Job:
         self.exit_code: int | None = None
         self.end: EndReport | None = None
         self.reason = "all workers run"
-        self.output = {"out": b"", "err": b""}
+        self.output = {"out": b"", "err": b"", "out.times": b"", "err.times": b""}
         self.ends_on_stop = True
         self.num_workers = 1
         self.output_lost = ""
@@ -207,7 +207,7 @@ class Job:
                 return Refused(code="not-found", reason="there is no such job.")
 
     def chunk(self, request: ReadLog) -> LogChunk:
-        data = self.output["err" if request.stream == "err" else "out"]
+        data = self.output.get(request.stream, b"")
         start = max(0, len(data) + request.offset) if request.offset < 0 else request.offset
         part = data[start : start + request.max_bytes]
         return LogChunk(

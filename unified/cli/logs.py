@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import time
@@ -48,6 +49,8 @@ def logs_arguments(parser: ArgumentParser) -> None:
         "Only what was printed in this last time (90s, 10m, 2h, 1d), or since 2026-01-31T12:00, give or take a second."
     )
     parser.add_argument("--since", type=moment, default=0.0, metavar="TIME", help=text)
+    text = "Begin each line with the time at which it was written, to a tenth of a second, by its node's clock."
+    parser.add_argument("--times", action="store_true", help=text)
     parser.add_argument("--json", action="store_true", help="Print each line as one JSON object, for programs.")
     parser.add_argument("--until", type=moment, default=0.0, metavar="TIME", help="Only what was printed before it.")
 
@@ -65,6 +68,7 @@ def logs(
     since: float,
     until: float,
     no_fold: bool,
+    times: bool,
     json: bool,
 ) -> None:
     """Print what a job's workers printed, of its newest incarnation and of earlier ones."""
@@ -72,12 +76,13 @@ def logs(
     if worker:
         role, rank = parse_worker(worker)
     pattern = _pattern(grep)
-    wanted = LogFilter(role, rank, STREAMS[stream], LineFilter(grep, since, until))
+    # Hosts find lines, but not their times: with those, all lines are read, and searched here.
+    wanted = LogFilter(role, rank, STREAMS[stream], LineFilter("" if times else grep, since, until))
     try:
         handle, status = _find(job, master)
     except (UsageError, RefusedError) as error:
         left = left_by(job, master, error)
-        if since or until:
+        if since or until or times:
             raise UsageError(
                 f"the times of lines are not known any more: the cluster of {left.job_id} has ended."
             ) from None
@@ -91,14 +96,21 @@ def logs(
             status.job_id,
             wanted,
             mode="live" if follow else "once",
-            tail_bytes=None if tail is None or any(wanted.lines) else max(1, tail * LINE_BYTES),
+            tail_bytes=None if tail is None or grep or any(wanted.lines) else max(1, tail * LINE_BYTES),
         )
         reader.update(status)
         if json:
             reader.as_data()
-        folds = sys.stdout.isatty() and not no_fold and not json and is_wanted()
-        present = None if tail is None else _last(reader.read_present(), tail, facts)
-        if not _print(_lines(reader, handle, follow, present, folds), flush=follow) and not any(wanted.lines):
+        if times:
+            reader.show_times()
+        folds = sys.stdout.isatty() and not (no_fold or times or json) and is_wanted()
+
+        def found(lines: Iterator[str]) -> Iterator[str]:
+            return (line for line in lines if pattern.search(facts(line).text)) if times and grep else lines
+
+        present = None if tail is None else _last(found(reader.read_present()), tail, facts)
+        shown = itertools.chain(present or (), found(_new_lines(reader, handle, follow, folds)))
+        if not _print(shown, flush=follow) and not (grep or any(wanted.lines)):
             print(
                 f"no output yet; job {status.job_id} is {stage_text(status, time.time())}: {first_line(status.reason)}",
                 file=sys.stderr,
@@ -133,16 +145,10 @@ def _print(lines: Iterable[str], *, flush: bool = False) -> bool:
     return has_any
 
 
-def _lines(
-    reader: LogReader, handle: JobHandle, follow: bool, present: Iterator[str] | None, folds: bool
-) -> Iterator[str]:
-    yield from present or ()
+def _new_lines(reader: LogReader, handle: JobHandle, follow: bool, folds: bool) -> Iterator[str]:
     if folds:
         reader.fold()
-    if follow:
-        yield from reader.follow(handle.status)
-    else:
-        yield from reader.rest()
+    yield from reader.follow(handle.status) if follow else reader.rest()
 
 
 class _Facts(NamedTuple):
@@ -152,8 +158,8 @@ class _Facts(NamedTuple):
 
 
 def _facts_of_text(line: str) -> _Facts:
-    worker, _, text = line.partition("] ")
-    return _Facts(worker, text)
+    prefix, _, text = line.partition("] ")
+    return _Facts(prefix.rpartition("[")[2], text)
 
 
 def _facts_of_data(line: str) -> _Facts:
@@ -162,11 +168,10 @@ def _facts_of_data(line: str) -> _Facts:
 
 
 def _last(lines: Iterable[str], count: int, facts: Callable[[str], _Facts]) -> Iterator[str]:
-    by_worker: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=count))
-    for line in lines:
-        by_worker[facts(line).worker].append(line)
-    for kept in by_worker.values():
-        yield from kept
+    by_worker: defaultdict[str, deque[tuple[int, str]]] = defaultdict(lambda: deque(maxlen=count))
+    for number, line in enumerate(lines):
+        by_worker[facts(line).worker].append((number, line))
+    yield from (line for _, line in sorted(itertools.chain(*by_worker.values())))
 
 
 def _check(status: JobStatus, role: str | None, rank: int | None) -> None:

@@ -4,15 +4,25 @@
 with the worker's name in front. `LogReader` sends the requests. Readers pull, so a worker that prints too fast costs
 only its own log file: a live reader that is more than 1 MiB behind skips to the end, and says how much it left out and
 where the whole log is. A reader in mode `keep` skips nothing, and the worker waits for it.
+
+Lines of several streams come in the order of time: `LineQueue` holds a line back while a stream that still has older
+output to be read may have an earlier one. Agents keep the times at which output was written in files of their own,
+which `LogReader` reads beside the output.
 """
 
 from __future__ import annotations
 
 import codecs
+import contextlib
+import heapq
+import math
 import subprocess
 import sys
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime
+from itertools import pairwise
 from string import Template
 from typing import Literal, NamedTuple
 
@@ -26,7 +36,7 @@ from unified.errors import ClusterError, ProtocolError, RefusedError
 from unified.job.names import parse_worker
 from unified.job.spec import OutputFiles
 from unified.protocol.client_master import JobStatus, LogChunk, ReadLog, WorkerStatus
-from unified.protocol.records import Stage
+from unified.protocol.records import LOG_TIME, LogStream, Stage
 from unified.values import Value
 
 CHUNK_BYTES = 32768
@@ -46,6 +56,9 @@ DRAIN_S = 2.0
 KEEP_DRAIN_S = 10.0
 QUIET_S = 1.0
 """Seconds after which a partial line that does not go on is shown."""
+_TIME_CHARS = len("2026-01-31T12:00:00.0")
+_TIMES_BYTES = 1 << 20
+"""Size of the largest index of a log's times."""
 RENEW_S = 5.0
 """Seconds after which a reader in mode `keep` that cannot go on shows again that it is still there."""
 SEARCH_WITHIN_S = 5.0
@@ -56,6 +69,7 @@ sys.stdout.buffer.writelines(line for line in sys.stdin.buffer if search(line.rs
 """
 
 Stream = Literal["out", "err"]
+_TIMES: dict[Stream, LogStream] = {"out": "out.times", "err": "err.times"}
 Mode = Literal["once", "live", "keep"]
 
 
@@ -94,6 +108,8 @@ class LogLine(Value, frozen=True, kw_only=True):
     """0 for the first."""
     stream: Stream
     """``out`` or ``err``."""
+    at: float = 0.0
+    """Time at which the worker wrote it, to a tenth of a second: seconds since 1970 by its node's clock. 0: unknown."""
     line: str = ""
     """Text of the line, without its end."""
     note: str = ""
@@ -111,6 +127,17 @@ class Output(NamedTuple):
     """Nothing has followed for a moment: a partial line is to be shown."""
     is_end: bool = False
     """Nothing follows, even if the text ends within a line."""
+    at: float = 0.0
+    """Time at which the text was written, as in `LogLine`."""
+
+
+class Line(NamedTuple):
+    """One line of a stream, or a note of ours in its place."""
+
+    source: OutputSource
+    text: str
+    is_note: bool = False
+    at: float = 0.0
 
 
 class StreamCursor:
@@ -154,6 +181,11 @@ class StreamCursor:
         self._text_at = 0.0
         self._present: int | None = None
         self._noted = ""
+        self.newest_at = 0.0
+        """Time of the newest output that was read. Infinite if it is unknown."""
+        self._times: list[tuple[int, float]] = []
+        """Offsets and times of output from the last that was read on."""
+        self._times_read = LOG_TIME.size * min(offset, 0)  # a byte has one time at most
         # In mode `keep` a file gets bytes that are no UTF-8 unchanged.
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape" if self._keep else "replace")
 
@@ -169,6 +201,26 @@ class StreamCursor:
             **self.lines._asdict(),
         )
 
+    def times_request(self, job: str, chunk: LogChunk) -> ReadLog | None:
+        """Return the request for the times of a chunk; None if they are known, or if it has only lines that match."""
+        if not chunk.data or self.lines.grep or (self._times and self._times[-1][0] >= chunk.next_offset):
+            return None
+        return ReadLog(
+            job=job,
+            worker=self.worker,
+            incarnation=self.incarnation,
+            stream=_TIMES[self.source.stream],
+            offset=self._times_read,
+            max_bytes=_TIMES_BYTES,
+        )
+
+    def take_times(self, chunk: LogChunk) -> None:
+        records = LOG_TIME.iter_unpack(chunk.data[: len(chunk.data) // LOG_TIME.size * LOG_TIME.size])
+        for offset, at in records if chunk.offset else list(records)[1:]:
+            if not self._times or offset > self._times[-1][0]:
+                self._times.append((offset, max(at, self._times[-1][1]) if self._times else at))
+        self._times_read = chunk.next_offset if chunk.offset >= self._times_read else 0  # it was thinned
+
     def take(self, chunk: LogChunk, now: float) -> list[Output]:
         found: list[Output] = []
         if self._offset < 0:
@@ -179,7 +231,11 @@ class StreamCursor:
         if chunk.note and chunk.note != self._noted:
             found.append(Output(self.source, note=chunk.note))
         self._noted = chunk.note
-        text = self._from_newline(self._decoder.decode(chunk.data))
+        *earlier, (at, last) = self._by_time(chunk)
+        for time_, part in earlier:
+            if text := self._from_newline(self._decoder.decode(part)):
+                found.append(Output(self.source, text, at=time_))
+        text = self._from_newline(self._decoder.decode(last))
         self.has_moved = chunk.next_offset > self._offset
         self._offset = chunk.next_offset
         self.is_final = chunk.is_final and self._offset >= chunk.size
@@ -190,7 +246,7 @@ class StreamCursor:
         is_quiet = self._is_line_begun and now - self._text_at >= QUIET_S
         if text or is_quiet or self.is_final:
             self._is_line_begun = self._is_line_begun and not is_quiet
-            found.append(Output(self.source, text, is_quiet=is_quiet, is_end=self.is_final))
+            found.append(Output(self.source, text, is_quiet=is_quiet, is_end=self.is_final, at=at))
         behind = chunk.size - chunk.next_offset
         if self._is_live and behind > BEHIND_BYTES and not any(self.lines):
             target = chunk.size - CHUNK_BYTES
@@ -212,6 +268,19 @@ class StreamCursor:
         self._pause_s = LIVE_PAUSE_S if has_data else min(self.idle_s, self._pause_s * 1.5)
         self.due_at = now + (self._pause_s if self._is_live or not has_data else 0.0)
 
+    def _by_time(self, chunk: LogChunk) -> list[tuple[float, bytes]]:
+        """Return the parts of a chunk, at least one, each with the time at which it was written (0: unknown)."""
+        if not self._times or self.lines.grep:
+            self.newest_at = math.inf
+            return [(0.0, chunk.data)]
+        del self._times[: max(0, bisect_right(self._times, (chunk.offset, math.inf)) - 1)]
+        starts = [(max(offset - chunk.offset, 0), at) for offset, at in self._times]
+        starts[0] = (0, starts[0][1])
+        parts = [(at, chunk.data[start:end]) for (start, at), (end, _) in pairwise([*starts, (len(chunk.data), 0.0)])]
+        parts = [part for part in parts if part[1]] or [(self.newest_at, b"")]
+        self.newest_at = parts[-1][0]
+        return parts
+
     def _from_newline(self, text: str) -> str:
         if self._drop_to_newline:
             _, newline, text = text.partition("\n")
@@ -229,21 +298,25 @@ class LineView:
     Attributes:
         folder: folds equal lines of several workers into one. Lines wait in it until `due` returns them.
         is_data: each line is a `LogLine` as JSON.
+        has_times: each line begins with its time.
     """
 
     def __init__(self, *, has_prefix: bool = True) -> None:
         self.folder: LineFolder | None = None
         self.is_data = False
+        self.has_times = False
         self._has_prefix = has_prefix
         self._partials: dict[OutputSource, str] = {}
 
     def feed(self, outputs: Iterable[Output]) -> list[str]:
         """Return the lines that are complete now. A line that is cut off by a gap or an end counts as complete."""
-        lines = (line for output in outputs for line in self._feed(output))
+        return self.show(line for output in outputs for line in self.lines(output))
+
+    def show(self, lines: Iterable[Line]) -> list[str]:
         if self.folder is None:
-            return [self._shown(*line) for line in lines]
-        for source, line, is_note in lines:
-            self.folder.add(*self._texts(source, line, is_note))
+            return [self._shown(line) for line in lines]
+        for line in lines:
+            self.folder.add(*self._texts(line))
         return self.due()
 
     def due(self, *, is_end: bool = False) -> list[str]:
@@ -253,19 +326,20 @@ class LineView:
     def flush(self) -> list[str]:
         """Return all lines that wait, and the partial lines."""
         partials, self._partials = self._partials, {}
-        return self.due(is_end=True) + [self._shown(source, seen(text)) for source, text in partials.items()]
+        return self.due(is_end=True) + [self._shown(Line(source, seen(text))) for source, text in partials.items()]
 
     def partials(self) -> list[str]:
         """Return the partial lines as they are now; they go on."""
-        return [self._shown(source, seen(text)) for source, text in self._partials.items()]
+        return [self._shown(Line(source, seen(text))) for source, text in self._partials.items()]
 
-    def _feed(self, output: Output) -> Iterator[tuple[OutputSource, str, bool]]:
+    def lines(self, output: Output) -> Iterator[Line]:
+        """Yield the lines that are complete with this output."""
         source = output.source
         begun = self._partials.pop(source, "")
         if output.note:
             if begun:
-                yield source, seen(begun), False
-            yield source, output.note, True
+                yield Line(source, seen(begun))
+            yield Line(source, output.note, is_note=True)
             begun = ""
         *whole, rest = (begun + output.text).split("\n")
         if rest and (output.is_end or len(rest) > MAX_LINE_CHARS):
@@ -273,20 +347,45 @@ class LineView:
         elif rest:
             self._partials[source] = not_drawn_over(rest)
         for line in whole:
-            yield source, seen(line), False
+            yield Line(source, seen(line), at=output.at)
 
-    def _shown(self, source: OutputSource, line: str, is_note: bool = False) -> str:
+    def _shown(self, line: Line) -> str:
         if not self.is_data:
-            return "".join(self._texts(source, line, is_note))
+            return self._time(line.at) + "".join(self._texts(line))
+        source = line.source
         role, rank = parse_worker(source.worker)
-        more = {"note" if is_note else "line": line}
-        return encode_json(
-            LogLine(role=role, rank=rank, incarnation=source.incarnation, stream=source.stream, **more)
-        ).decode()
+        found = LogLine(role=role, rank=rank, incarnation=source.incarnation, stream=source.stream, at=line.at)
+        return encode_json(structs.replace(found, **{"note" if line.is_note else "line": line.text})).decode()
 
-    def _texts(self, source: OutputSource, line: str, is_note: bool) -> tuple[str, str]:
-        prefix = source.prefix if self._has_prefix or is_note else ""
-        return prefix, f"… {line}" if is_note else line
+    def _time(self, at: float) -> str:
+        if not self.has_times:
+            return ""
+        text = datetime.fromtimestamp(at).isoformat(timespec="milliseconds")[:_TIME_CHARS] if at else ""
+        return f"{text:{_TIME_CHARS}} "
+
+    def _texts(self, line: Line) -> tuple[str, str]:
+        prefix = line.source.prefix if self._has_prefix or line.is_note else ""
+        return prefix, f"… {line.text}" if line.is_note else line.text
+
+
+class LineQueue:
+    """Lines of several streams that wait for earlier ones."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[float, int, Line]] = []
+        self._count = 0
+        self._newest: dict[OutputSource, float] = {}
+
+    def add(self, line: Line) -> None:
+        """Add a line; one without a time goes behind the last one of its stream."""
+        at = self._newest[line.source] = max(line.at, self._newest.get(line.source, 0.0))
+        self._count += 1
+        heapq.heappush(self._waiting, (at, self._count, line))
+
+    def take(self, before: float) -> Iterator[Line]:
+        """Yield the lines from before a time, in the order of time."""
+        while self._waiting and self._waiting[0][0] < before:
+            yield heapq.heappop(self._waiting)[2]
 
 
 def not_drawn_over(line: str) -> str:
@@ -349,6 +448,7 @@ class LogReader:
         self._incarnations: dict[str, int] = {}
         self._cursors: list[StreamCursor] = []
         self._view = LineView()
+        self._queue = LineQueue()
         self._is_over = False
         self.left_out = 0
 
@@ -369,23 +469,54 @@ class LogReader:
     def pull(self) -> Iterator[list[Output]]:
         """Read every stream that is due once, a few at a time; yield output worker by worker."""
         now = time.monotonic()
+        yield from self._pull([cursor for cursor in self._cursors if self._is_over or cursor.due_at <= now])
+
+    def pull_lines(self) -> Iterator[str]:
+        """Read streams that are due once; yield the lines that are complete, and have no earlier one to wait for."""
+        now, oldest = time.monotonic(), self._read_until()
         due = [cursor for cursor in self._cursors if self._is_over or cursor.due_at <= now]
+        due = [cursor for cursor in due if cursor.is_caught_up or cursor.newest_at <= oldest]
+        is_timed = self._view.has_times or self._view.is_data or len(self._cursors) > 1
+        for outputs in self._pull(due, is_timed=is_timed):
+            for output in outputs:
+                for line in self._view.lines(output):
+                    self._queue.add(line)
+        yield from self._view.show(self._queue.take(self._read_until()))
+        yield from self._view.due()
+
+    def _read_until(self) -> float:
+        """Return the time up to which all that was there at the first reads was read."""
+        return min((cursor.newest_at for cursor in self._cursors if not cursor.is_caught_up), default=math.inf)
+
+    def _pull(self, due: list[StreamCursor], *, is_timed: bool = False) -> Iterator[list[Output]]:
         count = KEEP_IN_FLIGHT if self._mode == "keep" else MAX_IN_FLIGHT
         for start in range(0, len(due), count):
             batch = due[start : start + count]
             replies = [self._connection.send(cursor.request(self._job)) for cursor in batch]
             found: list[Output] = []
+            chunks = []
             for cursor, reply in zip(batch, replies, strict=True):
-                found += self._finish(cursor, reply)
+                chunk, lost = self._chunk(cursor, reply)
+                found += lost
+                if chunk is not None:
+                    chunks.append((cursor, chunk))
+            if is_timed:
+                self._read_times(chunks)
+            for cursor, chunk in chunks:
+                found += cursor.take(chunk, time.monotonic())
             if found:
                 yield found
         self._cursors = [cursor for cursor in self._cursors if not cursor.is_final]
 
-    def pull_lines(self) -> Iterator[str]:
-        """Yield the lines that are complete after one `pull`."""
-        for outputs in self.pull():
-            yield from self._view.feed(outputs)
-        yield from self._view.due()
+    def _read_times(self, chunks: Iterable[tuple[StreamCursor, LogChunk]]) -> None:
+        """Read the times of chunks. A log may have none: an older one, or one that its node cannot send now."""
+        wanted = [(cursor, cursor.times_request(self._job, chunk)) for cursor, chunk in chunks]
+        sent = [(cursor, self._connection.send(request)) for cursor, request in wanted if request is not None]
+        for cursor, reply in sent:
+            with contextlib.suppress(ClusterError, ProtocolError):
+                answer = reply.result()
+                if isinstance(answer, LogChunk):
+                    cursor.take_times(answer)
 
     def fold(self) -> None:
         """Fold equal lines of several workers into one, from now on."""
@@ -394,6 +525,10 @@ class LogReader:
     def as_data(self) -> None:
         """Make each line a `LogLine` as JSON, from now on."""
         self._view.is_data = True
+
+    def show_times(self) -> None:
+        """Begin each line with its time, such as ``2026-01-31T12:00:00.5``, from now on."""
+        self._view.has_times = True
 
     def renew(self) -> None:
         """Ask agents to keep logs while the reader pauses, because nobody takes the output that was read."""
@@ -442,11 +577,10 @@ class LogReader:
 
     def rest(self) -> Iterator[str]:
         """Yield the lines that are there now; if the job has ended, all that are left."""
+        yield from self.read_present()
         if self._is_over:
             for outputs in self.drain():
                 yield from self._view.feed(outputs)
-        else:
-            yield from self.read_present()
         yield from self._view.flush()
 
     def _meet(self, worker: WorkerStatus) -> None:
@@ -482,7 +616,8 @@ class LogReader:
             cursor.idle_s = max(IDLE_PAUSE_S, len(self._cursors) / MAX_IDLE_READS_S)
         self._incarnations[worker.name] = worker.incarnation
 
-    def _finish(self, cursor: StreamCursor, reply: PendingReply) -> list[Output]:
+    def _chunk(self, cursor: StreamCursor, reply: PendingReply) -> tuple[LogChunk | None, list[Output]]:
+        """Return the next part of a stream, or None and a note of what is lost, if anything is."""
         try:
             answer = reply.result()
         except RefusedError as refusal:
@@ -490,15 +625,16 @@ class LogReader:
             is_unsearched = bool(cursor.lines.grep) and (refusal.code != "unavailable" or self._mode == "once")
             cursor.is_final = self._is_over or is_unsearched
             is_lost = is_unsearched or (self._is_over and refusal.code == "unavailable")
-            return [Output(cursor.source, note=f"the rest is missing: {refusal}", is_end=True)] if is_lost else []
+            note = Output(cursor.source, note=f"the rest is missing: {refusal}", is_end=True)
+            return None, [note] if is_lost else []
         except (ClusterError, ProtocolError):  # the master is silent or replaced: the status says so, not the log
             cursor.nothing(time.monotonic())
-            return []
+            return None, []
         if not isinstance(answer, LogChunk):
             raise ProtocolError(f"the master answered ReadLog with {type(answer).__name__}.")
         if answer.note and answer.data and cursor.lines.grep:  # the agent did not search it
             answer = _searched(answer, cursor.lines.grep)
-        return cursor.take(answer, time.monotonic())
+        return answer, []
 
 
 def _searched(chunk: LogChunk, pattern: str) -> LogChunk:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
@@ -316,9 +317,13 @@ class CallSpan(Value, frozen=True, omit_defaults=True):
     error: str = ""
 
 
-LogStream = Literal["out", "err", "both", "metrics", "trace", "profile"]
+LogStream = Literal["out", "err", "both", "out.times", "err.times", "metrics", "trace", "profile"]
 """Files of an incarnation. `metrics`: its reports, one JSON object per line; empty if it reported nothing.
-`trace`: likewise its calls, if ``UNIFIED_TRACE`` is set. `profile`: its last profile."""
+`trace`: likewise its calls, if ``UNIFIED_TRACE`` is set. `profile`: its last profile. `out.times` and `err.times`:
+when its output was written, as `LOG_TIME` records."""
+LOG_TIME = struct.Struct("<Qd")
+"""Offset in a log, and the time (seconds since 1970) at which bytes were written there. The first record of a file is 0
+and the shortest time between two records."""
 ProfileKind = Literal["flamegraph", "speedscope", "memory", "torch"]
 """Kinds of a profile. `flamegraph` (SVG) and `speedscope` (JSON): where its time goes, by py-spy. `memory`: what it
 allocates (HTML), by memray. `torch`: one step (Chrome's trace, gzip), by its own ``torch.profiler``."""

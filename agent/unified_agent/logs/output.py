@@ -458,8 +458,8 @@ class OutputReader:
         if fault := _fault(order):
             return LogSlice(error=fault)
         incarnation = JobWorkerIncarnation(order.job_id, order.worker, order.worker_incarnation)
-        if order.stream in OTHER_FILES:
-            path = self._path(incarnation, OTHER_FILES[order.stream])
+        if order.stream not in ("out", "err"):
+            path = self._path(incarnation, OTHER_FILES.get(order.stream, order.stream))
             if not path.exists():
                 return LogSlice()
             return read_slice(path, order.offset, order.max_bytes, self._max_series_files)

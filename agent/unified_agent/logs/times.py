@@ -1,22 +1,22 @@
 """The time index of a log, `0.err.times`: offsets in the log, with the times at which they were written.
 
-Lines carry no time of their own. At most once a second, and only when something is written, the offset and the time
-are recorded. At `MAX_RECORDS` records every other one is dropped, and recording goes on half as often.
+Lines carry no time of their own. At most ten times a second, and only when something is written, the offset and the
+time are recorded. At `MAX_RECORDS` records every other one is dropped, and recording goes on half as often.
 """
 
 from __future__ import annotations
 
 import contextlib
-import struct
 import sys
 import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
-EACH_S = 1.0
+from unified.protocol.records import LOG_TIME
+
+EACH_S = 0.1
 MAX_RECORDS = 65536
-_RECORD = struct.Struct("<Qd")
 
 
 class TimeIndex:
@@ -43,7 +43,7 @@ class TimeIndex:
                 self._each_s *= 2
                 self._rewrite(_read(self._path)[1::2])
             with contextlib.suppress(OSError), self._path.open("ab", buffering=0) as file:
-                file.write(_RECORD.pack(offset, now))
+                file.write(LOG_TIME.pack(offset, now))
                 self._num += 1
 
     def forget(self, before: int) -> None:
@@ -55,7 +55,7 @@ class TimeIndex:
     def _rewrite(self, records: list[tuple[int, float]]) -> None:
         self._num = len(records)
         with contextlib.suppress(OSError):
-            self._path.write_bytes(b"".join(_RECORD.pack(*each) for each in [(0, self._each_s), *records]))
+            self._path.write_bytes(b"".join(LOG_TIME.pack(*each) for each in [(0, self._each_s), *records]))
             self._path.chmod(0o600)
 
 
@@ -83,4 +83,4 @@ def _read(path: Path) -> list[tuple[int, float]]:
         data = path.read_bytes()
     except OSError:
         return []
-    return list(_RECORD.iter_unpack(data[: len(data) // _RECORD.size * _RECORD.size]))
+    return list(LOG_TIME.iter_unpack(data[: len(data) // LOG_TIME.size * LOG_TIME.size]))

@@ -475,7 +475,8 @@ def test_lines_of_logs_as_data(job: Job, capsys: pytest.CaptureFixture[str]) -> 
         assert main(["logs", "gpt", "--json", *words]) == 0
         return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
-    first = {"role": "trainer", "rank": 0, "incarnation": 0, "stream": "out", "line": '{"not": ours}', "note": ""}
+    first = {"role": "trainer", "rank": 0, "incarnation": 0, "stream": "out", "at": 0.0}
+    first |= {"line": '{"not": ours}', "note": ""}
     assert told() == [first, {**first, "line": "second"}, {**first, "stream": "err", "line": "oops"}]
     assert [each["line"] for each in told("--tail", "1", "--stream=out")] == ["second"]
 

@@ -25,10 +25,10 @@ def index(tmp_path: Path, *writes: tuple[float, int]) -> Path:
 
 
 def test_a_range_holds_all_that_was_written_in_that_time(tmp_path: Path) -> None:
-    log = index(tmp_path, (1000.0, 0), (1000.5, 10), (1010.0, 20), (1020.0, 30))
+    log = index(tmp_path, (1000.0, 0), (1000.05, 10), (1010.0, 20), (1020.0, 30))
     assert range_of(log, 0, 0) == EVERYTHING
     assert range_of(log, 1005, 0) == (20, sys.maxsize)
-    assert range_of(log, 1000.9, 0) == (0, sys.maxsize)  # bytes from 10 on may be of that time
+    assert range_of(log, 1000.09, 0) == (0, sys.maxsize)  # bytes from 10 on may be of that time
     assert range_of(log, 1005, 1012) == (20, 30)
     assert range_of(log, 0, 1019) == (0, 30)
     assert range_of(log, 0, 999) == (0, 0)

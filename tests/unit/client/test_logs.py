@@ -1,6 +1,8 @@
 """A cursor over one stream: text, skips, ends; and the lines that are made of it."""
 
 import time
+from datetime import datetime
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -24,7 +26,7 @@ from unified.client.logs import (
     StreamCursor,
 )
 from unified.protocol.client_master import JobStatus, LogChunk, ReadLog, RoleStatus
-from unified.protocol.records import Stage
+from unified.protocol.records import LOG_TIME, Stage
 
 SOURCE = OutputSource("[trainer-0] ", "out")
 
@@ -176,6 +178,77 @@ def test_what_was_begun_can_be_looked_at_while_it_grows() -> None:
     assert view.feed([Output(SOURCE, "\r20%")]) == []
     assert view.partials() == ["[trainer-0] 20%"]
     assert LineView(has_prefix=False).feed([Output(SOURCE, "bare\n")]) == ["bare"]
+
+
+class TimedLogs:
+    """A connection to a master that has whole logs with their times, in small parts."""
+
+    def __init__(self, logs: dict[tuple[int, str], list[tuple[float, bytes]]], part: int = 20) -> None:
+        self.part = part
+        self.num_reads = 0
+        self.files: dict[tuple[int, str], bytes] = {}
+        for (rank, stream), writes in logs.items():
+            text, times = b"", LOG_TIME.pack(0, 0.1)
+            for at, written in writes:
+                times += LOG_TIME.pack(len(text), at) if at else b""
+                text += written
+            self.files[rank, stream], self.files[rank, f"{stream}.times"] = text, times
+
+    def send(self, request: ReadLog) -> Any:
+        self.num_reads += 1
+        data = self.files.get((int(request.worker[-1]), request.stream), b"")
+        offset = max(0, len(data) + request.offset) if request.offset < 0 else request.offset
+        size = request.max_bytes if request.stream.endswith("times") else self.part
+        answer = chunk(data[offset : offset + size], offset, len(data))
+        return SimpleNamespace(result=lambda: msgspec.structs.replace(answer, is_final=answer.next_offset == len(data)))
+
+
+def read_all(connection: Any, *, tail_bytes: int | None = None, **wanted: Any) -> list[str]:
+    reader = LogReader(connection, "gpt-1", LogFilter(**wanted), tail_bytes=tail_bytes)
+    reader.show_times()
+    workers = [worker_status(rank, name=f"trainer-{rank}") for rank in range(3)]
+    reader.update(msgspec.structs.replace(ended(), workers=workers))
+    return list(reader.rest())
+
+
+def shown(at: float, line: str) -> str:
+    return f"{datetime.fromtimestamp(at).isoformat(timespec='milliseconds')[:21]} {line}"
+
+
+@pytest.mark.parametrize("part", [3, 20, 10_000])
+def test_lines_of_several_streams_come_in_the_order_of_time(part: int) -> None:
+    steps = [(1000.5 + rank / 5 + step, rank, step) for step in range(50) for rank in range(3)]
+    written: dict[tuple[int, str], list[tuple[float, bytes]]] = {}
+    for at, rank, step in steps:
+        written.setdefault((rank, "out"), []).append((at, f"step {step}\n".encode()))
+    written[1, "err"] = [(1020.1, b"a warning of "), (1020.3, b"two writes\n")]
+    lines = [(at, shown(at, f"[trainer-{rank}] step {step}")) for at, rank, step in steps]
+    lines.append((1020.3, shown(1020.3, "[trainer-1] a warning of two writes")))
+    assert read_all(TimedLogs(written, part)) == [line for _, line in sorted(lines)]
+
+
+def test_a_tail_has_its_times() -> None:
+    written = {(rank, "out"): [(1000.0 + step, b"%04d\n" % step) for step in range(3000)] for rank in range(2)}
+    expected = [shown(1000.0 + step, f"[trainer-{rank}] {step:04d}") for step in range(2997, 3000) for rank in range(2)]
+    assert read_all(TimedLogs(written), tail_bytes=17) == expected
+
+
+def test_a_log_without_times_holds_no_other_back() -> None:
+    written = {(0, "out"): [(0.0, b"early\n" * 9)], (1, "out"): [(1000.0, b"one\n"), (1001.0, b"two\n")]}
+    lines = read_all(TimedLogs(written))
+    assert [line for line in lines if "early" in line] == [f"{'':21} [trainer-0] early"] * 9
+    assert [line for line in lines if "early" not in line] == [
+        shown(1000.0, "[trainer-1] one"),
+        shown(1001.0, "[trainer-1] two"),
+    ]
+
+
+def test_one_stream_is_read_without_its_times_unless_they_are_shown() -> None:
+    connection: Any = TimedLogs({(0, "out"): [(1000.0, b"one\n")]})
+    reader = LogReader(connection, "gpt-1", LogFilter(streams=("out",)))
+    reader.update(ended())
+    assert list(reader.rest()) == ["[trainer-0] one"]
+    assert connection.num_reads == 1
 
 
 class SlowSearch:
