@@ -293,7 +293,7 @@ from pathlib import Path
 came = []
 for name in sys.argv[1:]:
     signal.signal(getattr(signal, name), lambda number, frame: came.append(signal.Signals(number).name))
-Path(f"up-{os.environ['RANK']}").touch()
+print("up", flush=True)
 until = time.monotonic() + 100
 while set(came) != set(sys.argv[1:]) and time.monotonic() < until:  # one may come twice if the master is slow
     time.sleep(0.01)
@@ -303,12 +303,20 @@ while not Path("go").exists():
 """
 
 
+def until_shown(ran: subprocess.Popen[str], text: str, count: int) -> None:
+    """Read the command's output up to these lines: before it shows output, it has no job to pass signals on to."""
+    assert ran.stdout is not None
+    for _ in range(count):
+        while text not in (line := ran.stdout.readline()):
+            assert line, ran.communicate()[1]
+
+
 @pytest.mark.usefixtures("without_torch")
 def test_signals_go_to_the_ranks_that_handle_them_and_the_run_goes_on(tmp_path: Path, unified_run: Run) -> None:
     (tmp_path / "handles.py").write_text(HANDLES)
     names = ["SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"]
     ran = unified_run("--nproc-per-node=2", "--signals-to-handle=SIGTERM,SIGQUIT", "handles.py", *names)
-    eventually(lambda: all((tmp_path / f"up-{rank}").exists() for rank in range(2)), timeout=100)
+    until_shown(ran, "up", 2)
     for name in [*names, "SIGWINCH"]:
         ran.send_signal(signal.Signals[name])
     assert ran.stdout is not None
@@ -326,7 +334,7 @@ def test_signals_go_to_the_ranks_that_handle_them_and_the_run_goes_on(tmp_path: 
 def test_ranks_that_do_not_handle_a_signal_are_left_alone(tmp_path: Path, unified_run: Run) -> None:
     (tmp_path / "waits.py").write_text(HANDLES)
     ran = unified_run("waits.py")
-    eventually(lambda: (tmp_path / "up-0").exists(), timeout=100)
+    until_shown(ran, "up", 1)
     ran.send_signal(signal.SIGUSR1)
     ran.send_signal(signal.SIGHUP)
     assert ran.stderr is not None

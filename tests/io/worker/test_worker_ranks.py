@@ -98,15 +98,20 @@ def test_rank_that_dies_is_replaced_in_a_new_round(
     store.ends()
 
 
+@pytest.fixture
+def outside_of_elastic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process may have imported `unified.elastic`, whose variable a zygote would inherit."""
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+
+
 @pytest.mark.parametrize(
     ("line", "is_elastic"),
     [("from unified.elastic import elastic", True), ("import os  # or unified.elastic", False)],
 )
 def test_nccl_s_watchdog_knows_a_rank_that_imports_elastic_later_and_no_other(
-    agent: Agent, forker: Forker, line: str, is_elastic: bool, monkeypatch: pytest.MonkeyPatch
+    agent: Agent, outside_of_elastic: None, forker: Forker, line: str, is_elastic: bool
 ) -> None:
     """The group is made before the script runs, and NCCL reads the variable then."""
-    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
     show = "print('handling', os.environ.get('TORCH_NCCL_ASYNC_ERROR_HANDLING'), dist.is_initialized(), flush=True)"
     agent.write("late.py", f"import os\nimport torch.distributed as dist\n\n{show}\n\ndef later():\n    {line}\n")
     store = forker.launch_store()

@@ -45,8 +45,10 @@ def test_no_name_in_a_log_ends_the_training(heard: Heard) -> None:
     assert heard.reports == [(3, None, {"rewards/a b": 5.0})]
 
 
-def test_outside_of_a_worker_nothing_happens() -> None:
+def test_outside_of_a_worker_nothing_happens(heard: Heard) -> None:
+    set_current_worker(None)
     report(3, 10, {"loss": 0.5})
+    assert heard.reports == []
 
 
 @pytest.mark.parametrize(("library", "extra"), [("transformers", "hf"), ("lightning", "nemo")])

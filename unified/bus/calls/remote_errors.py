@@ -127,7 +127,8 @@ def describe(error: BaseException, *, worker: str, node: str, ours: dict[str, An
 
 
 def _raised(error: BaseException, worker: str, node: str) -> Raised:
-    members = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    group = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    members = tuple(_raised(each, worker, node) for each in group)  # before the texts: those of a deep group take long
     return Raised(
         from_bus=False,
         type_name=_type_name(error),
@@ -137,7 +138,7 @@ def _raised(error: BaseException, worker: str, node: str) -> Raised:
         node=node,
         pickled=_pickled(error),
         group_message=_utf8(BaseExceptionGroup.message.__get__(error)) if members else "",
-        members=tuple(_raised(each, worker, node) for each in members),
+        members=members,
     )
 
 
