@@ -49,4 +49,12 @@ def test_a_job_that_stalls_is_red_everywhere_and_its_queues_say_why(open_tab: Op
             [unified, "jobs", "--master", cluster.address], capture_output=True, text=True, check=True
         ).stdout
         assert "STALLED" in listed
-        handle.stop(force=True)
+        whole_node = builder.role("other").run("stall_jobs.train").total(4).resource(accelerator=1).end().build()
+        others = [cluster.submit(whole_node, f"other-{number}") for number in range(3)]
+        tab.page.goto(ui.origin)
+        tab.eventually_has("number 2 in the queue, waits", "[aria-label='Waiting jobs']")
+        running = tab.text("[aria-label='Running jobs']")
+        assert handle.job_id in running
+        assert [each.job_id in running for each in others] == [True, False, False]
+        for each in [*others, handle]:
+            each.stop(force=True)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.cluster.conftest import Cluster, Project
 from unified.api.builder import DLJobBuilder
+from unified.cli.main import main
 from unified.testing import eventually
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("without_torch")]
@@ -71,3 +72,25 @@ def test_restarts_from_inside_and_outside_and_the_outcome(
     (tmp_path / "end").touch()
     assert handle.wait(timeout=200) == 1
     assert json.loads((tmp_path / "outcome").read_text()) == 1
+
+
+def test_a_job_in_the_queue_says_its_place(
+    local_cluster: Cluster, project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project(sleeping_job="import time\n\ndef run():\n    time.sleep(1000)\n")
+    builder: Any = DLJobBuilder().device_per_node(1).device_type("CPU")
+    job = builder.workload("w", "sleeping_job.run").total(1).resource(accelerator=1).build()
+    cluster = local_cluster(nodes=1, devices=1)
+    handles = [cluster.submit(job, f"sleeping-{number}") for number in range(3)]
+
+    def submitted(number: int) -> str:
+        assert main(["status", f"sleeping-{number}", "--master", cluster.address]) == 0
+        return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  submitted "))
+
+    eventually(lambda: submitted(2).endswith(", number 2 of 2 in the queue"), timeout=100)
+    assert submitted(1).endswith(", number 1 of 2 in the queue")
+    assert "queue" not in submitted(0)
+    handles[1].stop()
+    eventually(lambda: submitted(2).endswith(", number 1 of 1 in the queue"), timeout=100)
+    for handle in handles:
+        handle.stop(force=True)

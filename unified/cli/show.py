@@ -22,6 +22,7 @@ from unified.client.report import (
     first_line,
     node_state,
     number_text,
+    queue_text,
     short_name,
     stage_text,
     state_lines,
@@ -116,15 +117,19 @@ def status(job: str, master: str | None, watch: bool, json: bool) -> int:
             found, ahead_s = seen.next_status(), seen.mirror.at - time.time()
             if watch and found.stage != Stage.STOPPED:
                 found = _watch(connection, found.job_id)
+            queue = ""
+            if found.stage == Stage.INIT:
+                begin = connection.ask(client_master.ListJobs(stages=[Stage.INIT]), client_master.JobList)
+                queue = queue_text(found.job_id, begin.jobs)
     except (UsageError, RefusedError) as error:
         kept = left_by(job, master, error).status()
         if kept is None:
             raise
-        found, ahead_s = kept, 0.0
+        found, ahead_s, queue = kept, 0.0, ""
     if json:
         print_json(found)
     else:
-        print("\n".join(status_lines(found, time.time() + ahead_s, terminal_width())))
+        print("\n".join(status_lines(found, time.time() + ahead_s, terminal_width(), queue)))
     return (found.exit_code or 0) if watch else 0
 
 
@@ -136,10 +141,17 @@ def _watch(connection: MasterConnection, job_id: str) -> client_master.JobStatus
         return Watch(connection, job_id, display, with_logs=False, on_signal="leave").run()
 
 
-def status_lines(status: client_master.JobStatus, now: float, width: int | None = None) -> list[str]:
-    """Return the whole status as text. `now` is the master's clock; the table of workers is cut to `width`."""
+def status_lines(status: client_master.JobStatus, now: float, width: int | None = None, queue: str = "") -> list[str]:
+    """Return the whole status as text.
+
+    Args:
+        now: the master's clock.
+        width: that of the table of workers, at most.
+        queue: its place in the queue.
+    """
     lines = state_lines(status, now)
-    lines.append(f"  submitted {moment(status.submitted_at)} by {status.submitted_by or '-'}")
+    submitted = f"submitted {moment(status.submitted_at)} by {status.submitted_by or '-'}"
+    lines.append("  " + ", ".join(filter(None, (submitted, queue))))
     if spent := time_text(status, now):
         lines.append(f"  time {spent}")
     if status.budgets:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from html import escape
 from operator import attrgetter
 from typing import NamedTuple
@@ -146,6 +146,13 @@ def why_text(status: JobStatus, now: float) -> str:
     """Return the reason of the job's stage in one line: ``no step for 48 s`` of a job that is stalled."""
     since = stalled_since(status, now)
     return first_line(status.reason) if since is None else f"no step for {duration_text(now - since)}"
+
+
+def queue_text(job_id: str, jobs: Iterable[JobLine]) -> str:
+    """Return ``number 2 of 3 in the queue``; empty if the job does not wait for room."""
+    held = (job for job in jobs if job.stage is Stage.INIT and job.suspended is None and job.reason.startswith("waits"))
+    ids = [job.job_id for job in sorted(held, key=lambda job: job.submitted_at)]
+    return f"number {ids.index(job_id) + 1} of {len(ids)} in the queue" if job_id in ids else ""
 
 
 def headline_text(status: JobStatus, now: float) -> str:

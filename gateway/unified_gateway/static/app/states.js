@@ -53,8 +53,11 @@ export function stageOf(job, now) {
   if (job.stage !== "INIT") return job.stage;
   if (job.suspended != null) return "SUSPENDED";
   if (job.num_restarts || job.roles.some((role) => role.num_restarts)) return "RESTARTING";
-  return job.started_at == null && job.reason.startsWith("waits") ? "WAITING" : "INIT";
+  return waitsForRoom(job) ? "WAITING" : "INIT";
 }
+
+/** Whether a job is in the queue, as `report.queue_text` has it. @param {any} job */
+export const waitsForRoom = (job) => job.stage === "INIT" && job.suspended == null && job.reason.startsWith("waits");
 
 /** @param {any} node */
 export function nodeStateOf(node) {

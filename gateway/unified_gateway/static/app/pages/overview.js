@@ -2,7 +2,7 @@
 import { clock, count, duration, firstLine, number, roughly } from "../format.js";
 import { etaOf, rateOf, stepOf } from "../mirror.js";
 import { go, jobUrl, nodeUrl } from "../router.js";
-import { eventTone, isFailed, isOver, nodeStateOf, stalledSince } from "../states.js";
+import { eventTone, isFailed, isOver, nodeStateOf, stalledSince, waitsForRoom } from "../states.js";
 import { cluster, now, stageNow } from "../stream.js";
 import { html } from "../text.js";
 import { Bar, Card, Empty, Spark, State, TimeBar } from "../parts/bits.js";
@@ -16,7 +16,10 @@ export function Overview() {
   const { mirror } = cluster.value;
   if (mirror.version < 0) return html`<p class="loading">Waiting for the first state of the cluster …</p>`;
   const jobs = [...mirror.jobs.values()];
-  const running = jobs.filter((job) => !isOver(job)).sort((a, b) => a.submitted_at - b.submitted_at);
+  const open = jobs.filter((job) => !isOver(job)).sort((a, b) => a.submitted_at - b.submitted_at);
+  const isHeld = (job) => waitsForRoom(job) || stageNow(job) === "SUSPENDED";
+  const running = open.filter((job) => !isHeld(job));
+  const held = open.filter(isHeld).sort((a, b) => waitsForRoom(b) - waitsForRoom(a));
   return html`
     <h1 class="hidden">Overview</h1>
     <${Strip} mirror=${mirror} jobs=${jobs} />
@@ -26,6 +29,9 @@ export function Overview() {
         : html`<${Empty} text="No job runs." command="unified run --nproc-per-node 2 train.py" />`}
       ${running.length > MAX_CARDS && html`<p class="note"><a href="/jobs">${running.length - MAX_CARDS} more</a></p>`}
     <//>
+    ${held.length > 0 && html`<${Card} title="Waiting jobs" aside="the oldest first">
+      <div class="job-list">${held.slice(0, MAX_CARDS).map((job, index) => html`<${JobLine} key=${job.job_id} job=${job} place=${waitsForRoom(job) ? `number ${index + 1} in the queue, ` : ""} />`)}</div>
+      ${held.length > MAX_CARDS && html`<p class="note"><a href="/jobs">${held.length - MAX_CARDS} more</a></p>`}<//>`}
     <div class="halves">
       <${Card} title="Nodes" aside=${html`<a href="/nodes">table</a>`}><${NodeGrid} nodes=${mirror.nodes.list} /><//>
       <${Card} title="Last decisions"><${Decisions} events=${mirror.events.slice(-14).reverse()} /><//>
@@ -75,7 +81,7 @@ function Attention() {
     : html`<li class="calm"><span class="state tone-good">nothing</span> All jobs go on, and all nodes answer.</li>`}</ul></section>`;
 }
 
-function JobLine({ job }) {
+function JobLine({ job, place = "" }) {
   const points = cluster.value.mirror.history.get(job.job_id) ?? [];
   const step = stepOf(job);
   const stalled = stalledSince(job, now.value);
@@ -85,7 +91,7 @@ function JobLine({ job }) {
   return html`<article class="job-line" aria-label=${job.job_id}>
     <div class="job-name"><a href=${jobUrl(job.job_id)}>${job.job_id}</a><${State} state=${stageNow(job)} /></div>
     <div class="job-step ${step ? "" : "wide"}">${step ? html`<${Bar} value=${step.median} total=${step.total ?? step.median} label="progress of ${job.job_id}" />
-      <span class="numbers">step ${number(step.median)}${step.total ? ` / ${number(step.total)}` : ""}</span>` : html`<span class="muted clip" title=${job.reason}>${firstLine(job.reason)}</span>`}</div>
+      <span class="numbers">step ${number(step.median)}${step.total ? ` / ${number(step.total)}` : ""}</span>` : html`<span class="muted clip" title=${job.reason}>${place}${firstLine(job.reason)}</span>`}</div>
     ${step && html`<div class="job-rate"><${Spark} values=${ratesOf(points)} label="steps a second over the last minutes" /><span class="numbers">${rate == null ? "" : `${number(Number(rate.toPrecision(3)))} steps/s`}</span></div>
     <div class="numbers muted">${metrics.map(([name, value]) => `${name}\u00a0${number(value)}`).join("  ")}</div>`}
     <div class="numbers job-eta">${stalled != null ? html`no step for <b>${roughly(now.value - stalled)}</b>` : eta == null ? duration(now.value - job.submitted_at) : html`<b>${roughly(eta)}</b> left`}</div>
