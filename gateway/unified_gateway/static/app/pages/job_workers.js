@@ -9,6 +9,7 @@ import { Decisions } from "./overview.js";
 import { useHistory } from "./job_history.js";
 
 const inBytes = (mb) => bytes(mb * 2 ** 20);
+/** @type {[string, string, (value: number) => string][]} Title, field of the load, and how it is written. */
 const LOADS = [["Memory", "memory_mb", inBytes], ["CPU", "cpu", (cores) => `${number(cores)} cores`], ["GPU mem.", "device_memory_mb", inBytes]];
 const loadOf = ({ state, progress }, field, unit) => (state === "EXITED" || progress?.load?.[field] == null ? "" : unit(progress.load[field]));
 

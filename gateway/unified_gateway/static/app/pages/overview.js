@@ -19,7 +19,7 @@ export function Overview() {
   const open = jobs.filter((job) => !isOver(job)).sort((a, b) => a.submitted_at - b.submitted_at);
   const isHeld = (job) => waitsForRoom(job) || stageNow(job) === "SUSPENDED";
   const running = open.filter((job) => !isHeld(job));
-  const held = open.filter(isHeld).sort((a, b) => waitsForRoom(b) - waitsForRoom(a));
+  const held = open.filter(isHeld).sort((a, b) => Number(waitsForRoom(b)) - Number(waitsForRoom(a)));
   return html`
     <h1 class="hidden">Overview</h1>
     <${Strip} mirror=${mirror} jobs=${jobs} />
