@@ -16,8 +16,6 @@ MAX_TRACEBACK = 24_000
 
 
 class WrittenError(NamedTuple):
-    """Error that an error file reports."""
-
     message: str
     """One line."""
     traceback: str = ""

@@ -51,8 +51,6 @@ class RunPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """A run as its backend knows it."""
-
     name: str
     namespace: str
     run_id: str

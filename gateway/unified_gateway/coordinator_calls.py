@@ -36,8 +36,6 @@ A = TypeVar("A")
 
 
 class GrpcCall(NamedTuple):
-    """The space and the time of one call."""
-
     space: str
     deadline: float
     """The client's deadline on the clock `time.monotonic`; infinite if the client gave none."""

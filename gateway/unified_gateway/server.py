@@ -34,8 +34,6 @@ _log = logging.getLogger("unified.gateway")
 
 
 class Listening(NamedTuple):
-    """Address of the server, and where to announce it."""
-
     host: str
     port: int
     address_file: Path | None = None

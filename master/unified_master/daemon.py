@@ -106,8 +106,6 @@ _loose_header = msgspec.msgpack.Decoder(tuple[int, int])
 
 
 class MasterOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of the command line."""
-
     bind: str
     """``tcp://HOST:PORT``; port 0 takes any free one."""
     state_dir: Path

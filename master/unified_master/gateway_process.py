@@ -32,8 +32,6 @@ _log = logging.getLogger("unified.master")
 
 
 class GatewayAddress(NamedTuple):
-    """Address that the gateway listens on."""
-
     host: str
     port: int
 

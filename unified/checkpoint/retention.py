@@ -17,8 +17,6 @@ tries. If another writer takes longer than this between the two, a sweep deletes
 
 
 class StoredObject(Value, frozen=True, kw_only=True):
-    """One object in the store."""
-
     key: str
     """Key relative to the place of the manifests."""
     size_bytes: int

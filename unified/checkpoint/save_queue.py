@@ -22,8 +22,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class QueuedSave(Generic[T]):
-    """A requested save of `item`."""
-
     step: int
     nbytes: int
     item: T

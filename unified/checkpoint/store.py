@@ -46,8 +46,6 @@ RANK_ERRORS = (CheckpointError, CheckpointCorruptError, CheckpointNotFoundError,
 
 @dataclass(frozen=True, eq=False)
 class SaveRequest:
-    """A checkpoint that is to be written."""
-
     step: int
     token: str
     """A word in the names of its parts; no other save has it."""

@@ -27,8 +27,6 @@ _MASTER = re.compile(r"^UNIFIED_MASTER=.*$", re.MULTILINE)
 
 
 class UnitFile(NamedTuple):
-    """A file to write."""
-
     path: Path
     text: str
     is_settings: bool

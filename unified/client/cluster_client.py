@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from typing import Self
 
 from unified.client.connection import MasterConnection, connect_master, connect_to
 from unified.client.handle import JobHandle
 from unified.errors import UsageError
 from unified.protocol.client_master import GetJob, JobLine, JobList, JobStatus, ListJobs
+from unified.values import ClosedOnExit
 
 
-class ClusterClient:
+class ClusterClient(ClosedOnExit):
     """A client of the jobs of one master, as `unified.connect` returns it. Any thread may use it. Close it, or use it
     as a context manager.
 
@@ -27,12 +27,6 @@ class ClusterClient:
 
     def __repr__(self) -> str:
         return f"ClusterClient({self.address!r})"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def jobs(self) -> list[JobLine]:
         """Return the jobs that the master knows, also ended ones: `job_id`, `name`, `stage`, … of each.

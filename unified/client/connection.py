@@ -51,6 +51,7 @@ from unified.security.curve import secure_client
 from unified.security.handshakes import EVENTS, Handshakes, KeyChoice
 from unified.security.keys import KEY_VARIABLE, ClusterKey, find_key
 from unified.threads import start_thread
+from unified.values import ClosedOnExit
 
 RESEND_S = 2.0
 _FOREVER_MS = 3_600_000
@@ -166,7 +167,7 @@ class PendingReply:
         return answer
 
 
-class MasterConnection:
+class MasterConnection(ClosedOnExit):
     """A client's connection to one master. Any thread may use it; `close` it, or use it as a context manager.
 
     It has a thread and sockets (10 descriptors) from its first request until it is closed, or told to `rest`.
@@ -205,12 +206,6 @@ class MasterConnection:
         self._num_broken = 0
         self._choice = KeyChoice(key, functools.partial(find_key, self.address))
         self._wake = -1  # eventfd of the thread
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def check(self) -> None:
         """Raise `ClusterError` if the process that kept the cluster has ended: the master will not come back."""

@@ -12,7 +12,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Self, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from unified.client.folding import LineFolder, is_wanted
 from unified.client.logs import LineView, Output
@@ -23,6 +23,7 @@ from unified.config.logging import escaped
 from unified.errors import UsageError
 from unified.protocol.client_master import JobStatus
 from unified.protocol.records import Stage
+from unified.values import ClosedOnExit
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,7 +40,7 @@ NARROW = 110
 """Columns of a terminal below which the bar is shorter, so that the metrics fit."""
 
 
-class Display(ABC):
+class Display(ABC, ClosedOnExit):
     """Place where the news of a job are shown.
 
     Attributes:
@@ -47,12 +48,6 @@ class Display(ABC):
     """
 
     wants_all: bool
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @abstractmethod
     def update(self, status: JobStatus, now: float = 0.0) -> None:
@@ -74,7 +69,7 @@ class Display(ABC):
     def close(self) -> None:
         """End the display, and erase its live block."""
 
-    def refresh(self) -> None:  # noqa: B027  # most draw nothing
+    def refresh(self) -> None:  # most draw nothing
         """Draw what changed since the last time; called a few times a second."""
 
 

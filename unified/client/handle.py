@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from unified.client.connection import MasterConnection
 from unified.client.left_logs import keep_status
@@ -26,6 +26,7 @@ from unified.protocol.client_master import (
     WorkerStatus,
 )
 from unified.protocol.records import Stage, WorkerState
+from unified.values import ClosedOnExit
 
 if TYPE_CHECKING:
     from unified.bus.calls.future import RpcFuture
@@ -73,7 +74,7 @@ def _is_up(worker: WorkerStatus, wanted: dict[str, int]) -> bool:
     return worker.state not in (WorkerState.PENDING, WorkerState.STARTING)
 
 
-class JobHandle:
+class JobHandle(ClosedOnExit):
     """A job, as `submit(…, blocking=False)` or `unified.connect().job(…)` returns it. Close it, or use it as a context
     manager.
 
@@ -102,12 +103,6 @@ class JobHandle:
     def _repr_html_(self) -> str | None:
         status = self._glance()
         return None if status is None else state_html(status, time.time())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def status(self) -> JobStatus:
         """The job as the master sees it now. After `wait` has seen the job's end: its last status."""

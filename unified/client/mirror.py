@@ -123,8 +123,6 @@ class ClusterWatch:
 
 
 class JobWatch(ClusterWatch):
-    """A watch of one job."""
-
     @property
     def status(self) -> JobStatus:
         """The job's status as of the newest answer."""

@@ -40,8 +40,6 @@ _PING = "unified.ping"
 
 @dataclass(eq=False, repr=False)
 class OutsideWorker:
-    """One worker of a job, to be called from outside."""
-
     _caller: OutsideCaller
     name: str
     """Full name."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import structs
 
-from unified.client.connection import MasterConnection, connect_to
+from unified.client.connection import connect_to
 from unified.client.handle import JobHandle
 from unified.client.preload import guess
 from unified.client.terminal import PASSED_ON, ending_at_once, is_watched
@@ -137,12 +137,25 @@ def _hand_over(spec: JobSpec, master: str | None, wait: bool, joins: bool, archi
         cluster.stop(timeout_s=0.0)  # its daemons have another environment
         cluster = None
     if address is None:
-        return _send_embedded(spec, cluster, archive)
+        cluster = _started(spec, cluster)
+        address, wait = cluster.address, False
     connection = connect_to(address)
     try:
-        return JobHandle(connection, _submit(connection, spec, wait, joins, archive))
+        if archive is not None:
+            from unified.client.code.transfer import upload
+
+            upload(connection, archive)
+        # A driver that SLURM has started again joins the job that it submitted before.
+        joins = joins or bool(os.environ.get("SLURM_RESTART_COUNT"))
+        accepted = connection.ask(SubmitJob(spec=spec, wait=wait, joins=joins), Accepted)
+        if accepted.submitted_by:
+            by = accepted.submitted_by
+            print(f"{accepted.job_id}  was submitted by {by}; this command joins it", file=sys.stderr)
+        return JobHandle(connection, accepted.job_id, cluster=cluster)
     except BaseException:
         connection.close()
+        if cluster is not None:
+            cluster.stop(timeout_s=1.0)
         raise
 
 
@@ -169,20 +182,8 @@ def _with_code(spec: JobSpec, archive: CodeArchive) -> JobSpec:
     )
 
 
-def _submit(connection: MasterConnection, spec: JobSpec, wait: bool, joins: bool, archive: CodeArchive | None) -> str:
-    if archive is not None:
-        from unified.client.code.transfer import upload
-
-        upload(connection, archive)
-    # A driver that SLURM has started again joins the job that it submitted before.
-    joins = joins or bool(os.environ.get("SLURM_RESTART_COUNT"))
-    accepted = connection.ask(SubmitJob(spec=spec, wait=wait, joins=joins), Accepted)
-    if accepted.submitted_by:
-        print(f"{accepted.job_id}  was submitted by {accepted.submitted_by}; this command joins it", file=sys.stderr)
-    return accepted.job_id
-
-
-def _send_embedded(spec: JobSpec, cluster: EmbeddedCluster | None, archive: CodeArchive | None) -> JobHandle:
+def _started(spec: JobSpec, cluster: EmbeddedCluster | None) -> EmbeddedCluster:
+    """Start a cluster of the job's size: the one that was begun, or a new one."""
     if cluster is None:
         from unified.client.embedded import EmbeddedCluster
 
@@ -198,12 +199,4 @@ def _send_embedded(spec: JobSpec, cluster: EmbeddedCluster | None, archive: Code
     cluster.max_master_restarts = spec.master_max_restart
     if sys.stderr is not None and sys.stderr.isatty():
         print("starting a cluster for this job (2 s); `unified up` keeps one", file=sys.stderr)
-    cluster.start()
-    connection = connect_to(cluster.address)
-    try:
-        job_id = _submit(connection, spec, wait=False, joins=False, archive=archive)
-        return JobHandle(connection, job_id, cluster=cluster)
-    except BaseException:
-        connection.close()
-        cluster.stop(timeout_s=1.0)
-        raise
+    return cluster.start()

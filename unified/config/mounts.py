@@ -16,8 +16,6 @@ NETWORK = {
 
 
 class Mount(NamedTuple):
-    """One mounted file system."""
-
     root: str
     """Folder of the file system that is mounted."""
     path: Path

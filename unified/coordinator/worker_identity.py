@@ -12,8 +12,8 @@ from unified.config.runtime import RuntimeSettings
 from unified.config.settings import DEFAULT_PORT
 from unified.coordinator.client import Coordinator, RemoteCoordinator
 from unified.coordinator.embedded import embedded_coordinator
-from unified.errors import NotInWorkerError, UsageError
-from unified.worker.context import Worker, current_worker
+from unified.errors import UsageError
+from unified.worker.context import worker_here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ def discover(env: Mapping[str, str] | None = None) -> WorkerIdentity:
     """Discover the identity: inside a job from `current_worker()`, else from ``UNIFIED_SPACE``, ``WORKER_ID``, ``RANK``
     and ``WORLD_SIZE``. Outside a job this also sets the environment's log level; a job's worker sets it at its start.
     """
-    worker = _worker()
+    worker = worker_here()
     if worker is not None:
         me = worker.actor_info
         names = tuple(actor.name for actor in worker.workers_of(me.role))[: me.world_size]
@@ -153,7 +153,7 @@ def named_coordinator(given: str | Coordinator | None) -> str | Coordinator | No
     """Return the given coordinator, else the master of this process's job, else ``COORDINATOR_URL``, else None."""
     if given:
         return given
-    worker = _worker()
+    worker = worker_here()
     if worker is not None and worker.master_address:
         return worker.master_address
     own = RuntimeSettings.load_own()
@@ -183,12 +183,5 @@ def open_coordinator(given: str | Coordinator | None) -> tuple[Coordinator, bool
     address = parse_coordinator(named or LOCAL)
     if address is None:
         return embedded_coordinator(), False
-    worker = _worker()
+    worker = worker_here()
     return RemoteCoordinator(address, key=None if worker is None else worker.cluster_key), True
-
-
-def _worker() -> Worker | None:
-    try:
-        return current_worker()
-    except NotInWorkerError:
-        return None

@@ -133,7 +133,6 @@ class DataFiles(ClosedOnExit):
         return sorted(found, key=natural_key if order == "natural" else None)
 
     def open(self, path: str) -> BinaryIO:
-        """Open the bytes of one file."""
         if not is_remote(path):
             return open(path, "rb")
         backend, key = self._bucket(path)

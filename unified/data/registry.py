@@ -33,15 +33,12 @@ A = TypeVar("A")
 
 
 class _QueriedWorker(NamedTuple):
-    """The worker that a request is about."""
-
     name: str
     """The name of the worker's rank (see `member_of_rank`), or with `is_id` the worker's own id."""
     rank: int | None
     """None: not known here."""
     is_id: bool = False
     is_mine: bool = False
-    """True if the worker is this process."""
 
 
 class DatasetRegistry(ClosedOnExit):

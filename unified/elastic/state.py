@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple
 from unified.elastic import randomness, transfer
 from unified.elastic.core.agreement import Holding, StepAgreement
 from unified.elastic.sampler import ElasticSampler
-from unified.errors import ElasticError, NotInWorkerError, UsageError
+from unified.errors import ElasticError, UsageError
 from unified.protocol.agent_master import RoundNotice
-from unified.worker.context import Worker, current_worker
+from unified.worker.context import Worker, worker_here
 from unified.worker.rounds import RoundEnded
 
 Kind = Literal["model", "optimizer", "other", "value"]
@@ -72,7 +72,7 @@ class ElasticState:
             _of_round=set(),
             _committed=None,
             _is_touched=False,
-            _worker=_worker(),
+            _worker=worker_here(),
             _on_ready=lambda: None,
             _is_boundary=lambda step: True,
         )
@@ -294,20 +294,11 @@ class ElasticState:
 
 
 class _Commit(NamedTuple):
-    """Copies that a commit has made."""
-
     step: int
     copies: bytes
     """Plain values, and the states of objects that are neither models nor optimizers."""
     buffers: dict[str, list[Any]]
     generators: dict[str, Any]
-
-
-def _worker() -> Worker | None:
-    try:
-        return current_worker()
-    except NotInWorkerError:
-        return None
 
 
 def _kind(value: Any) -> Kind:

@@ -108,7 +108,6 @@ class OutputFiles(Value, frozen=True, kw_only=True):
         return bool(self.tee.get(local_rank, 0) & stream_bits(stream))
 
     def is_shown(self, stream: Literal["out", "err"], local_rank: int) -> bool:
-        """Return True if the driver shows the stream."""
         if self.local_ranks and local_rank not in self.local_ranks:
             return False
         return self.is_teed(stream, local_rank) or not self.redirects.get(local_rank, 0) & stream_bits(stream)

@@ -139,8 +139,6 @@ class PodOptions(Value, frozen=True):
 
 
 class ClusterOptions(PodOptions, frozen=True):
-    """Options of a cluster that stays."""
-
     agents_as: Annotated[
         Literal["statefulset", "daemonset"],
         Meta(description="statefulset: so many agents; daemonset: one on each node that the selector takes."),
@@ -161,8 +159,6 @@ class ClusterOptions(PodOptions, frozen=True):
 
 
 class RunOptions(PodOptions, frozen=True):
-    """Options of one run."""
-
     command: Annotated[
         tuple[str, ...],
         Meta(description="What the driver runs, in the first pod, after --; else unified submit job.py."),

@@ -15,14 +15,14 @@ from torch.utils.data import DataLoader, _utils, get_worker_info
 
 from unified.bus.codec.codec import decode
 from unified.bus.codec.serialized import SerializedValue
-from unified.errors import NotInWorkerError, UsageError, nearest
+from unified.errors import UsageError, nearest
 from unified.loader.epoch import Epoch, EpochSettings
 from unified.loader.local_workers import LocalWorkers
 from unified.loader.messages import LoaderWorkers
 from unified.loader.role_workers import RoleWorkers, role_that_loads
 from unified.loader.stream_host import LoaderParts, tasks_of
 from unified.values import ClosedOnExit
-from unified.worker.context import Worker, current_worker
+from unified.worker.context import Worker, worker_here
 
 DEFAULT_DEPTH = 2
 
@@ -188,10 +188,7 @@ def choose_workers(
     context: BaseContext | None = None,
 ) -> tuple[LoaderWorkers, int]:
     """Choose the workers that fetch, and the number of streams, as `DataLoaderIter` does. `num_workers` may be 0."""
-    try:
-        worker: Worker | None = current_worker()
-    except NotInWorkerError:
-        worker = None
+    worker = worker_here()
     found = None if local else _role(worker, role)
     if worker is None or found is None:
         owner = f"process {os.getpid()}" if worker is None else worker.actor_info.name

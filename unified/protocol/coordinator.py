@@ -102,7 +102,6 @@ class DatasetRegistration(CoordinatorAnswer, tag="dataset-registration", frozen=
     dataset_id: str
     num_shards: int
     epoch: int
-    """Current epoch."""
 
 
 class ShardAssignment(Value, frozen=True, kw_only=True):

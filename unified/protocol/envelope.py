@@ -25,8 +25,6 @@ MAX_ENVELOPE_BYTES = 8192
 
 
 class Kind(IntEnum):
-    """Kind of a message."""
-
     CALL = 1
     """Call. Body: arguments. It ends in one RESULT or ERROR."""
     RESULT = 2
@@ -96,7 +94,6 @@ class Undelivered(Value, frozen=True, kw_only=True):
     """Reason why a relay did not forward a message."""
 
     kind: Kind
-    """Kind of the message."""
     target: str
     code: Literal["unknown-target", "overloaded"]
 

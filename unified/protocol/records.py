@@ -180,7 +180,6 @@ class Failure(Value, frozen=True, kw_only=True):
 
 
 MAX_METRICS = 256
-"""Most metrics of one worker."""
 MAX_METRIC_TEXT = 200
 """Most characters of a metric's name, and of a value that is a text."""
 SAVE_STEP, SAVE_WAIT_S = "save_step", "save_wait_s"
@@ -322,8 +321,7 @@ LogStream = Literal["out", "err", "both", "out.times", "err.times", "metrics", "
 `trace`: likewise its calls, if ``UNIFIED_TRACE`` is set. `profile`: its last profile. `out.times` and `err.times`:
 when its output was written, as `LOG_TIME` records."""
 LOG_TIME = struct.Struct("<Qd")
-"""Offset in a log, and the time (seconds since 1970) at which bytes were written there. The first record of a file is 0
-and the shortest time between two records."""
+"""Offset in a log, and the time (seconds since 1970) of a write there. A file begins with 0 and its seconds a record."""
 ProfileKind = Literal["flamegraph", "speedscope", "memory", "torch"]
 """Kinds of a profile. `flamegraph` (SVG) and `speedscope` (JSON): where its time goes, by py-spy. `memory`: what it
 allocates (HTML), by memray. `torch`: one step (Chrome's trace, gzip), by its own ``torch.profiler``."""
@@ -351,7 +349,6 @@ class Inbox(Value, frozen=True, kw_only=True):
 MAX_NAMES = 1000
 """Most names that one worker may claim at a time."""
 MAX_NAME_LENGTH = 200
-"""Most characters of a name."""
 
 ClaimedName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_LENGTH)]
 
@@ -378,7 +375,6 @@ class NameRefusal(Value, frozen=True, kw_only=True):
     """A claim that the master refused. It stays refused until the claim is withdrawn."""
 
     number: int
-    """Number of the claim."""
     holder: str
     """Worker that held the name then."""
 

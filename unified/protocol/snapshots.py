@@ -64,8 +64,6 @@ class HeldSnapshot(Value, frozen=True):
 
 
 class StoredSnapshot(Value, frozen=True):
-    """One snapshot of a rank on storage."""
-
     job_id: str
     """Job that took it, maybe an earlier one."""
     stamp: SnapshotStamp

@@ -13,8 +13,6 @@ StackSource = Literal["interpreter", "faulthandler", "py-spy", "none"]
 
 
 class ThreadStack(Value, frozen=True, kw_only=True):
-    """The stack of one thread."""
-
     name: str
     """Name of the thread; the system's thread id if its interpreter could not be asked."""
     stack: int
@@ -48,8 +46,6 @@ class GroupCollectives(Value, frozen=True, kw_only=True):
 
 
 class WorkerStacks(Value, frozen=True, kw_only=True):
-    """The stacks of one incarnation of a worker."""
-
     worker: str
     """Full name."""
     incarnation: int

@@ -99,8 +99,6 @@ class OwnerEndpoint(Protocol):
 
 
 class RemoteOwner:
-    """An owner in another worker."""
-
     is_here = False
 
     def __init__(

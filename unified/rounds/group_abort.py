@@ -36,8 +36,6 @@ _WATCHED = re.compile(r"^tfd:\s*(\d+) .*?\bino:([0-9a-f]+)", re.MULTILINE)
 
 
 class Address(NamedTuple):
-    """Address of a store."""
-
     host: str
     port: int
 

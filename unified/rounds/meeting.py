@@ -20,8 +20,6 @@ _decode_said = msgpack.Decoder(dict[int, bytes]).decode
 
 
 class RoundMember(NamedTuple):
-    """One rank of a round."""
-
     round: int
     rank: int
     world_size: int

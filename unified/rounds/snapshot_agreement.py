@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 
 class RoundPlace(NamedTuple):
-    """The round that a worker is in."""
-
     role: str
     """Name of the group that agrees: the role, or a worker that restarts alone."""
     round: int

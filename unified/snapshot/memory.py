@@ -37,8 +37,6 @@ def make_buffer(nbytes: int) -> int:
 
 
 class MappedBuffer:
-    """A buffer in the memory of this process."""
-
     def __init__(self, descriptor: int) -> None:
         """Map a buffer, and take ownership of the descriptor. OSError: the system has no memory."""
         try:

@@ -59,8 +59,6 @@ def write_within_s(length: int) -> float:
 
 
 class SnapshotStorage(ClosedOnExit):
-    """The snapshots of one rank on storage."""
-
     def __init__(self, location: str, folder: str) -> None:
         self.location = location
         self._backend, prefix = _opened(location)

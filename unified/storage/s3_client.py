@@ -42,8 +42,6 @@ _CREDENTIALS = "the environment, the AWS configuration files, or the machine's r
 
 
 class S3Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the client of one bucket."""
-
     bucket: str
     region: str | None
     endpoint_url: str | None

@@ -26,8 +26,6 @@ PAUSE = Backoff(first_s=0.1, limit_s=5.0)
 
 
 class Download(NamedTuple):
-    """A reader of one object."""
-
     client: Any
     bucket: str
     name: str
@@ -90,8 +88,6 @@ TOKEN = "unified-write"
 
 @dataclass(frozen=True, eq=False)
 class Upload:
-    """One write of one object."""
-
     client: Any
     threads: ThreadPoolExecutor
     """Threads that send parts."""

@@ -103,7 +103,6 @@ class Trackers:
         self._feeds: list[TrackerFeed] = []
 
     def report(self, step: int | None, values: Mapping[str, Value]) -> None:
-        """Hand a report to each tracker."""
         if self._rank() != 0:
             while self._feeds:  # it was rank 0 before
                 self._feeds.pop().close(0)

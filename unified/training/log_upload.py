@@ -68,7 +68,6 @@ class LogUploader:
         self._backend.close()
 
     def write(self, text: str) -> None:
-        """Add to the log."""
         with self._lock:
             self._chunk += text.encode("utf-8", "replace")
             if len(self._chunk) >= CHUNK_NBYTES:

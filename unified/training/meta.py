@@ -35,7 +35,6 @@ from unified.training.stopping import TrainingStopped
 from unified.training.tokenizer import Tokenizer
 
 FILE_KIND = "pt"
-"""Kind of a checkpoint's file."""
 
 
 def run(run: TrainingRun) -> None:

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 PRECISIONS = {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true"}
 STRATEGIES = ("auto", "ddp", "fsdp")
 FILE_KIND = "ckpt"
-"""Kind of a checkpoint's file."""
 TOOLKIT_SUFFIX = ".nemo"
 _TOOLKIT = ("nemo.core.classes", "nemo.utils.exp_manager")
 """Modules of the toolkit. None of our extras installs it, since it needs a torch of its own."""

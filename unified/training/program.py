@@ -20,7 +20,6 @@ from unified.errors import (
     EntryPointError,
     NonFiniteLossError,
     NotFoundError,
-    NotInWorkerError,
     StorageDeniedError,
     StorageError,
     StorageUnavailableError,
@@ -30,7 +29,7 @@ from unified.errors import (
 from unified.lazy import needed_by
 from unified.rounds import process_group
 from unified.training.options import TrainingOptions
-from unified.worker.context import Worker, current_worker
+from unified.worker.context import Worker, worker_here
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     from unified.training.stopping import TrainingStopped, exit_stopped
 
-    worker = _worker()
+    worker = worker_here()
     try:
         options = TrainingOptions.of_job(worker.job_info.user_config) if worker is not None else None
         options = options or TrainingOptions.parse(argv)
@@ -230,13 +229,6 @@ def _of_environment(stack: ExitStack) -> _RankPlace:
         distributed.init_process_group(backend, device_id=device if backend == "nccl" else None)
         stack.callback(process_group.destroy)
     return _RankPlace(device, node, local_rank)
-
-
-def _worker() -> Worker | None:
-    try:
-        return current_worker()
-    except NotInWorkerError:
-        return None
 
 
 def _no_report(step: int | None = None, total: int | None = None, **metrics: Any) -> None:

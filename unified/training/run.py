@@ -44,8 +44,6 @@ class FrameworkModule(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRun:
-    """One run on one rank."""
-
     options: TrainingOptions
     work: RankWork
     """Runs work on rank 0, on each node or on all ranks; all ranks get its errors."""

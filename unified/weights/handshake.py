@@ -56,8 +56,6 @@ class Attempt(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The result of an attempt."""
-
     failures: dict[str, TransferFailure]
     again: bool
     """Another attempt may reach the workers that failed."""
@@ -71,7 +69,6 @@ class Handshake(NamedTuple):
     what: str
     """The weights and the group in words."""
     node: str
-    """The node of this worker."""
 
     def begin(
         self,

@@ -15,8 +15,6 @@ ALIGNMENT = 64
 
 
 class TensorEntry(NamedTuple):
-    """One tensor as it is sent."""
-
     key: str
     dtype: str
     """Name of the dtype in torch: ``bfloat16``."""

@@ -69,8 +69,6 @@ class TransferOffer(Value, frozen=True, kw_only=True):
 
 
 class SessionOutcome(StrEnum):
-    """Ends of a session."""
-
     PUBLISHED = "published"
     """The version is complete, and now the newest."""
     SUPERSEDED = "superseded"
@@ -99,8 +97,6 @@ class OfferReply(NamedTuple):
 
 
 class BucketVerdict(StrEnum):
-    """The decision about a bucket."""
-
     STORE = "store"
     DUPLICATE = "duplicate"
     UNWANTED = "unwanted"

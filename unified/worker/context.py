@@ -327,6 +327,11 @@ def current_worker() -> Worker:
     return _current
 
 
+def worker_here() -> Worker | None:
+    """Return the worker that this process is, or None outside a job."""
+    return _current
+
+
 def saving_here() -> AbstractContextManager[None]:
     """Return the context in which this process writes a checkpoint: `Worker.saving`, if it is a worker."""
     return _current.saving() if _current is not None else nullcontext()

@@ -12,6 +12,7 @@ import contextlib
 import gc
 import io
 import os
+import signal
 import sys
 import sysconfig
 import threading
@@ -42,17 +43,13 @@ _OWN = ("unified", "unified_agent", "unified_master")
 _NOT_USERS = (*_LIBRARIES, str(Path(__file__).parent.parent) + os.sep)  # our files, also for names of `unified.compat`
 
 
-def _nothing(*_: object) -> None:
-    """Do nothing."""
-
-
 def exit_process(
     code: int,
     *,
     left_s: Callable[[], float] | None = None,
-    last: Callable[[], object] = _nothing,
-    clear: Callable[[], object] = _nothing,
-    on_cut: Callable[[str], object] = _nothing,
+    last: Callable[[], object] = lambda: None,
+    clear: Callable[[], object] = lambda: None,
+    on_cut: Callable[[str], object] = lambda text: None,
 ) -> NoReturn:
     """End the program in Python's order, then the process with `code`.
 
@@ -149,7 +146,11 @@ def clear_program(main: str, known: Collection[str]) -> None:
     """Clear the globals of the user's modules, newest first: `main`, and modules not `known` before the program began.
 
     References to the modules should be dropped before. Threads that run on lose the globals, as at Python's own end.
+    Signals that the program handled have no effect any more, because a handler may need the globals.
     """
+    for number in signal.valid_signals() - {signal.SIGTERM, signal.SIGINT}:  # those two are the runtime's
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_IGN)
     for name in ("last_exc", "last_type", "last_value", "last_traceback"):
         if hasattr(sys, name):
             delattr(sys, name)

@@ -38,7 +38,6 @@ class NameClaim:
     refusal: str = ""
     """Reason why there will be no grant, as half a sentence."""
     num_waiting: int = 0
-    """Threads that wait for the answer."""
 
     @property
     def is_answered(self) -> bool:

@@ -68,7 +68,6 @@ class Reporter:
         self._measured = (0.0, 0.0)
         """Time, and the CPU seconds of this process until then; 0.0: its load was not measured yet."""
         self.trackers: Trackers | None = None
-        """Trackers that are given each report, too."""
         self.recorder: StepRecorder | None = None
 
     def report(self, step: Any, total: Any, metrics: dict[str, Any]) -> None:

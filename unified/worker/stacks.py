@@ -31,7 +31,6 @@ from unified.worker import cleanup_watch
 SIGNAL = signal.SIGUSR2
 """Signal of the handler. NCCL, among others, uses SIGUSR1."""
 MEMORY_FILE = "unified-stacks"
-"""Name of the file in memory."""
 
 
 class StackDumper:

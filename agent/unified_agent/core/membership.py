@@ -21,8 +21,6 @@ COMPLAIN_EVERY_S = 30.0
 
 
 class MembershipState(StrEnum):
-    """The state of the agent's membership, as the agent sees it."""
-
     UNKNOWN = "UNKNOWN"
     """Not registered, or no longer registered; the agent keeps asking."""
     REGISTERED = "REGISTERED"

@@ -48,8 +48,6 @@ class WorkerStarted(Value, frozen=True):
 
 
 class WorkerNotStarted(Value, frozen=True):
-    """A worker's process could not be started."""
-
     incarnation: JobWorkerIncarnation
     failure: Failure
 
@@ -75,8 +73,6 @@ class WorkerExited(Value, frozen=True):
 
 
 class OutputDropped(Value, frozen=True):
-    """Output of a worker was dropped."""
-
     incarnation: JobWorkerIncarnation
     stream: str
     text: str

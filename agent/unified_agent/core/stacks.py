@@ -36,8 +36,6 @@ class _Read:
 
 
 class StackReads:
-    """The open reads of one agent."""
-
     def __init__(self, step: AgentStep, facts: NodeFacts) -> None:
         self._step = step
         self._facts = facts

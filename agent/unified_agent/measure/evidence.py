@@ -33,8 +33,6 @@ _INITIAL_PIDS = "pid:[4026531836]"
 
 
 class ProcessEnd(NamedTuple):
-    """The end of a worker's process."""
-
     code: int
     """Exit code, or minus the signal."""
     peak_kb: int = 0

@@ -39,8 +39,6 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class LivingWorker(NamedTuple):
-    """A worker's process, as the agent knows it."""
-
     incarnation: JobWorkerIncarnation
     role: str
     state: WorkerState

@@ -36,7 +36,6 @@ class TokenBucket:
         return True
 
     def wait_s(self) -> float:
-        """Return the seconds until there is a token."""
         return max(0.0, (1.0 - self._left) / self.rate) if self.rate else 0.0
 
 

@@ -57,8 +57,6 @@ def configured(environment: Mapping[str, str] = os.environ) -> client.Configurat
 
 
 class KubernetesApi:
-    """A client of one API server."""
-
     def __init__(self, configuration: client.Configuration) -> None:
         configuration.client_side_validation = False
         configuration.connection_pool_maxsize = NUM_THREADS

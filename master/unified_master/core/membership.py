@@ -9,8 +9,6 @@ from unified_master.core.state import WorkerRecord
 
 
 class WorkerMembership(StrEnum):
-    """Part that a worker takes in its job."""
-
     PENDING = "PENDING"
     """Waiting for its first incarnation: its job, or its group, has no place yet."""
     HELD = "HELD"

@@ -33,8 +33,6 @@ class Allocation(Value, frozen=True, kw_only=True):
 
 
 class Member(Value, frozen=True, kw_only=True):
-    """One worker of a unit."""
-
     worker: str
     role: str
     local_rank: int

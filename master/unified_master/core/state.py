@@ -477,8 +477,6 @@ class StackCollection(msgspec.Struct, kw_only=True):
 
 
 class Cluster:
-    """The whole state of the master."""
-
     def __init__(self, intervals: Intervals, relay: str, id_suffix: str) -> None:
         self.intervals = intervals
         self.relay = relay
@@ -527,7 +525,6 @@ class Cluster:
         return [node for node in self.nodes.values() if node.state is records.NodeState.ALIVE]
 
     def nodes_of_host(self, host_id: str) -> list[NodeRecord]:
-        """Return the nodes whose agent runs on this host."""
         names = sorted(self.hosts.get(host_id, ()))
         return [self.nodes[name] for name in names if name in self.nodes and self.nodes[name].info.host_id == host_id]
 

@@ -175,6 +175,10 @@ assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
 """
 
 
+@pytest.mark.skipif(
+    (3, 12) <= sys.version_info < (3, 12, 2),
+    reason="Python 3.12.0 and 3.12.1 start no thread once the main thread has ended (cpython 113964)",
+)
 def test_a_program_that_ends_has_its_saves_written(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", END_WITHOUT_WAITING, str(tmp_path)], check=True, timeout=100)
     with CheckpointManager(tmp_path) as reader:

@@ -190,8 +190,13 @@ def test_one_that_was_begun_and_is_not_wanted_leaves_nothing(stand_ins: Path, ho
 def test_a_begun_cluster_is_taken_by_the_job_whose_environment_it_has(
     stand_ins: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent: list[object] = []
-    monkeypatch.setattr("unified.client.submission._send_embedded", lambda spec, cluster, archive: sent.append(cluster))
+    given: list[object] = []
+
+    def started(_: JobSpec, cluster: EmbeddedCluster | None) -> None:
+        given.append(cluster)
+        raise ClusterError("no further")
+
+    monkeypatch.setattr(submission, "_started", started)
     monkeypatch.setattr(submission, "check_sendable", lambda spec: None)
     for change, is_taken in (("", True), ("set by the job's file", False)):
         cluster = EmbeddedCluster(home=stand_ins / "home")
@@ -199,8 +204,9 @@ def test_a_begun_cluster_is_taken_by_the_job_whose_environment_it_has(
         submission.begun.append(cluster)
         if change:
             monkeypatch.setenv("MARK", change)
-        submission.submit_job(JobSpec(name="j", roles=[]), master="local")
-        assert (sent.pop() is cluster) == is_taken
+        with pytest.raises(ClusterError, match="no further"):
+            submission.submit_job(JobSpec(name="j", roles=[]), master="local")
+        assert (given.pop() is cluster) == is_taken
         if is_taken:
             eventually(partial(processes, cluster.cluster_id), timeout=100, message="it was not begun")
         else:

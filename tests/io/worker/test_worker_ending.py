@@ -66,6 +66,16 @@ def write(agent: Agent, program: str, more: str = "") -> EntryPoint:
     return EntryPoint(kind="script", target=name) if program == "script" else attribute(program)
 
 
+def test_a_signal_after_the_end_does_not_reach_a_handler_whose_globals_are_gone(agent: Agent) -> None:
+    text = "import signal\ncame = []\nsignal.signal(signal.SIGUSR1, lambda number, frame: came.append(number))\n"
+    agent.write("script.py", text)
+    child = agent.run(EntryPoint(kind="script", target="script.py"))
+    child.expect(Finished)
+    child.process.send_signal(signal.SIGUSR1)
+    assert child.ends() == 0
+    assert child.errors.read_text() == ""
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_end_of_the_program_is_part_of_the_run(agent: Agent, program: str) -> None:
     child = agent.run(write(agent, program))

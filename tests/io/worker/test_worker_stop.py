@@ -139,7 +139,7 @@ SAVER = """
 def test_a_planned_stop_waits_for_a_checkpoint_that_is_being_written(agent: Agent, name: str, code: int) -> None:
     child = agent.run(SAVER, name)
     child.until_printed("up")
-    assert child.next_word() == Saving()
+    assert child.expect(Saving) == Saving()
     child.say(Stop(grace_s=missed(0.5), save_grace_s=600, reason="test"))
     child.process.send_signal(signal.SIGTERM)
     time.sleep(missed(1.0))

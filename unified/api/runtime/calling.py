@@ -33,8 +33,6 @@ class UnboundMethod(Protocol[P, R]):
 
 @dataclass(frozen=True)
 class CallOptions:
-    """Options of a call besides its arguments."""
-
     timeout: float | None = None
     """Seconds to the deadline, all attempts together; None: the job's default, `call_timeout_s`."""
     retries: int = 0

@@ -33,8 +33,6 @@ class Caller(NamedTuple):
 
 
 class InboundCall(msgspec.Struct, eq=False):
-    """A call from elsewhere."""
-
     call_id: int
     sender: str
     worker: str

@@ -61,8 +61,6 @@ class LinkLost(Value, frozen=True, kw_only=True):
 
 
 class CallCancelled(Value, frozen=True, kw_only=True):
-    """The caller cancelled a call."""
-
     call_id: int
 
 
@@ -71,8 +69,6 @@ class TimePassed(Value, frozen=True, kw_only=True):
 
 
 class BusClosed(Value, frozen=True, kw_only=True):
-    """The bus of this process is closing."""
-
     reason: str
 
 
@@ -94,8 +90,6 @@ class SendCall(Value, frozen=True, kw_only=True):
 
 
 class FailCall(Value, frozen=True, kw_only=True):
-    """End the call with this error."""
-
     call_id: int
     error: RpcError
 

@@ -189,7 +189,6 @@ def method_name(method: str | Callable[..., Any]) -> str:
 
 
 def mark_of(function: object) -> RpcMark | None:
-    """Return the mark that `@rpc` left on a function, or None."""
     mark = getattr(_plain(function), RPC_MARK, None)
     return mark if isinstance(mark, RpcMark) else None
 

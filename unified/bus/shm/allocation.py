@@ -21,7 +21,6 @@ class InPlaceAllocation(NamedTuple):
     """Slot that was, or is being, written in place."""
 
     pool: object
-    """The pool that has the slot."""
     slot: Slot
     address: int
     nbytes: int

@@ -13,8 +13,6 @@ from unified.bus.shm.slots import Slot
 
 
 class ReaderReference(NamedTuple):
-    """One reader's reference to one use of a slot."""
-
     owner: str
     """Inbox id of the process that made the segment; empty: the sender."""
     segment: int

@@ -157,7 +157,6 @@ class HeldReference:
         self.segment.remove_if_left()
 
     def can_forward(self, num_readers: int) -> bool:
-        """Return whether the reference can be forwarded to `num_readers` more readers."""
         return self.segment.references.has_sub_entries(self.entry, self.num_forwarded + num_readers)
 
     def forward(self, mark: int) -> int | None:

@@ -44,8 +44,6 @@ AnyGenerator = Generator[Any, Any, Any] | AsyncGenerator[Any, Any]
 
 
 class Step(Enum):
-    """Outcome of one step of a stream."""
-
     SENT = "sent"
     """An item was sent; more may follow at once."""
     PARKED = "parked"

@@ -36,6 +36,7 @@ from unified.bus.buffers import Buffer, size_of
 from unified.bus.codec.codec import decode
 from unified.bus.transport.unix_connection import UnixConnection
 from unified.errors import ProtocolError, RpcError, UsageError
+from unified.values import ClosedOnExit
 
 WINDOW_ITEMS = 16
 """Most items that a callee may be ahead of its caller."""
@@ -289,7 +290,7 @@ def _set(woken: asyncio.Future[None]) -> None:
 T = TypeVar("T")
 
 
-class RpcStream(Generic[T], Iterator[T], AsyncIterator[T]):
+class RpcStream(Generic[T], Iterator[T], AsyncIterator[T], ClosedOnExit):
     """Stream of the items that a generator yields in another worker: iterate with ``for`` or ``async for``, once.
 
     The generator runs at most `WINDOW_ITEMS` items ahead, then waits. The deadline of the call holds for the whole
@@ -338,12 +339,6 @@ class RpcStream(Generic[T], Iterator[T], AsyncIterator[T]):
 
     async def aclose(self) -> None:
         """Close the stream, for `contextlib.aclosing`."""
-        self.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
         self.close()
 
     async def __aenter__(self) -> Self:

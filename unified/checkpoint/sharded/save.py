@@ -60,8 +60,6 @@ MAX_NAMED = 8
 
 @dataclass(eq=False)
 class RankShare:
-    """The share of one rank in a save."""
-
     request: SaveRequest
     """The save, without payloads: the same on every rank."""
     rank: int

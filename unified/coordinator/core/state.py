@@ -13,8 +13,6 @@ from unified.protocol.coordinator import HeartbeatResponse
 
 
 class CoordinatorTimers:
-    """Deadlines of all spaces."""
-
     def __init__(self) -> None:
         self.leases: LeaseTable[Presence] = LeaseTable(30.0)
         self.barriers: TimerTable[tuple[str, str]] = TimerTable()
@@ -60,7 +58,6 @@ class Space:
         return not (self._revision or known or self.event_times)
 
     def id_of(self, member: str) -> str:
-        """Return the id of the worker of this rank."""
         return self.ids.get(member, member)
 
     def member_of(self, worker_id: str) -> str:

@@ -144,8 +144,6 @@ Event = (
 
 
 class AnswerPut(Value, frozen=True, kw_only=True):
-    """Answer a put's request."""
-
     request_id: int
     outcome: Outcome
     num_in: int

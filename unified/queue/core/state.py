@@ -39,8 +39,6 @@ class Consumer(msgspec.Struct, eq=False):
 
 
 class WaitingGet(msgspec.Struct, eq=False):
-    """A consumer that waits for items."""
-
     request_id: int
     consumer: Consumer
     number: int
@@ -66,8 +64,6 @@ class Handle(msgspec.Struct, eq=False):
 
 
 class WaitingPut(msgspec.Struct, eq=False):
-    """A put that waits for room."""
-
     request_id: int | None
     """None: no request is open at the moment; the put keeps its place."""
     handle: Handle

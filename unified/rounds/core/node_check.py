@@ -25,8 +25,6 @@ NOISE_S = 0.1
 
 
 class DeviceMeasure(Value, frozen=True, kw_only=True):
-    """Measurement of one rank's device."""
-
     node: int
     matmul_s: float = 0.0
     copy_s: float = 0.0
@@ -49,8 +47,6 @@ class LinkAttempt(NamedTuple):
 
 
 class CheckVerdict(Value, frozen=True, kw_only=True):
-    """Outcome of a check of all nodes of a round."""
-
     faulty: dict[int, str] = {}
     """Nodes at fault, and why."""
     undecided: dict[int, str] = {}

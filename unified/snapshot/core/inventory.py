@@ -27,8 +27,6 @@ class OverQuotaError(Exception):
 
 @dataclass(eq=False)
 class SnapshotBuffer:
-    """One buffer in memory."""
-
     number: int
     series: SnapshotSeries
     nbytes: int

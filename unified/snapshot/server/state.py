@@ -22,8 +22,6 @@ DONE_LINGER_S = 30.0
 
 @dataclass(eq=False)
 class WorkerConnection:
-    """The connection of one worker."""
-
     socket: socket.socket
     attached: AttachSeries | None = None
     waiting: BeginSnapshot | None = None

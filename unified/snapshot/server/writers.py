@@ -69,7 +69,6 @@ class StorageWriters:
         return dict(self._writers)
 
     def write(self, order: WriteOrder) -> None:
-        """Have a snapshot written."""
         self._waiting.append(order)
         self._go_on()
 

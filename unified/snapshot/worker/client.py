@@ -27,8 +27,6 @@ A = TypeVar("A", bound=protocol.SnapshotAnswer)
 
 
 class WritableBuffer(NamedTuple):
-    """A buffer to write."""
-
     number: int
     buffer: MappedBuffer
     confirmed: protocol.SnapshotStamp

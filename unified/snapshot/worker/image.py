@@ -13,7 +13,7 @@ import io
 import mmap
 import pickle
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -318,9 +318,6 @@ def fill(state: Any, found: Any, content: ImageContent) -> Any:
                 put(*pair, f"{path}[{number}]") for number, pair in enumerate(zip(target, source, strict=True))
             )
         return owned(source)
-
-    def put_each(target: Sequence[Any], source: Sequence[Any], path: str) -> list[Any]:
-        return [put(one, source[number], f"{path}[{number}]") for number, one in enumerate(target)]
 
     def owned(value: Any) -> Any:
         return copy.deepcopy(value, _RealTensors(content))

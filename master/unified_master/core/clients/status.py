@@ -80,7 +80,6 @@ def _waiting_save(job: JobRecord) -> str:
 
 
 def node_status(now: float, node: NodeRecord) -> NodeStatus:
-    """Return the status of a node, with its free resources."""
     return NodeStatus(
         node=node.name,
         state=node.state,
@@ -112,7 +111,6 @@ def story(
 
 
 def worker_status(cluster: Cluster, job: JobRecord, worker: WorkerRecord) -> WorkerStatus:
-    """Return the status of a worker's newest incarnation."""
     place = job.spec.role(worker.role).place(worker.rank)
     node = cluster.nodes.get(worker.node)
     is_coming = worker.is_held or job.is_waiting or worker.incarnation < 0 or job.is_absent(worker)

@@ -39,8 +39,6 @@ MAX_REPORTED = 256
 
 
 class BlockedCall(msgspec.Struct, frozen=True, array_like=True):
-    """A blocked call, and its edges in the graph."""
-
     call: str
     """Name of the call, the same in all workers (`name_of`)."""
     inbox: str

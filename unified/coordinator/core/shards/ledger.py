@@ -29,8 +29,6 @@ class OwnersSnapshot(Value, frozen=True, kw_only=True):
 
 
 class LedgerSnapshot(Value, frozen=True, kw_only=True):
-    """A whole `unified.coordinator.core.shards.ledger.Ledger`."""
-
     plan: ShardPlan
     workers: list[str]
     epoch: int
