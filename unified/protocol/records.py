@@ -321,7 +321,7 @@ LogStream = Literal["out", "err", "both", "out.times", "err.times", "metrics", "
 `trace`: likewise its calls, if ``UNIFIED_TRACE`` is set. `profile`: its last profile. `out.times` and `err.times`:
 when its output was written, as `LOG_TIME` records."""
 LOG_TIME = struct.Struct("<Qd")
-"""Offset in a log, and the time (seconds since 1970) of a write there. A file begins with 0 and its seconds a record."""
+"""Offset in a log, and the time (seconds since 1970) of a write there. First come 0 and the seconds between records."""
 ProfileKind = Literal["flamegraph", "speedscope", "memory", "torch"]
 """Kinds of a profile. `flamegraph` (SVG) and `speedscope` (JSON): where its time goes, by py-spy. `memory`: what it
 allocates (HTML), by memray. `torch`: one step (Chrome's trace, gzip), by its own ``torch.profiler``."""
