@@ -22,7 +22,7 @@ from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.agent_master import RunOrder
 from unified.protocol.agent_zygote import Fork
 from unified.protocol.framing import StreamBuffer, encode_stream
-from unified.protocol.records import DirectoryEntry, Failure
+from unified.protocol.records import DirectoryEntry, Failure, Progress
 from unified.protocol.worker_agent import (
     AgentOrder,
     Failed,
@@ -64,11 +64,18 @@ class Talk:
         self._control.sendall(encode_stream(order))
 
     def next_word(self) -> WorkerWord:
-        while not self._words:
-            data = self._control.recv(65536)
-            assert data, f"{self.name} hung up; its stderr:\n{self.errors.read_text()}"
-            self._words += [worker_to_agent.decode(body) for body in self._buffer.feed(data)]
-        return self._words.pop(0)
+        """The next word, without the load of the process, which comes at any time."""
+        while True:
+            while not self._words:
+                data = self._control.recv(65536)
+                assert data, f"{self.name} hung up; its stderr:\n{self.errors.read_text()}"
+                self._words += [worker_to_agent.decode(body) for body in self._buffer.feed(data)]
+            word = self._words.pop(0)
+            if not isinstance(word, Reported):
+                return word
+            word = Reported(progress=msgspec.structs.replace(word.progress, load=None), points=word.points)
+            if word != Reported(progress=Progress()):
+                return word
 
     def expect(self, kind: type[W]) -> W:
         """The next word but progress, saves, and that it is ending, which must be of this kind."""
