@@ -92,6 +92,7 @@ def test_a_rank_has_the_environment_and_the_settings_of_a_fresh_process_but_for_
 ) -> None:
     (tmp_path / "probe.py").write_text(PROBE)
     outer = {name: value for name, value in os.environ.items() if not name.startswith(("UNIFIED_", "TORCH"))}
+    outer["UNIFIED_MASTER"] = ""  # not the cluster that a tester has up
     for command in ([sys.executable], [sys.executable, "-m", "unified", "run", *words]):
         given = [*command, "probe.py", "probe", argument]
         ran = subprocess.run(given, cwd=tmp_path, env=outer, capture_output=True, text=True, timeout=100, check=False)

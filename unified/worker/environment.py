@@ -9,7 +9,7 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -24,6 +24,8 @@ from unified.protocol.agent_master import RunOrder
 from unified.protocol.worker_agent import Launch
 from unified.worker.fork_setup import enter
 
+_PROGRAMS = ("script", "module", "program")
+_DEVICE = "ACCELERATE_TORCH_DEVICE"
 _SHORT_NAMES = ("JOB", "NAME", "ROLE")
 
 
@@ -62,7 +64,7 @@ def variables(launch: Launch, inherited: Mapping[str, str] = MappingProxyType({}
         return dict(launch.env)
     role = launch.spec.role(launch.role)
     who = identity(launch)
-    if role.entry_point.kind in ("script", "module", "program"):
+    if role.entry_point.kind in _PROGRAMS:
         users = {**inherited, **role.envs}
         who = {name: value for name, value in who.items() if name not in _SHORT_NAMES or name not in users}
     return {**launch.env, **role.envs, **who}
@@ -106,9 +108,17 @@ def _ranks(place: WorkerPlace) -> dict[str, str]:
     return {field.upper(): str(value) for field, value in structs.asdict(place).items()}
 
 
-def device(environ: Mapping[str, str]) -> str:
-    """The worker's first device as torch names it. Its number counts the devices that the agent made visible."""
-    return environ.get("ACCELERATE_TORCH_DEVICE") or "cpu"
+def take_device(launch: Launch, environ: MutableMapping[str, str]) -> str:
+    """Return the worker's first device as torch names it. Its number counts the devices that the agent made visible.
+
+    A program as `torchrun` runs it loses the agent's variable: accelerate would prefer it to ``cpu=True``, and make no
+    device the current one.
+    """
+    role = launch.spec.role(launch.role)
+    found = environ.get(_DEVICE) or "cpu"
+    if role.entry_point.kind in _PROGRAMS and not role.communication.auto_setup and _DEVICE not in role.envs:
+        environ.pop(_DEVICE, None)
+    return found
 
 
 def with_shipped_code(launch: Launch) -> Launch:

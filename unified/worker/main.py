@@ -198,7 +198,7 @@ class _WorkerProcess:
             reporter=self._reporter,
             rounds=self._rounds,
             bus=bus,
-            device=environment.device(os.environ),
+            device=environment.take_device(launch, os.environ),
             claim=lambda claims: self._channel.send(worker_agent.Claimed(claims=claims)),
         )
         if os.environ.get(REPORT_TO):

@@ -15,6 +15,11 @@ from unified.protocol.agent_master import RunOrder
 from unified.protocol.worker_agent import Launch
 from unified.worker import environment
 
+AS_TORCHRUN_SCRIPT: dict[str, Any] = {
+    "entry_point": EntryPoint(kind="script", target="t.py"),
+    "communication": Communication(auto_setup=False),
+}
+
 
 def launch(*, role: dict[str, Any] | None = None, spec: dict[str, Any] | None = None, **changes: Any) -> Launch:
     trainer: dict[str, Any] = {"name": "trainer", "kind": "elastic", "entry_point": ENTRY, "total": 4, "per_group": 2}
@@ -22,9 +27,22 @@ def launch(*, role: dict[str, Any] | None = None, spec: dict[str, Any] | None = 
     return launch_of(job, 3, **{"incarnation": 1, **changes})
 
 
-def test_device_is_what_the_agent_says() -> None:
-    assert environment.device({"ACCELERATE_TORCH_DEVICE": "cuda:1"}) == "cuda:1"
-    assert environment.device({}) == "cpu"
+@pytest.mark.parametrize(
+    ("role", "is_left"),
+    [
+        ({}, True),
+        ({"entry_point": EntryPoint(kind="script", target="t.py")}, True),
+        (AS_TORCHRUN_SCRIPT, False),
+        ({**AS_TORCHRUN_SCRIPT, "entry_point": EntryPoint(kind="program", target="t")}, False),
+        ({**AS_TORCHRUN_SCRIPT, "envs": {"ACCELERATE_TORCH_DEVICE": "cuda:1"}}, True),
+    ],
+)
+def test_device_is_what_the_agent_says(role: dict[str, Any], is_left: bool) -> None:
+    """A program of torchrun's does not see it: accelerate would prefer it to its own options."""
+    environ = {"ACCELERATE_TORCH_DEVICE": "cuda:1"}
+    assert environment.take_device(launch(role=role), environ) == "cuda:1"
+    assert bool(environ) == is_left
+    assert environment.take_device(launch(role=role), {}) == "cpu"
 
 
 def test_identity_variables() -> None:
