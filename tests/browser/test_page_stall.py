@@ -34,6 +34,7 @@ def test_a_job_that_stalls_is_red_everywhere_and_its_queues_say_why(open_tab: Op
         tab.eventually_has("Wait for an item")
         assert "STALLED" in tab.text(".job-head h1")
         assert "no step for" in tab.text(".job-head")
+        assert "all workers run" not in tab.text()
         tab.eventually_has("trainer-0", "[aria-label=queues] tr:nth-child(2) td:nth-child(4)")
         assert "3 of 8" in tab.text("[aria-label=queues]")
         tab.page.click(".tabs a:has-text('Workers')")
@@ -49,6 +50,7 @@ def test_a_job_that_stalls_is_red_everywhere_and_its_queues_say_why(open_tab: Op
             [unified, "jobs", "--master", cluster.address], capture_output=True, text=True, check=True
         ).stdout
         assert "STALLED" in listed
+        assert "no step since" in listed
         whole_node = builder.role("other").run("stall_jobs.train").total(4).resource(accelerator=1).end().build()
         others = [cluster.submit(whole_node, f"other-{number}") for number in range(3)]
         tab.page.goto(ui.origin)

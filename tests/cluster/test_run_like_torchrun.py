@@ -77,7 +77,7 @@ def unified_run(tmp_path: Path) -> Iterator[Run]:
         launcher = subprocess.Popen(
             [sys.executable, "-m", "unified", "run", *arguments],
             cwd=tmp_path,
-            env={**inherited, **env},
+            env={**inherited, "UNIFIED_MASTER": "", **env},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

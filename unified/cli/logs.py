@@ -95,7 +95,7 @@ def logs(
             handle.connection,
             status.job_id,
             wanted,
-            mode="live" if follow else "once",
+            mode="live" if follow and not (times and grep) else "once",
             tail_bytes=None if tail is None or grep or any(wanted.lines) else max(1, tail * LINE_BYTES),
         )
         reader.update(status)
@@ -105,8 +105,11 @@ def logs(
             reader.show_times()
         folds = sys.stdout.isatty() and not (no_fold or times or json) and is_wanted()
 
+        def is_found(line: _Facts) -> bool:
+            return line.is_note or bool(pattern.search(line.text))
+
         def found(lines: Iterator[str]) -> Iterator[str]:
-            return (line for line in lines if pattern.search(facts(line).text)) if times and grep else lines
+            return (line for line in lines if is_found(facts(line))) if times and grep else lines
 
         present = None if tail is None else _last(found(reader.read_present()), tail, facts)
         shown = itertools.chain(present or (), found(_new_lines(reader, handle, follow, folds)))
@@ -155,16 +158,17 @@ class _Facts(NamedTuple):
     worker: str
     """Worker and incarnation."""
     text: str
+    is_note: bool
 
 
 def _facts_of_text(line: str) -> _Facts:
     prefix, _, text = line.partition("] ")
-    return _Facts(prefix.rpartition("[")[2], text)
+    return _Facts(prefix.rpartition("[")[2], text, text.startswith("… "))
 
 
 def _facts_of_data(line: str) -> _Facts:
     found = decode_json(line, type=LogLine)
-    return _Facts(f"{found.role}-{found.rank}#{found.incarnation}", found.line)
+    return _Facts(f"{found.role}-{found.rank}#{found.incarnation}", found.line, bool(found.note))
 
 
 def _last(lines: Iterable[str], count: int, facts: Callable[[str], _Facts]) -> Iterator[str]:

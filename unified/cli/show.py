@@ -118,7 +118,7 @@ def status(job: str, master: str | None, watch: bool, json: bool) -> int:
             if watch and found.stage != Stage.STOPPED:
                 found = _watch(connection, found.job_id)
             queue = ""
-            if found.stage == Stage.INIT:
+            if found.stage == Stage.INIT and not json:
                 begin = connection.ask(client_master.ListJobs(stages=[Stage.INIT]), client_master.JobList)
                 queue = queue_text(found.job_id, begin.jobs)
     except (UsageError, RefusedError) as error:
@@ -146,8 +146,8 @@ def status_lines(status: client_master.JobStatus, now: float, width: int | None 
 
     Args:
         now: the master's clock.
-        width: that of the table of workers, at most.
-        queue: its place in the queue.
+        width: columns to which the table of workers is cut.
+        queue: place of the job in the queue, as `queue_text` returns it.
     """
     lines = state_lines(status, now)
     submitted = f"submitted {moment(status.submitted_at)} by {status.submitted_by or '-'}"
@@ -252,7 +252,7 @@ def _job_row(job: client_master.JobLine) -> list[object]:
         job.num_workers,
         moment(job.submitted_at),
         moment(job.ended_at),
-        first_line(job.reason),
+        first_line(job.reason) if job.stalled_since is None else f"no step since {moment(job.stalled_since)}",
     ]
 
 

@@ -19,10 +19,8 @@ import math
 import subprocess
 import sys
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
-from itertools import pairwise
 from string import Template
 from typing import Literal, NamedTuple
 
@@ -57,8 +55,8 @@ KEEP_DRAIN_S = 10.0
 QUIET_S = 1.0
 """Seconds after which a partial line that does not go on is shown."""
 _TIME_CHARS = len("2026-01-31T12:00:00.0")
-_TIMES_BYTES = 1 << 20
-"""Size of the largest index of a log's times."""
+MAX_WAITING = 100_000
+"""Number of lines that wait for earlier ones, above which only the streams are read that may have those."""
 RENEW_S = 5.0
 """Seconds after which a reader in mode `keep` that cannot go on shows again that it is still there."""
 SEARCH_WITHIN_S = 5.0
@@ -183,9 +181,6 @@ class StreamCursor:
         self._noted = ""
         self.newest_at = 0.0
         """Time of the newest output that was read. Infinite if it is unknown."""
-        self._times: list[tuple[int, float]] = []
-        """Offsets and times of output from the last that was read on."""
-        self._times_read = LOG_TIME.size * min(offset, 0)  # a byte has one time at most
         # In mode `keep` a file gets bytes that are no UTF-8 unchanged.
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape" if self._keep else "replace")
 
@@ -202,26 +197,20 @@ class StreamCursor:
         )
 
     def times_request(self, job: str, chunk: LogChunk) -> ReadLog | None:
-        """Return the request for the times of a chunk; None if they are known, or if it has only lines that match."""
-        if not chunk.data or self.lines.grep or (self._times and self._times[-1][0] >= chunk.next_offset):
+        """Return the request for the times of a chunk; None if it is empty, or has only lines that match."""
+        if not chunk.data or self.lines.grep:
             return None
         return ReadLog(
             job=job,
             worker=self.worker,
             incarnation=self.incarnation,
             stream=_TIMES[self.source.stream],
-            offset=self._times_read,
-            max_bytes=_TIMES_BYTES,
+            offset=chunk.offset,
+            max_bytes=chunk.next_offset - chunk.offset,
         )
 
-    def take_times(self, chunk: LogChunk) -> None:
-        records = LOG_TIME.iter_unpack(chunk.data[: len(chunk.data) // LOG_TIME.size * LOG_TIME.size])
-        for offset, at in records if chunk.offset else list(records)[1:]:
-            if not self._times or offset > self._times[-1][0]:
-                self._times.append((offset, max(at, self._times[-1][1]) if self._times else at))
-        self._times_read = chunk.next_offset if chunk.offset >= self._times_read else 0  # it was thinned
-
-    def take(self, chunk: LogChunk, now: float) -> list[Output]:
+    def take(self, chunk: LogChunk, now: float, times: bytes = b"") -> list[Output]:
+        """Return the output in a chunk; `times` are its `LOG_TIME` records, if they are known."""
         found: list[Output] = []
         if self._offset < 0:
             self._drop_to_newline = chunk.offset > 0
@@ -231,7 +220,7 @@ class StreamCursor:
         if chunk.note and chunk.note != self._noted:
             found.append(Output(self.source, note=chunk.note))
         self._noted = chunk.note
-        *earlier, (at, last) = self._by_time(chunk)
+        *earlier, (at, last) = self._by_time(chunk, times)
         for time_, part in earlier:
             if text := self._from_newline(self._decoder.decode(part)):
                 found.append(Output(self.source, text, at=time_))
@@ -268,18 +257,16 @@ class StreamCursor:
         self._pause_s = LIVE_PAUSE_S if has_data else min(self.idle_s, self._pause_s * 1.5)
         self.due_at = now + (self._pause_s if self._is_live or not has_data else 0.0)
 
-    def _by_time(self, chunk: LogChunk) -> list[tuple[float, bytes]]:
+    def _by_time(self, chunk: LogChunk, times: bytes) -> list[tuple[float, bytes]]:
         """Return the parts of a chunk, at least one, each with the time at which it was written (0: unknown)."""
-        if not self._times or self.lines.grep:
-            self.newest_at = math.inf
-            return [(0.0, chunk.data)]
-        del self._times[: max(0, bisect_right(self._times, (chunk.offset, math.inf)) - 1)]
-        starts = [(max(offset - chunk.offset, 0), at) for offset, at in self._times]
-        starts[0] = (0, starts[0][1])
-        parts = [(at, chunk.data[start:end]) for (start, at), (end, _) in pairwise([*starts, (len(chunk.data), 0.0)])]
-        parts = [part for part in parts if part[1]] or [(self.newest_at, b"")]
-        self.newest_at = parts[-1][0]
-        return parts
+        records = list(LOG_TIME.iter_unpack(times[: len(times) // LOG_TIME.size * LOG_TIME.size]))
+        starts = [(max(offset - chunk.offset, 0), at) for offset, at in records]
+        starts[:1] = [(0, starts[0][1] if starts else 0.0)]
+        ends = [*(start for start, _ in starts[1:]), len(chunk.data)]
+        parts = [(at, chunk.data[start:end]) for (start, at), end in zip(starts, ends, strict=True) if start < end]
+        if chunk.data:
+            self.newest_at = max(self.newest_at, parts[-1][0] or math.inf)
+        return parts or [(0.0, b"")]
 
     def _from_newline(self, text: str) -> str:
         if self._drop_to_newline:
@@ -376,15 +363,18 @@ class LineQueue:
         self._count = 0
         self._newest: dict[OutputSource, float] = {}
 
+    def __len__(self) -> int:
+        return len(self._waiting)
+
     def add(self, line: Line) -> None:
         """Add a line; one without a time goes behind the last one of its stream."""
         at = self._newest[line.source] = max(line.at, self._newest.get(line.source, 0.0))
         self._count += 1
         heapq.heappush(self._waiting, (at, self._count, line))
 
-    def take(self, before: float) -> Iterator[Line]:
-        """Yield the lines from before a time, in the order of time."""
-        while self._waiting and self._waiting[0][0] < before:
+    def take(self, until: float) -> Iterator[Line]:
+        """Yield the lines up to a time, in the order of time."""
+        while self._waiting and self._waiting[0][0] <= until:
             yield heapq.heappop(self._waiting)[2]
 
 
@@ -468,21 +458,30 @@ class LogReader:
 
     def pull(self) -> Iterator[list[Output]]:
         """Read every stream that is due once, a few at a time; yield output worker by worker."""
+        yield from self._pull(self._due())
+
+    def _due(self) -> list[StreamCursor]:
         now = time.monotonic()
-        yield from self._pull([cursor for cursor in self._cursors if self._is_over or cursor.due_at <= now])
+        return [cursor for cursor in self._cursors if self._is_over or cursor.due_at <= now]
 
     def pull_lines(self) -> Iterator[str]:
         """Read streams that are due once; yield the lines that are complete, and have no earlier one to wait for."""
-        now, oldest = time.monotonic(), self._read_until()
-        due = [cursor for cursor in self._cursors if self._is_over or cursor.due_at <= now]
-        due = [cursor for cursor in due if cursor.is_caught_up or cursor.newest_at <= oldest]
-        is_timed = self._view.has_times or self._view.is_data or len(self._cursors) > 1
-        for outputs in self._pull(due, is_timed=is_timed):
-            for output in outputs:
-                for line in self._view.lines(output):
-                    self._queue.add(line)
+        due, oldest = self._due(), self._read_until()
+        if len(self._queue) > MAX_WAITING:
+            due = [cursor for cursor in due if cursor.newest_at <= oldest]
+        for outputs in self._pull(due, is_timed=self._is_timed):
+            self._enqueue(outputs)
         yield from self._view.show(self._queue.take(self._read_until()))
         yield from self._view.due()
+
+    @property
+    def _is_timed(self) -> bool:
+        return self._view.has_times or self._view.is_data or len(self._cursors) > 1
+
+    def _enqueue(self, outputs: Iterable[Output]) -> None:
+        for output in outputs:
+            for line in self._view.lines(output):
+                self._queue.add(line)
 
     def _read_until(self) -> float:
         """Return the time up to which all that was there at the first reads was read."""
@@ -500,23 +499,24 @@ class LogReader:
                 found += lost
                 if chunk is not None:
                     chunks.append((cursor, chunk))
-            if is_timed:
-                self._read_times(chunks)
+            times = self._read_times(chunks) if is_timed else {}
             for cursor, chunk in chunks:
-                found += cursor.take(chunk, time.monotonic())
+                found += cursor.take(chunk, time.monotonic(), times.get(cursor, b""))
             if found:
                 yield found
         self._cursors = [cursor for cursor in self._cursors if not cursor.is_final]
 
-    def _read_times(self, chunks: Iterable[tuple[StreamCursor, LogChunk]]) -> None:
-        """Read the times of chunks. A log may have none: an older one, or one that its node cannot send now."""
+    def _read_times(self, chunks: Iterable[tuple[StreamCursor, LogChunk]]) -> dict[StreamCursor, bytes]:
+        """Return the times of chunks. A log may have none: an older one, or one that its node cannot send now."""
         wanted = [(cursor, cursor.times_request(self._job, chunk)) for cursor, chunk in chunks]
         sent = [(cursor, self._connection.send(request)) for cursor, request in wanted if request is not None]
+        found: dict[StreamCursor, bytes] = {}
         for cursor, reply in sent:
             with contextlib.suppress(ClusterError, ProtocolError):
                 answer = reply.result()
                 if isinstance(answer, LogChunk):
-                    cursor.take_times(answer)
+                    found[cursor] = answer.data
+        return found
 
     def fold(self) -> None:
         """Fold equal lines of several workers into one, from now on."""
@@ -541,14 +541,14 @@ class LogReader:
         now = time.monotonic()
         return max(0.0, min((cursor.due_at - now for cursor in self._cursors), default=LIVE_PAUSE_S))
 
-    def drain(self) -> Iterator[list[Output]]:
+    def drain(self, *, is_timed: bool = False) -> Iterator[list[Output]]:
         """Read the rest after the job's end, until nothing new came for `DRAIN_S` (`keep` or grep: `KEEP_DRAIN_S`)."""
         timeout_s = KEEP_DRAIN_S if self._mode == "keep" or self._wanted.lines.grep else DRAIN_S
         deadline = time.monotonic() + timeout_s
         while self._cursors and time.monotonic() < deadline:
             has_news = False
             cursors = list(self._cursors)
-            for outputs in self.pull():
+            for outputs in self._pull(self._due(), is_timed=is_timed):
                 has_news = True
                 yield outputs
             if has_news or any(cursor.has_moved for cursor in cursors):  # the consumer may have been slow
@@ -579,8 +579,9 @@ class LogReader:
         """Yield the lines that are there now; if the job has ended, all that are left."""
         yield from self.read_present()
         if self._is_over:
-            for outputs in self.drain():
-                yield from self._view.feed(outputs)
+            for outputs in self.drain(is_timed=self._is_timed):
+                self._enqueue(outputs)
+                yield from self._view.show(self._queue.take(math.inf))
         yield from self._view.flush()
 
     def _meet(self, worker: WorkerStatus) -> None:

@@ -149,9 +149,9 @@ def why_text(status: JobStatus, now: float) -> str:
 
 
 def queue_text(job_id: str, jobs: Iterable[JobLine]) -> str:
-    """Return ``number 2 of 3 in the queue``; empty if the job does not wait for room."""
+    """Return ``number 2 of 3 in the queue``, for jobs in their order; empty if the job does not wait for room."""
     held = (job for job in jobs if job.stage is Stage.INIT and job.suspended is None and job.reason.startswith("waits"))
-    ids = [job.job_id for job in sorted(held, key=lambda job: job.submitted_at)]
+    ids = [job.job_id for job in held]
     return f"number {ids.index(job_id) + 1} of {len(ids)} in the queue" if job_id in ids else ""
 
 

@@ -319,7 +319,7 @@ class CallSpan(Value, frozen=True, omit_defaults=True):
 LogStream = Literal["out", "err", "both", "out.times", "err.times", "metrics", "trace", "profile"]
 """Files of an incarnation. `metrics`: its reports, one JSON object per line; empty if it reported nothing.
 `trace`: likewise its calls, if ``UNIFIED_TRACE`` is set. `profile`: its last profile. `out.times` and `err.times`:
-when its output was written, as `LOG_TIME` records."""
+`LOG_TIME` records of a part of its output; `offset` and `max_bytes` of the request are of the output."""
 LOG_TIME = struct.Struct("<Qd")
 """Offset in a log, and the time (seconds since 1970) of a write there. First come 0 and the seconds between records."""
 ProfileKind = Literal["flamegraph", "speedscope", "memory", "torch"]

@@ -38,7 +38,7 @@ from unified_agent.logs.logfile import LogFile, LogSlice, last_lines, read_slice
 from unified_agent.logs.search import LogSearches, RunProgram
 from unified_agent.logs.series import MAX_SERIES_BYTES, SeriesFile
 from unified_agent.logs.tails import Tail, TailFeed
-from unified_agent.logs.times import range_of
+from unified_agent.logs.times import range_of, times_of
 
 log = logging.getLogger("unified_agent")
 PIPE_BYTES = 256 * 1024
@@ -458,8 +458,11 @@ class OutputReader:
         if fault := _fault(order):
             return LogSlice(error=fault)
         incarnation = JobWorkerIncarnation(order.job_id, order.worker, order.worker_incarnation)
-        if order.stream not in ("out", "err"):
-            path = self._path(incarnation, OTHER_FILES.get(order.stream, order.stream))
+        if order.stream in ("out.times", "err.times"):
+            log_path = self._path(incarnation, order.stream.removesuffix(".times"))
+            return LogSlice(times_of(log_path, order.offset, order.offset + order.max_bytes), order.offset)
+        if order.stream in OTHER_FILES:
+            path = self._path(incarnation, OTHER_FILES[order.stream])
             if not path.exists():
                 return LogSlice()
             return read_slice(path, order.offset, order.max_bytes, self._max_series_files)
@@ -482,7 +485,7 @@ def _fault(order: ReadAgentLog) -> str:
         return f"{'/'.join(parts)} is no worker of this node"
     if order.stream == "both":
         return "stdout and stderr are two files: read 'out' and 'err', each with an offset of its own"
-    if order.grep and order.stream == "metrics":
+    if order.grep and order.stream not in ("out", "err"):
         return "only what a worker printed can be searched"
     return ""
 

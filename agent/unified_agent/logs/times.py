@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -73,8 +74,25 @@ def range_of(path: Path, since: float, until: float) -> tuple[int, int]:
         return 0, sys.maxsize
     (_, each_s), *records = records
     start = next((offset for offset, at in records if at + each_s > since), sys.maxsize)
+    if not until:
+        return start, sys.maxsize
     later = [offset for (_, at), (offset, _) in pairwise([*records, (sys.maxsize, 0.0)]) if at <= until]
-    return start if since else 0, (max(later, default=0) if until else sys.maxsize)
+    return start if since else 0, max(later, default=0)
+
+
+def times_of(path: Path, start: int, end: int) -> bytes:
+    """Return the `LOG_TIME` records of what a log holds between two offsets, with the last one before; maybe none."""
+    try:
+        data = times_path(path).read_bytes()
+    except OSError:
+        return b""
+    numbers = range(1, len(data) // LOG_TIME.size)  # record 0 is no place in the log
+
+    def offset_of(number: int) -> int:
+        return int(LOG_TIME.unpack_from(data, number * LOG_TIME.size)[0])
+
+    first = max(1, bisect_right(numbers, start, key=offset_of))
+    return data[first * LOG_TIME.size : (bisect_left(numbers, end, key=offset_of) + 1) * LOG_TIME.size]
 
 
 def _read(path: Path) -> list[tuple[int, float]]:

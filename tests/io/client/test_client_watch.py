@@ -481,6 +481,16 @@ def test_lines_of_logs_as_data(job: Job, capsys: pytest.CaptureFixture[str]) -> 
     assert [each["line"] for each in told("--tail", "1", "--stream=out")] == ["second"]
 
 
+def test_no_line_with_times_that_matches_is_left_out(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    job.output["out"] = b"".join(b"line %d\n" % number for number in range(300_000))  # a reader without a filter skips
+    job.finish(0)
+    assert main(["logs", "gpt", "--follow", "--times", "--grep", "line (7|299999)$"]) == 0
+    assert [line.strip() for line in capsys.readouterr().out.splitlines()] == [
+        "[trainer-0] line 7",
+        "[trainer-0] line 299999",
+    ]
+
+
 def test_logs_can_be_cut(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     job.output = {"out": b"".join(b"line %d\n" % number for number in range(5000)), "err": b"oops\n"}
 

@@ -3,7 +3,8 @@
 import sys
 from pathlib import Path
 
-from unified_agent.logs.times import MAX_RECORDS, TimeIndex, range_of, times_path
+from unified.protocol.records import LOG_TIME
+from unified_agent.logs.times import MAX_RECORDS, TimeIndex, range_of, times_of, times_path
 
 EVERYTHING = (0, sys.maxsize)
 
@@ -33,6 +34,19 @@ def test_a_range_holds_all_that_was_written_in_that_time(tmp_path: Path) -> None
     assert range_of(log, 0, 1019) == (0, 30)
     assert range_of(log, 0, 999) == (0, 0)
     assert range_of(log, 1030, 0)[0] == sys.maxsize
+
+
+def test_times_of_a_part_begin_with_the_last_before_it(tmp_path: Path) -> None:
+    log = index(tmp_path, (1000.0, 0), (1010.0, 20), (1020.0, 30), (1005.0, 40))
+
+    def times(start: int, end: int) -> list[tuple[int, float]]:
+        return list(LOG_TIME.iter_unpack(times_of(log, start, end)))
+
+    assert times(0, 20) == [(0, 1000.0)]
+    assert times(0, 21) == times(19, 21) == [(0, 1000.0), (20, 1010.0)]
+    assert times(20, 100) == [(20, 1010.0), (30, 1020.0), (40, 1005.0)]
+    assert times(99, 100) == [(40, 1005.0)]
+    assert times_of(tmp_path / "1.out", 0, 100) == b""
 
 
 def test_a_log_without_an_index_is_read_whole(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """A cursor over one stream: text, skips, ends; and the lines that are made of it."""
 
+import tempfile
 import time
 from datetime import datetime
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +29,7 @@ from unified.client.logs import (
 )
 from unified.protocol.client_master import JobStatus, LogChunk, ReadLog, RoleStatus
 from unified.protocol.records import LOG_TIME, Stage
+from unified_agent.logs.times import times_of
 
 SOURCE = OutputSource("[trainer-0] ", "out")
 
@@ -185,6 +188,8 @@ class TimedLogs:
 
     def __init__(self, logs: dict[tuple[int, str], list[tuple[float, bytes]]], part: int = 20) -> None:
         self.part = part
+        self.is_over = True
+        self.folder = Path(tempfile.mkdtemp())
         self.num_reads = 0
         self.files: dict[tuple[int, str], bytes] = {}
         for (rank, stream), writes in logs.items():
@@ -198,9 +203,14 @@ class TimedLogs:
         self.num_reads += 1
         data = self.files.get((int(request.worker[-1]), request.stream), b"")
         offset = max(0, len(data) + request.offset) if request.offset < 0 else request.offset
-        size = request.max_bytes if request.stream.endswith("times") else self.part
-        answer = chunk(data[offset : offset + size], offset, len(data))
-        return SimpleNamespace(result=lambda: msgspec.structs.replace(answer, is_final=answer.next_offset == len(data)))
+        if request.stream.endswith("times"):
+            (self.folder / "0.out.times").write_bytes(data)
+            answer = chunk(times_of(self.folder / "0.out", offset, offset + request.max_bytes))
+        else:
+            answer = chunk(data[offset : offset + self.part], offset, len(data))
+        return SimpleNamespace(
+            result=lambda: msgspec.structs.replace(answer, is_final=self.is_over and answer.next_offset == len(data))
+        )
 
 
 def read_all(connection: Any, *, tail_bytes: int | None = None, **wanted: Any) -> list[str]:
@@ -241,6 +251,41 @@ def test_a_log_without_times_holds_no_other_back() -> None:
         shown(1000.0, "[trainer-1] one"),
         shown(1001.0, "[trainer-1] two"),
     ]
+
+
+def test_a_clock_that_was_set_back_is_shown_as_it_was() -> None:
+    written = {(0, "out"): [(5000.0, b"one\n"), (1400.0, b"two\n"), (1500.0, b"three\n")]}
+    lines = [shown(at, f"[trainer-0] {text.decode().strip()}") for at, text in written[0, "out"]]
+    assert read_all(TimedLogs(written, 4)) == lines
+
+
+def test_what_comes_after_the_end_of_the_job_is_in_the_order_of_time() -> None:
+    connection = TimedLogs({(0, "out"): [(1000.0, b"one\n")], (1, "out"): [(1001.0, b"two\n")]}, 100)
+    connection.is_over = False
+    reader = LogReader(connection, "gpt-1", mode="live")  # type: ignore[arg-type]
+    reader.show_times()
+    workers = [worker_status(rank, name=f"trainer-{rank}") for rank in range(2)]
+    running = msgspec.structs.replace(ended(), workers=workers, stage=Stage.RUNNING)
+    reader.update(running)
+    assert len(list(reader.read_present())) == 2
+    for rank, at in ((0, 1003.0), (1, 1002.0)):
+        connection.files[rank, "out.times"] += LOG_TIME.pack(4, at)
+        connection.files[rank, "out"] += b"late\n"
+    connection.is_over = True
+    reader.update(msgspec.structs.replace(running, stage=Stage.STOPPED))
+    assert list(reader.rest()) == [shown(1002.0, "[trainer-1] late"), shown(1003.0, "[trainer-0] late")]
+
+
+def test_streams_that_lag_are_read_together() -> None:
+    """As many requests are in flight as without an order."""
+    written = {(rank, "out"): [(1000.0 + rank, b"x" * 99 + b"\n")] * 50 for rank in range(3)}
+    connection: Any = TimedLogs(written, 100)
+    reader = LogReader(connection, "gpt-1", LogFilter(streams=("out",)))
+    reader.update(msgspec.structs.replace(ended(), workers=[worker_status(i, name=f"trainer-{i}") for i in range(3)]))
+    list(reader.pull_lines())
+    assert connection.num_reads == 6
+    list(reader.pull_lines())
+    assert connection.num_reads == 12
 
 
 def test_one_stream_is_read_without_its_times_unless_they_are_shown() -> None:

@@ -42,7 +42,7 @@ export function Job() {
         <p class="muted">${isOver(job) ? `took ${age}, exit code ${job.exit_code}` : `for ${age}${then}`}, by ${job.submitted_by || "-"}</p></div>
       <${JobActions} job=${job} />
     </div>
-    ${job.reason && html`<p class="reason" title=${job.reason}>${firstLine(job.reason)}</p>`}
+    ${job.reason && stalled == null && html`<p class="reason" title=${job.reason}>${firstLine(job.reason)}</p>`}
     <nav class="tabs" aria-label="Views of the job">${Object.entries(TABS).map(([name, [title]]) => html`
       <a key=${name} href=${jobUrl(id, name === "summary" ? "" : name)} aria-current=${name === tab ? "page" : undefined}>${title}</a>`)}</nav>
     <${Tab} job=${job} mirror=${mirror} />`;

@@ -2,11 +2,14 @@
 import { duration, firstLine, number, roughly } from "../format.js";
 import { etaOf, stepOf } from "../mirror.js";
 import { go, jobUrl, place, setQuery } from "../router.js";
-import { isOver } from "../states.js";
+import { isOver, stalledSince } from "../states.js";
 import { cluster, now, stageNow } from "../stream.js";
 import { html } from "../text.js";
 import { Bar, Empty, Search, Select, State } from "../parts/bits.js";
 import { VirtualTable } from "../parts/virtual_table.js";
+
+/** Why a job is in its stage. */
+const reasonOf = (job) => (stalledSince(job, now.value) == null ? firstLine(job.reason) : `no step for ${roughly(now.value - stalledSince(job, now.value))}`);
 
 const ownerOf = (job) => job.submitted_by.split("@")[0];
 
@@ -20,7 +23,7 @@ const COLUMNS = [
   { id: "age", title: "Age", width: "84px", isNumber: true, isWide: true, cell: (job) => roughly(now.value - job.submitted_at), sort: (job) => -job.submitted_at },
   { id: "took", title: "Took", width: "112px", isNumber: true, isWide: true, cell: (job) => duration((job.ended_at ?? now.value) - job.submitted_at), sort: (job) => (job.ended_at ?? now.value) - job.submitted_at },
   { id: "owner", title: "Owner", width: "110px", isWide: true, cell: (job) => html`<span class="clip">${ownerOf(job)}</span>`, sort: ownerOf },
-  { id: "reason", title: "Reason", width: "minmax(140px, 2fr)", isWide: true, cell: (job) => html`<span class="clip muted" title=${job.reason}>${firstLine(job.reason)}</span>` },
+  { id: "reason", title: "Reason", width: "minmax(140px, 2fr)", isWide: true, cell: (job) => html`<span class="clip muted" title=${job.reason}>${reasonOf(job)}</span>` },
 ];
 
 function share(job) {

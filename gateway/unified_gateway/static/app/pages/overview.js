@@ -68,7 +68,7 @@ export function counted(names) {
 }
 
 /** Tab of a job where one looks first. */
-const TABS = { "may hang": "stacks", stalled: "stacks", restarting: "why", waiting: "why", "checkpoint late": "data", "save waits": "data" };
+const TABS = { "may hang": "stacks", restarting: "why", waiting: "why", "checkpoint late": "data", "save waits": "data" };
 
 function Attention() {
   const { shown, total } = cluster.value.mirror.attention;
