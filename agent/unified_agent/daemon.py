@@ -34,15 +34,7 @@ from unified_agent.held_stacks import HeldStacks
 from unified_agent.jobs.descriptions import Descriptions
 from unified_agent.jobs.preparation import Preparation
 from unified_agent.lease_keeper import LeaseKeeper
-from unified_agent.logs.output import (
-    OutputClosed,
-    OutputFailed,
-    OutputLost,
-    OutputReader,
-    SliceRead,
-    TailsRead,
-    destinations,
-)
+from unified_agent.logs import output
 from unified_agent.master_channel import MasterChannel
 from unified_agent.measure.evidence import EvidenceCollector, ProcessEnd
 from unified_agent.measure.profiles import Profiler
@@ -139,7 +131,7 @@ class AgentDaemon:
             on_end=self._on_end,
         )
         self._processes.groups = groups
-        self._output = OutputReader(
+        self._output = output.OutputReader(
             Path(facts.log_dir),
             max_bytes=options.log_max_bytes,
             max_files=options.log_files,
@@ -319,7 +311,7 @@ class AgentDaemon:
 
     def _start(self, order: messages.StartWorker) -> None:
         try:
-            streams = self._output.open(order.incarnation, *destinations(order.launch))
+            streams = self._output.open(order.incarnation, *output.destinations(order.launch))
             token = self._snapshots.token(order.incarnation.job_id)
             code_dir = self._preparation.code_dir(order.incarnation.job_id)
             launch = structs.replace(order.launch, key=self._key, snapshot_token=token, code_dir=code_dir)
@@ -334,7 +326,7 @@ class AgentDaemon:
     def _on_output(self) -> None:
         for result in self._output.take():
             match result:
-                case OutputClosed():
+                case output.OutputClosed():
                     self._events.append(
                         messages.WorkerExited(
                             incarnation=result.incarnation,
@@ -345,16 +337,16 @@ class AgentDaemon:
                             evidence=self._found.pop(result.incarnation, None),
                         )
                     )
-                case SliceRead():
+                case output.SliceRead():
                     self._answer_log(result)
-                case TailsRead():
+                case output.TailsRead():
                     node, incarnation = self._facts.node, self._facts.incarnation
                     self._channel.send(OutputTails(node=node, incarnation=incarnation, tails=result.tails))
-                case OutputLost():
+                case output.OutputLost():
                     self._events.append(
                         messages.OutputDropped(incarnation=result.incarnation, stream=result.stream, text=result.text)
                     )
-                case OutputFailed():
+                case output.OutputFailed():
                     reason = "a defect: the thread that reads the workers' output has ended"
                     self._events.append(messages.StopAsked(reason=reason, at_once=True))
 
@@ -373,7 +365,7 @@ class AgentDaemon:
             text = "no process renews the lease while the agent is busy, or ends the workers if the agent hangs"
             log.error("event=lease-keeper-lost reason=%r", f"it was killed: {text}, until the agent starts again")
 
-    def _answer_log(self, result: SliceRead) -> None:
+    def _answer_log(self, result: output.SliceRead) -> None:
         read = result.slice
         answer = LogRead(
             node=self._facts.node,

@@ -20,17 +20,8 @@ from msgspec import structs
 from unified import process
 from unified.config.ports import bind_free
 from unified.errors import UsageError
+from unified.protocol import snapshots
 from unified.protocol.agent_master import DesiredJob
-from unified.protocol.snapshots import (
-    LISTENER_NAME,
-    NameCopyNodes,
-    PersistSnapshots,
-    ReplaceKey,
-    ServeSnapshots,
-    SnapshotHost,
-    snapshots_to_agent,
-    token_of,
-)
 from unified.security.curve import new_key
 from unified.security.keys import ClusterKey
 from unified_agent.core.messages import SnapshotsReported
@@ -70,9 +61,9 @@ class SnapshotProcess:
         self._peers = _listen_for_peers(facts.address)
         url = "" if self._peers is None else _url(facts.address, self._peers.getsockname()[1])
         pair = None if key is None else new_key()
-        self.host = SnapshotHost(url, secrets.token_bytes(32), "" if pair is None else pair.public)
-        self._others = NameCopyNodes({})
-        self._order = ServeSnapshots(
+        self.host = snapshots.SnapshotHost(url, secrets.token_bytes(32), "" if pair is None else pair.public)
+        self._others = snapshots.NameCopyNodes({})
+        self._order = snapshots.ServeSnapshots(
             node=facts.node,
             host=self.host,
             quota_bytes=int(quota_mb * (1 << 20)),
@@ -83,19 +74,21 @@ class SnapshotProcess:
         self._server: HelperProcess | None = None
         self._num_short_lived = 0
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(str(self._run_dir / LISTENER_NAME))
+        self._listener.bind(str(self._run_dir / snapshots.LISTENER_NAME))
         self._listener.listen(_BACKLOG)
         self._listener.setblocking(False)
         self._await_first()
 
     def token(self, job_id: str) -> str:
-        return token_of(self.host.secret, job_id)
+        return snapshots.token_of(self.host.secret, job_id)
 
     def note_copy_nodes(self, jobs: Iterable[DesiredJob]) -> None:
         """Tell the server which other nodes hold snapshots of jobs here, if that has changed."""
         jobs = list(jobs)
         copy_nodes = {job.job_id: job.copy_node for job in jobs if job.copy_node is not None}
-        others = NameCopyNodes(copy_nodes, {job.job_id: job.earlier_nodes for job in jobs if job.earlier_nodes})
+        others = snapshots.NameCopyNodes(
+            copy_nodes, {job.job_id: job.earlier_nodes for job in jobs if job.earlier_nodes}
+        )
         if others != self._others:
             self._others = others
             if self._server is not None:
@@ -105,14 +98,14 @@ class SnapshotProcess:
         """Tell the server that the cluster's key has a successor."""
         self._order = structs.replace(self._order, key=key)
         if self._server is not None:
-            self._server.channel.send(ReplaceKey(key))
+            self._server.channel.send(snapshots.ReplaceKey(key))
 
     def persist(self) -> None:
         """Let the server write its snapshots to the storage of their jobs, if any; an event reports the end."""
         if self._server is None:
             self._on_event(SnapshotsReported(is_to_persist=False))
         else:
-            self._server.channel.send(PersistSnapshots())
+            self._server.channel.send(snapshots.PersistSnapshots())
 
     def close(self) -> None:
         """End the server; its memory is gone with it."""
@@ -159,7 +152,7 @@ class SnapshotProcess:
 
     def _hear(self, server: HelperProcess) -> None:
         for body in server.channel.receive():
-            kept = snapshots_to_agent.decode(body)
+            kept = snapshots.snapshots_to_agent.decode(body)
             if not kept.is_to_persist:
                 log.info("event=snapshots-persisted number=%d", kept.num_written)
             self._on_event(SnapshotsReported(is_to_persist=kept.is_to_persist))

@@ -13,16 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
 
-from unified.errors import (
-    MasterUnreachableError,
-    ProtocolError,
-    RefusedError,
-    StorageError,
-    StorageUnavailableError,
-    UnifiedError,
-    UsageError,
-    nearest,
-)
+from unified import errors
 from unified_gateway.backend import TrainingBackend
 from unified_gateway.http.admission import OPEN_PATHS, HttpAdmission
 from unified_gateway.http.limits import RateLimits
@@ -81,7 +72,7 @@ def create_app(
     if gateway.page is not None:  # outermost: admission knows no cookies
         app.add_middleware(PageDispatcher, page=gateway.page, routes=router)
     app.add_exception_handler(RequestValidationError, _answer_validation)
-    app.add_exception_handler(UnifiedError, _answer_error)
+    app.add_exception_handler(errors.UnifiedError, _answer_error)
     app.add_exception_handler(Exception, _answer_defect)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
@@ -108,15 +99,15 @@ async def _answer_error(_: Request, error: Exception) -> JSONResponse:
 
 
 def _status_of(error: Exception) -> int:
-    if isinstance(error, RefusedError):
+    if isinstance(error, errors.RefusedError):
         return STATUS_OF_CODE.get(error.code, 503)
-    if isinstance(error, MasterUnreachableError | StorageUnavailableError):
+    if isinstance(error, errors.MasterUnreachableError | errors.StorageUnavailableError):
         return 503
-    if isinstance(error, StorageError):  # the run's store refused: its bucket, or its credentials
+    if isinstance(error, errors.StorageError):  # the run's store refused: its bucket, or its credentials
         return 424
-    if isinstance(error, ProtocolError):
+    if isinstance(error, errors.ProtocolError):
         return 502
-    return 422 if isinstance(error, UsageError) else 500
+    return 422 if isinstance(error, errors.UsageError) else 500
 
 
 async def _answer_validation(request: Request, error: Exception) -> JSONResponse:
@@ -133,7 +124,7 @@ def _field_error(error: Mapping[str, Any]) -> dict[str, Any]:
     text = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
         known = [*TrainingRequest.model_fields, *ResumeRequest.model_fields]
-        text = f"there is no field {location[-1]!r}.{nearest(str(location[-1]), known)}"
+        text = f"there is no field {location[-1]!r}.{errors.nearest(str(location[-1]), known)}"
     return {"loc": location, "msg": text, "type": error["type"]}
 
 

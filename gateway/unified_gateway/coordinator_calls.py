@@ -11,17 +11,16 @@ import math
 import secrets
 import time
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from unified.config.runtime import DatasetSettings
 from unified.coordinator.client import RemoteCoordinator
-from unified.coordinator.orchestrator import check_release
+from unified.coordinator.orchestrator import check_release, leave_barrier
 from unified.data.reading import dataset_files
 from unified.data.registry import is_registered_as
-from unified.errors import CoordinatorError, MasterUnreachableError, RefusedError, UnifiedError, UsageError
+from unified.errors import CoordinatorError, MasterUnreachableError, RefusedError, UsageError
 from unified.protocol import coordinator as protocol
 from unified.protocol.client_master import Done
 from unified.threads import start_thread
@@ -153,7 +152,7 @@ class CoordinatorCalls:
         try:
             answer = await asyncio.wrap_future(future)
         except (asyncio.CancelledError, MasterUnreachableError):
-            self._leave_barrier(request)
+            leave_barrier(self._coordinator, request)
             raise
         check_release(asked.barrier_id, answer)
         return _fields(answer, "generation", "arrived", "lost")
@@ -185,18 +184,6 @@ class CoordinatorCalls:
     async def _ask(self, request: protocol.CoordinatorRequest, expected: type[A], call: GrpcCall) -> A:
         timeout_s = call.within(self._coordinator.timeout_s)
         return await asyncio.wrap_future(self._coordinator.submit(request, expected, timeout_s=timeout_s))
-
-    def _leave_barrier(self, request: protocol.WaitBarrier) -> None:
-        """Tell the master that nobody waits for this arrival any more; do not wait for an answer."""
-        leave = protocol.LeaveBarrier(
-            space=request.space,
-            barrier_id=request.barrier_id,
-            worker_id=request.worker_id,
-            session=request.session,
-            arrival=request.arrival,
-        )
-        with suppress(UnifiedError):
-            self._coordinator.submit(leave, Done)
 
     async def _count(self, path: str, format: str, call: GrpcCall) -> list[protocol.FileRun]:  # noqa: A002
         """Find and count the files of a dataset in a thread, which goes on after the call has ended."""

@@ -17,16 +17,8 @@ from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 
+from unified import errors
 from unified.coordinator.client import RemoteCoordinator
-from unified.errors import (
-    DataFileNotFoundError,
-    DatasetError,
-    MasterUnreachableError,
-    NotFoundError,
-    StorageUnavailableError,
-    UnifiedError,
-    UsageError,
-)
 from unified_gateway.coordinator_calls import CoordinatorCalls, Fields, GrpcCall
 from unified_gateway.tokens import TOKEN_HEADER, Tokens
 
@@ -65,16 +57,16 @@ STATUS_OF_CODE = {
 }
 """Status for each code of a refusal, or of a barrier's end."""
 STATUS_OF_ERROR: list[tuple[type[Exception], grpc.StatusCode]] = [
-    (MasterUnreachableError, _Status.UNAVAILABLE),
-    (StorageUnavailableError, _Status.UNAVAILABLE),
-    (DataFileNotFoundError, _Status.NOT_FOUND),
-    (NotFoundError, _Status.NOT_FOUND),
-    (UsageError, _Status.INVALID_ARGUMENT),
-    (DatasetError, _Status.INVALID_ARGUMENT),
+    (errors.MasterUnreachableError, _Status.UNAVAILABLE),
+    (errors.StorageUnavailableError, _Status.UNAVAILABLE),
+    (errors.DataFileNotFoundError, _Status.NOT_FOUND),
+    (errors.NotFoundError, _Status.NOT_FOUND),
+    (errors.UsageError, _Status.INVALID_ARGUMENT),
+    (errors.DatasetError, _Status.INVALID_ARGUMENT),
     (TimeoutError, _Status.DEADLINE_EXCEEDED),
     (OSError, _Status.FAILED_PRECONDITION),  # files, or a bucket, that this host may not read
     (ImportError, _Status.FAILED_PRECONDITION),
-    (UnifiedError, _Status.INTERNAL),
+    (errors.UnifiedError, _Status.INTERNAL),
 ]
 """Status for errors without a code; the first class that fits counts."""
 Method = Callable[[Any, GrpcCall], Awaitable[Fields]]
@@ -102,7 +94,7 @@ async def serve(*, bind: str, coordinator: RemoteCoordinator, tokens: Tokens) ->
     try:
         port = server.add_insecure_port(bind)
     except RuntimeError:
-        raise UsageError(
+        raise errors.UsageError(
             f"the gRPC service cannot listen on {bind}: the port is taken, or the address is none of this host's. Give "
             "another --grpc-port."
         ) from None
@@ -151,8 +143,8 @@ def _guarded(method: Method, answer: Callable[..., Any], tokens: Tokens) -> Call
         deadline = math.inf if left_s is None else time.monotonic() + left_s
         try:
             fields = await method(asked, GrpcCall(metadata.get(SPACE_KEY, ""), deadline))
-        except (UnifiedError, OSError, ImportError) as error:
-            code = getattr(error, "code", "") or ("bad-request" if isinstance(error, UsageError) else "")
+        except (errors.UnifiedError, OSError, ImportError) as error:
+            code = getattr(error, "code", "") or ("bad-request" if isinstance(error, errors.UsageError) else "")
             await context.abort(status_of(error), _shortened(str(error)), ((CODE_KEY, code),) if code else ())
         return answer(**fields)
 

@@ -25,6 +25,7 @@ from unified_gateway.backend import (
     RunRecord,
     Submitted,
 )
+from unified_gateway.kubernetes import manifest
 from unified_gateway.kubernetes.api_server import KubernetesApi, configured
 from unified_gateway.kubernetes.conditions import (
     JOB_LABEL,
@@ -34,15 +35,6 @@ from unified_gateway.kubernetes.conditions import (
     node_of,
     record_of,
     with_pods,
-)
-from unified_gateway.kubernetes.manifest import (
-    CONTAINER,
-    KIND_SELECTOR,
-    KubeflowOptions,
-    environment_of,
-    label_value,
-    pytorch_job,
-    shown,
 )
 from unified_gateway.kubernetes.pod_logs import PodLogs
 from unified_gateway.plan import StoredRequest
@@ -73,12 +65,12 @@ class KubeflowBackend:
         self,
         *,
         namespaces: Sequence[str] = ("default",),
-        options: KubeflowOptions | None = None,
+        options: manifest.KubeflowOptions | None = None,
         api: KubernetesApi | None = None,
     ) -> None:
         self.default_namespace = namespaces[0]
         self._namespaces = tuple(namespaces)
-        self._options = KubeflowOptions.read(os.environ) if options is None else options
+        self._options = manifest.KubeflowOptions.read(os.environ) if options is None else options
         self._api = KubernetesApi(configured()) if api is None else api
         self._logs = PodLogs(self._api)
         self._reasons: dict[str, RunRecord] = {}
@@ -93,7 +85,7 @@ class KubeflowBackend:
                 raise NameTakenError(f"{plan.name} in {run.namespace} is there already ({run.status}).")
         if plan.kept_env:
             plan = _with_kept(plan, earlier)
-        body = pytorch_job(plan, namespace, self._options)
+        body = manifest.pytorch_job(plan, namespace, self._options)
         if rivals := await self._living(plan):
             raise NameTakenError(f"run {plan.request.run_id} goes on as {rivals[0].name}.")
         if earlier is not None:
@@ -166,8 +158,8 @@ class KubeflowBackend:
         raise UsageError(f"the kubeflow backend keeps no metrics: they are in the logs of {name}, below {kept}.")
 
     def describe(self, plan: RunPlan) -> dict[str, Any]:
-        body = pytorch_job(plan, self._namespace(plan), self._options)
-        return shown(body, frozenset(plan.request.env))
+        body = manifest.pytorch_job(plan, self._namespace(plan), self._options)
+        return manifest.shown(body, frozenset(plan.request.env))
 
     async def close(self) -> None:
         self._logs.close()
@@ -195,7 +187,7 @@ class KubeflowBackend:
         return [pod for pod in pods if _owner(pod) in ("", run.job_id)]
 
     async def _of_run(self, run_id: str) -> list[RunRecord]:
-        selector = f"{KIND_SELECTOR},{RUN_ID_LABEL}={label_value(run_id)}"
+        selector = f"{manifest.KIND_SELECTOR},{RUN_ID_LABEL}={manifest.label_value(run_id)}"
         found = await asyncio.gather(*(self._api.jobs(namespace, selector) for namespace in self._namespaces))
         runs = [_record(each) for jobs in found for each in jobs]
         return [run for run in runs if run.run_id == run_id]
@@ -206,10 +198,10 @@ class KubeflowBackend:
         return [run for run in runs if run.name != plan.name and not run.is_ended]
 
     async def _runs_in(self, namespace: str) -> list[RunRecord]:
-        runs = [_record(each) for each in await self._api.jobs(namespace, KIND_SELECTOR)]
+        runs = [_record(each) for each in await self._api.jobs(namespace, manifest.KIND_SELECTOR)]
         pending: dict[str, list[Json]] = {}
         if any(run.status == "submitted" for run in runs):
-            for pod in await self._api.pods(namespace, KIND_SELECTOR, field_selector="status.phase=Pending"):
+            for pod in await self._api.pods(namespace, manifest.KIND_SELECTOR, field_selector="status.phase=Pending"):
                 pending.setdefault((pod["metadata"].get("labels") or {}).get(JOB_LABEL, ""), []).append(pod)
         known = [with_pods(run, pending.get(run.name, ())) if run.status == "submitted" else run for run in runs]
         complete = [await self._with_pods(run) if run.status == "failed" else run for run in known]
@@ -225,7 +217,7 @@ class KubeflowBackend:
         log = ""
         if (pod := failed_pod(pods)) is not None:
             with contextlib.suppress(RefusedError):
-                log = await self._api.log_tail(run.namespace, pod["metadata"]["name"], CONTAINER, REASON_LINES)
+                log = await self._api.log_tail(run.namespace, pod["metadata"]["name"], manifest.CONTAINER, REASON_LINES)
         if len(self._reasons) >= _MAX_REASONS:
             del self._reasons[next(iter(self._reasons))]
         self._reasons[run.job_id] = with_pods(run, pods, log)
@@ -259,7 +251,7 @@ def _owner(pod: Json) -> str:
 
 def _with_kept(plan: RunPlan, earlier: Json | None) -> RunPlan:
     """Return the plan with the kept variables, whose values the earlier object has."""
-    known = {} if earlier is None else environment_of(earlier)
+    known = {} if earlier is None else manifest.environment_of(earlier)
     if missing := [name for name in plan.kept_env if name not in known]:
         raise UsageError(f"env: the values of {', '.join(missing)} are not known any more: give them again.")
     kept = {name: known[name] for name in plan.kept_env}

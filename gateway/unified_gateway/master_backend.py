@@ -21,19 +21,7 @@ from unified.job import payload
 from unified.job.spec import EntryPoint, JobSpec, Resources, RoleSpec
 from unified.protocol import client_master
 from unified.protocol.records import Stage
-from unified_gateway.backend import (
-    FRAMEWORK_LABEL,
-    KIND,
-    KIND_LABEL,
-    NAMESPACE_LABEL,
-    REQUEST_ANNOTATION,
-    RUN_ID_LABEL,
-    NameTakenError,
-    RunEvent,
-    RunPlan,
-    RunRecord,
-    Submitted,
-)
+from unified_gateway import backend
 from unified_gateway.master_client import MasterClient
 from unified_gateway.plan import user_labels
 from unified_gateway.schemas import RunState
@@ -72,19 +60,19 @@ class MasterBackend:
         self._threads = ThreadPoolExecutor(NUM_LOG_THREADS, thread_name_prefix="unified-gateway-logs")
         self._metric_threads = ThreadPoolExecutor(NUM_METRIC_THREADS, thread_name_prefix="unified-gateway-metrics")
 
-    async def submit(self, plan: RunPlan, *, follows: str) -> Submitted:
+    async def submit(self, plan: backend.RunPlan, *, follows: str) -> backend.Submitted:
         spec = job_spec(plan, shares_host=self._shares_host)
         request = client_master.SubmitJob(
-            spec=spec, follows=follows, kept_env=list(plan.kept_env), unique_labels=[RUN_ID_LABEL]
+            spec=spec, follows=follows, kept_env=list(plan.kept_env), unique_labels=[backend.RUN_ID_LABEL]
         )
         try:
-            return Submitted(job_id=(await self._master.ask(request, client_master.Accepted)).job_id)
+            return backend.Submitted(job_id=(await self._master.ask(request, client_master.Accepted)).job_id)
         except RefusedError as error:
             if error.code == "name-taken":
-                raise NameTakenError(error.reason) from None
+                raise backend.NameTakenError(error.reason) from None
             raise
 
-    async def get(self, name: str) -> RunRecord | None:
+    async def get(self, name: str) -> backend.RunRecord | None:
         found = await self._job(name)
         if found is not None and found.name != name:  # `name` is the id of a job with another name
             lines = [line for line in await self._lines({}) if line.name == name]
@@ -92,14 +80,14 @@ class MasterBackend:
             found = None if newest is None else await self._job(newest.job_id)
         return None if found is None else _record(found)
 
-    async def find_run(self, run_id: str) -> RunRecord | None:
-        lines = await self._lines({KIND_LABEL: KIND, RUN_ID_LABEL: run_id})
+    async def find_run(self, run_id: str) -> backend.RunRecord | None:
+        lines = await self._lines({backend.KIND_LABEL: backend.KIND, backend.RUN_ID_LABEL: run_id})
         newest = max(lines, key=lambda line: line.submitted_at, default=None)
         found = None if newest is None else await self._job(newest.job_id)
         return None if found is None else _record(found)
 
-    async def runs(self) -> list[RunRecord]:
-        lines = await self._lines({KIND_LABEL: KIND})
+    async def runs(self) -> list[backend.RunRecord]:
+        lines = await self._lines({backend.KIND_LABEL: backend.KIND})
         return [_record(line) for line in sorted(lines, key=lambda line: (-line.submitted_at, line.job_id))]
 
     async def stop(self, name: str, *, force: bool) -> None:
@@ -138,12 +126,12 @@ class MasterBackend:
                     if time.monotonic() - seen_at > MASTER_GRACE_S:
                         raise
 
-    async def events(self, name: str, *, limit: int) -> list[RunEvent]:
+    async def events(self, name: str, *, limit: int) -> list[backend.RunEvent]:
         story = await self._master.ask(
             client_master.Explain(job=await self._job_id(name), limit=limit), client_master.Story
         )
         return [
-            RunEvent(at=each.at, event=each.event, reason=each.reason, worker=each.worker, node=each.node)
+            backend.RunEvent(at=each.at, event=each.event, reason=each.reason, worker=each.worker, node=each.node)
             for each in story.events
         ]
 
@@ -168,7 +156,7 @@ class MasterBackend:
             raise RefusedError("unavailable", kept.missing[0])
         return kept
 
-    def describe(self, plan: RunPlan) -> dict[str, Any]:
+    def describe(self, plan: backend.RunPlan) -> dict[str, Any]:
         spec = job_spec(plan, shares_host=self._shares_host)
         (role,) = spec.roles
         return {
@@ -180,7 +168,9 @@ class MasterBackend:
             "environment": {name: "…" if name in plan.request.env else text for name, text in role.envs.items()},
             "config": plan.options.as_job_config(),
             "labels": spec.labels,
-            "annotations": {name: text for name, text in spec.annotations.items() if name != REQUEST_ANNOTATION},
+            "annotations": {
+                name: text for name, text in spec.annotations.items() if name != backend.REQUEST_ANNOTATION
+            },
             "max_restarts": role.role_max_restart,
             "stop_grace_s": spec.stop_grace_s,
             "notes": list(_notes(plan, self._shares_host)),
@@ -216,7 +206,7 @@ class MasterBackend:
                 yield item
 
 
-def job_spec(plan: RunPlan, *, shares_host: bool = False) -> JobSpec:
+def job_spec(plan: backend.RunPlan, *, shares_host: bool = False) -> JobSpec:
     request = plan.request
     per_node = request.gpus_per_node
     resources = Resources(
@@ -248,20 +238,20 @@ def job_spec(plan: RunPlan, *, shares_host: bool = False) -> JobSpec:
     )
 
 
-def _record(found: client_master.JobStatus | client_master.JobLine) -> RunRecord:
+def _record(found: client_master.JobStatus | client_master.JobLine) -> backend.RunRecord:
     """Return a job as a run; without a run id if no gateway submitted it."""
-    is_run = found.labels.get(KIND_LABEL) == KIND
+    is_run = found.labels.get(backend.KIND_LABEL) == backend.KIND
     if isinstance(found, client_master.JobStatus):
         failure, annotations = found.end.failure.summary if found.end is not None else "", found.annotations
         num_restarts = max([found.num_restarts, *(role.num_restarts for role in found.roles)])
     else:
         failure, annotations, num_restarts = found.failure, {}, found.num_restarts
     state = _state(found)
-    return RunRecord(
+    return backend.RunRecord(
         name=found.name,
-        namespace=found.labels.get(NAMESPACE_LABEL, ""),
-        run_id=found.labels.get(RUN_ID_LABEL, "") if is_run else "",
-        framework=found.labels.get(FRAMEWORK_LABEL, ""),
+        namespace=found.labels.get(backend.NAMESPACE_LABEL, ""),
+        run_id=found.labels.get(backend.RUN_ID_LABEL, "") if is_run else "",
+        framework=found.labels.get(backend.FRAMEWORK_LABEL, ""),
         status=state,
         job_id=found.job_id,
         detail="" if state == "succeeded" else first_line(failure or found.reason),
@@ -281,7 +271,7 @@ def _state(found: client_master.JobStatus | client_master.JobLine) -> RunState:
     return "submitted" if found.started_at is None else "running"
 
 
-def _notes(plan: RunPlan, shares_host: bool) -> Iterator[str]:
+def _notes(plan: backend.RunPlan, shares_host: bool) -> Iterator[str]:
     if plan.request.image is not None:
         yield "image is not used: workers run in the environment of their agents."
     if shares_host:

@@ -18,16 +18,7 @@ import msgspec
 
 from unified.training.layout import RunLayout
 from unified.training.options import TrainingOptions
-from unified_gateway.backend import (
-    ATTEMPT_ANNOTATION,
-    FRAMEWORK_LABEL,
-    KIND,
-    KIND_LABEL,
-    NAMESPACE_LABEL,
-    REQUEST_ANNOTATION,
-    RUN_ID_LABEL,
-    RunPlan,
-)
+from unified_gateway import backend
 from unified_gateway.schemas import MAX_NAME, ResumeRequest, TrainingRequest
 
 RESUME = "resume_from_checkpoint"
@@ -61,7 +52,7 @@ class StoredRequest(msgspec.Struct, frozen=True):
     def read(cls, annotations: Mapping[str, str]) -> StoredRequest | None:
         """Return what a job's annotations hold; None if it is no job of a gateway, or of a later release."""
         try:
-            return msgspec.json.decode(annotations.get(REQUEST_ANNOTATION, ""), type=cls)
+            return msgspec.json.decode(annotations.get(backend.REQUEST_ANNOTATION, ""), type=cls)
         except msgspec.DecodeError:
             return None
 
@@ -130,7 +121,7 @@ def job_name(request: TrainingRequest) -> str:
 
 def plan_run(
     request: TrainingRequest, *, attempt_id: str, salt: str, namespace: str, kept: Mapping[str, str] | None = None
-) -> RunPlan:
+) -> backend.RunPlan:
     """Return the attempt that a payload asks for.
 
     Args:
@@ -150,22 +141,22 @@ def plan_run(
         arguments=request.arguments,
         attempt_id=attempt_id,
     )
-    return RunPlan(
+    return backend.RunPlan(
         request=request,
         name=job_name(request),
         options=options,
         environment=request.env,
         labels={
             **request.labels,
-            KIND_LABEL: KIND,
-            FRAMEWORK_LABEL: request.framework,
-            RUN_ID_LABEL: request.run_id,
-            NAMESPACE_LABEL: request.namespace or namespace,
+            backend.KIND_LABEL: backend.KIND,
+            backend.FRAMEWORK_LABEL: request.framework,
+            backend.RUN_ID_LABEL: request.run_id,
+            backend.NAMESPACE_LABEL: request.namespace or namespace,
         },
         annotations={
             **request.annotations,
-            REQUEST_ANNOTATION: stored.text(),
-            ATTEMPT_ANNOTATION: attempt_id,
+            backend.REQUEST_ANNOTATION: stored.text(),
+            backend.ATTEMPT_ANNOTATION: attempt_id,
         },
         kept_env=tuple(sorted(kept or ())),
     )
@@ -173,7 +164,7 @@ def plan_run(
 
 def user_labels(labels: Mapping[str, str]) -> dict[str, str]:
     """Return the labels of the payload, without the gateway's own."""
-    own = (KIND_LABEL, FRAMEWORK_LABEL, RUN_ID_LABEL, NAMESPACE_LABEL)
+    own = (backend.KIND_LABEL, backend.FRAMEWORK_LABEL, backend.RUN_ID_LABEL, backend.NAMESPACE_LABEL)
     return {name: value for name, value in labels.items() if name not in own}
 
 

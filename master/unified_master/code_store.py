@@ -7,16 +7,7 @@ import os
 from pathlib import Path
 from typing import assert_never
 
-from unified.protocol.client_master import (
-    ClientToCodeStore,
-    CodePart,
-    CodeState,
-    FindCode,
-    MasterAnswer,
-    PutCode,
-    ReadCode,
-    Refused,
-)
+from unified.protocol import client_master
 from unified.protocol.records import Stage
 from unified.values import Value
 from unified_master.core.master import MasterCore
@@ -33,7 +24,7 @@ class CodeReceived(Value, frozen=True, kw_only=True):
 
     peer: bytes
     request_id: int
-    request: ClientToCodeStore
+    request: client_master.ClientToCodeStore
 
 
 class CodeStore:
@@ -44,35 +35,35 @@ class CodeStore:
         self._max_bytes = max_bytes
         self._kept_bytes = kept_bytes
 
-    def answer(self, request: ClientToCodeStore, master: MasterCore) -> MasterAnswer:
+    def answer(self, request: client_master.ClientToCodeStore, master: MasterCore) -> client_master.MasterAnswer:
         """Return the answer to a request; the archives of the master's unfinished jobs are kept."""
         try:
             match request:
-                case FindCode():
+                case client_master.FindCode():
                     return self._state(request.digest)
-                case PutCode():
+                case client_master.PutCode():
                     return self._put(request, master)
-                case ReadCode():
+                case client_master.ReadCode():
                     return self._read(request)
                 case _:
                     assert_never(request)
         except OSError as error:
             reason = f"the master cannot keep the code of jobs in {self._folder}: {error.strerror}."
-            return Refused(code="unavailable", reason=reason)
+            return client_master.Refused(code="unavailable", reason=reason)
 
-    def _state(self, digest: str) -> CodeState:
+    def _state(self, digest: str) -> client_master.CodeState:
         whole = self._folder / digest
         if whole.is_file():
             os.utime(whole)
-            return CodeState(num_bytes=whole.stat().st_size, is_whole=True)
+            return client_master.CodeState(num_bytes=whole.stat().st_size, is_whole=True)
         part = self._part(digest)
-        return CodeState(num_bytes=part.stat().st_size if part.is_file() else 0)
+        return client_master.CodeState(num_bytes=part.stat().st_size if part.is_file() else 0)
 
-    def _put(self, request: PutCode, master: MasterCore) -> MasterAnswer:
+    def _put(self, request: client_master.PutCode, master: MasterCore) -> client_master.MasterAnswer:
         """Append a part that begins where the archive ends; for any other part, return how much is there."""
         if not 0 < request.size <= self._max_bytes:
             reason = f"an archive of {request.size / (1 << 20):.0f} MiB is refused: at most {self._max_bytes >> 20}."
-            return Refused(code="bad-request", reason=reason)
+            return client_master.Refused(code="bad-request", reason=reason)
         state = self._state(request.digest)
         if state.is_whole or request.offset != state.num_bytes:
             return state
@@ -83,10 +74,10 @@ class CodeStore:
             file.write(request.data)
             num_bytes = file.tell()
         if num_bytes < request.size and request.data:
-            return CodeState(num_bytes=num_bytes)
+            return client_master.CodeState(num_bytes=num_bytes)
         return self._finish(request.digest)
 
-    def _finish(self, digest: str) -> MasterAnswer:
+    def _finish(self, digest: str) -> client_master.MasterAnswer:
         part = self._part(digest)
         with part.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -94,19 +85,19 @@ class CodeStore:
         if found != digest:
             part.unlink()
             reason = f"the archive has other bytes than announced ({found[:12]}, not {digest[:12]}): send it again."
-            return Refused(code="bad-request", reason=reason)
+            return client_master.Refused(code="bad-request", reason=reason)
         part.rename(self._folder / digest)
         return self._state(digest)
 
-    def _read(self, request: ReadCode) -> MasterAnswer:
+    def _read(self, request: client_master.ReadCode) -> client_master.MasterAnswer:
         whole = self._folder / request.digest
         if not whole.is_file():
             reason = f"the master has no code {request.digest[:12]} (any more): submit the job again."
-            return Refused(code="not-found", reason=reason)
+            return client_master.Refused(code="not-found", reason=reason)
         with whole.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             data = os.pread(file.fileno(), BLOCK, max(0, request.offset)) if request.offset < size else b""
-        return CodePart(data=data, size=size)
+        return client_master.CodePart(data=data, size=size)
 
     def _make_room(self, nbytes: int, master: MasterCore) -> None:
         jobs = master.cluster.jobs.values()

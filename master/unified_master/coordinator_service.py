@@ -8,18 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from unified.coordinator.core import messages
 from unified.coordinator.core.coordinator import CoordinatorCore
-from unified.coordinator.core.messages import (
-    AnswerRequest,
-    CoordinatorTick,
-    Event,
-    Forget,
-    LogEvent,
-    Persist,
-    RequestCame,
-    SpaceClosed,
-    WorkerGone,
-)
 from unified.coordinator.core.state import REPLACED
 from unified.coordinator.core.workers import HEARTBEAT_TIMES, HeartbeatTimes
 from unified.protocol.client_master import Refused
@@ -67,11 +57,13 @@ class CoordinatorService:
             reason = f"worker {request.worker_id} {REPLACED}"
             return [Send(peer=peer, request_id=request_id, message=Refused(code="replaced", reason=reason))]
         incarnations = self._incarnations(request.space) if isinstance(request, RestorePosition) else None
-        return self._step(now, RequestCame(token=(peer, request_id), request=request, incarnations=incarnations))
+        return self._step(
+            now, messages.RequestCame(token=(peer, request_id), request=request, incarnations=incarnations)
+        )
 
     def time_passed(self, now: float) -> list[MasterAction]:
         """Return the actions that are due at `next_deadline`."""
-        return self._step(now, CoordinatorTick())
+        return self._step(now, messages.CoordinatorTick())
 
     def hear(self, now: float, actions: Iterable[MasterAction]) -> list[MasterAction]:
         """Return the actions that follow from the master's: incarnations ended, or jobs were forgotten."""
@@ -79,9 +71,9 @@ class CoordinatorService:
         for action in actions:
             if isinstance(action, ReportEvent) and action.record.event in INCARNATION_ENDS:
                 record, reason = action.record, f"its process ended ({action.record.reason})"
-                found += self._step(now, WorkerGone(space=record.job, worker_id=record.worker, reason=reason))
+                found += self._step(now, messages.WorkerGone(space=record.job, worker_id=record.worker, reason=reason))
             elif isinstance(action, SaveRecord) and action.kind == "job" and action.data is None:
-                found += self._step(now, SpaceClosed(space=action.key))
+                found += self._step(now, messages.SpaceClosed(space=action.key))
         return found
 
     def _is_past(self, request: DataRequest) -> bool:
@@ -98,17 +90,17 @@ class CoordinatorService:
         running = [worker for worker in job.workers.values() if worker.is_desired and worker.state not in ended]
         return {worker.name: worker.incarnation for worker in running}
 
-    def _step(self, now: float, event: Event) -> list[MasterAction]:
+    def _step(self, now: float, event: messages.Event) -> list[MasterAction]:
         translated: list[MasterAction] = []
         for action in self._core.step(now, event):
             match action:
-                case AnswerRequest(token=(peer, request_id), answer=answer):
+                case messages.AnswerRequest(token=(peer, request_id), answer=answer):
                     translated.append(Send(peer=peer, request_id=request_id, message=answer))
-                case Persist(rows=rows):
+                case messages.Persist(rows=rows):
                     translated += [SaveRecord(kind=kind, key=key, data=data) for kind, key, data in rows]
-                case Forget(keys=keys):
+                case messages.Forget(keys=keys):
                     translated += [SaveRecord(kind=kind, key=key, data=None) for kind, key in keys]
-                case LogEvent():
+                case messages.LogEvent():
                     translated.append(
                         self._master.remark(now, action.event, action.reason, action.space, action.worker_id)
                     )

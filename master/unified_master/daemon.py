@@ -64,16 +64,8 @@ from unified.security.frames import Buffer, cut
 from unified.security.keys import ClusterKey, KeyWatch, current
 from unified_master.code_store import CodeReceived, CodeStore
 from unified_master.coordinator_service import CoordinatorReceived, CoordinatorService
+from unified_master.core import messages
 from unified_master.core.master import MasterCore
-from unified_master.core.messages import (
-    MasterAction,
-    MasterEvent,
-    MasterTick,
-    Received,
-    ReportEvent,
-    SaveRecord,
-    Send,
-)
 from unified_master.core.restore import RestoreError, newest_time
 from unified_master.core.state import Cluster
 from unified_master.gateway_process import GatewayAddress, GatewayProcess
@@ -101,7 +93,7 @@ _log = logging.getLogger("unified.master")
 _codec: Codec[AgentToMaster | ClientToMaster | ClientToCodeStore | WorkerToCoordinator] = Codec(
     AgentToMaster | ClientToMaster | ClientToCodeStore | WorkerToCoordinator
 )
-DaemonEvent = MasterEvent | CoordinatorReceived | CodeReceived
+DaemonEvent = messages.MasterEvent | CoordinatorReceived | CodeReceived
 _loose_header = msgspec.msgpack.Decoder(tuple[int, int])
 
 
@@ -237,13 +229,13 @@ class MasterDaemon:
                 events = [*self._deferred, *self._take_in(router)]
                 self._deferred.clear()
                 if due is not None and self._now() >= due:
-                    events.append(MasterTick(is_behind=len(events) >= MAX_BATCH))
+                    events.append(messages.MasterTick(is_behind=len(events) >= MAX_BATCH))
                 core = self._handle(core, events, router, store)
             self._notifier.stopping()
             actions = core.stop(self._now())
             self._record(actions, store)
             self._perform(actions, router)
-            _hear_all(router, {action.peer for action in actions if isinstance(action, Send)})
+            _hear_all(router, {action.peer for action in actions if isinstance(action, messages.Send)})
         finally:
             signal.set_wakeup_fd(previous)
             for number, handler in handlers.items():
@@ -294,7 +286,7 @@ class MasterDaemon:
             elif isinstance(message, CodeRequest):
                 events.append(CodeReceived(peer=peer, request_id=request_id, request=message))
             else:
-                events.append(Received(peer=peer, request_id=request_id, message=message))
+                events.append(messages.Received(peer=peer, request_id=request_id, message=message))
         return events
 
     def _refuse(self, router: zmq.Socket[bytes], peer: bytes, frames: Sequence[bytes], error: ProtocolError) -> None:
@@ -317,7 +309,7 @@ class MasterDaemon:
         store: Store,
     ) -> MasterCore:
         """Step through a batch of events; commit everything, then send. Return the core to go on with."""
-        actions: list[MasterAction] = []
+        actions: list[messages.MasterAction] = []
         meanwhile = functools.partial(self._wait_for_disk, core, router)
         for event in events:
             if _begins_something(event) and not _ends_something(event) and (reason := store.shortage()):
@@ -335,7 +327,7 @@ class MasterDaemon:
         self._perform(actions, router)
         return core
 
-    def _step(self, core: MasterCore, event: DaemonEvent, actions: list[MasterAction]) -> None:
+    def _step(self, core: MasterCore, event: DaemonEvent, actions: list[messages.MasterAction]) -> None:
         """Handle one event. Add each action to `actions` at once, so that a defect later on does not lose it."""
         now = self._now()
         if isinstance(event, CoordinatorReceived):
@@ -343,12 +335,12 @@ class MasterDaemon:
             return
         if isinstance(event, CodeReceived):
             found = self._code.answer(event.request, core)
-            actions.append(Send(peer=event.peer, request_id=event.request_id, message=found))
+            actions.append(messages.Send(peer=event.peer, request_id=event.request_id, message=found))
             return
         decided = core.step(now, event)
         actions += decided
         actions += self._coordinator.hear(now, decided)
-        if isinstance(event, MasterTick):
+        if isinstance(event, messages.MasterTick):
             actions += self._coordinator.time_passed(now)
 
     def _after_defect(
@@ -363,22 +355,22 @@ class MasterDaemon:
                 f"{len(self._defects)} defects within {DEFECT_WINDOW_S:g} s (see the log): the master gives up. "
                 "Workers run on; start it again with the same --state-dir, and please report the traceback."
             )
-        if isinstance(event, Received | CoordinatorReceived | CodeReceived):
+        if isinstance(event, messages.Received | CoordinatorReceived | CodeReceived):
             reason = "the master met a defect of its own while handling this; its log has the traceback."
             _send(router, event.peer, *_codec.encode(Refused(code="defect", reason=reason), event.request_id))
         return self._begin_term(store, core.cluster.relay)
 
     def _record(
         self,
-        actions: list[MasterAction],
+        actions: list[messages.MasterAction],
         store: Store,
-        meanwhile: Callable[[list[MasterAction], str], None] | None = None,
+        meanwhile: Callable[[list[messages.MasterAction], str], None] | None = None,
     ) -> None:
         """Commit the records of the actions. While the disk is full, call `meanwhile`, which may add actions."""
         is_full = False
         while True:
-            saves = [action for action in actions if isinstance(action, SaveRecord)]
-            reports = [action for action in actions if isinstance(action, ReportEvent)]
+            saves = [action for action in actions if isinstance(action, messages.SaveRecord)]
+            reports = [action for action in actions if isinstance(action, messages.ReportEvent)]
             try:
                 if saves or reports:
                     store.commit(saves, reports)
@@ -396,7 +388,7 @@ class MasterDaemon:
             _log.info("%s", describe(report.record))
 
     def _wait_for_disk(
-        self, core: MasterCore, router: zmq.Socket[bytes], actions: list[MasterAction], reason: str
+        self, core: MasterCore, router: zmq.Socket[bytes], actions: list[messages.MasterAction], reason: str
     ) -> None:
         """Serve for a moment while nothing can be recorded: nodes stay alive, and clients may read.
 
@@ -407,7 +399,7 @@ class MasterDaemon:
         parked = [each for watches in core.cluster.watches.values() for each in watches.values()]
         watches = {(each.peer, each.request_id) for each in parked}
         for each in actions:  # answers that wait for their records
-            if isinstance(each, Send) and isinstance(each.message, Changes) and not each.message.is_whole:
+            if isinstance(each, messages.Send) and isinstance(each.message, Changes) and not each.message.is_whole:
                 watches.add((each.peer, each.request_id))
         while not self._is_stopping and (left_s := until - time.monotonic()) > 0:
             router.poll(math.ceil(left_s * 1000))
@@ -415,11 +407,11 @@ class MasterDaemon:
             self._probes.turned()
             for event in self._take_in(router):
                 match event:
-                    case Received(message=WatchCluster(after_version=after)) if after >= 0:
+                    case messages.Received(message=WatchCluster(after_version=after)) if after >= 0:
                         watches.add((event.peer, event.request_id))
-                    case Received() if isinstance(event.message, _HARMLESS):
+                    case messages.Received() if isinstance(event.message, _HARMLESS):
                         decided = core.step(self._now(), event)
-                        if any(isinstance(each, SaveRecord | ReportEvent) for each in decided):
+                        if any(isinstance(each, messages.SaveRecord | messages.ReportEvent) for each in decided):
                             actions += decided
                         else:
                             self._perform(decided, router)
@@ -431,15 +423,15 @@ class MasterDaemon:
             _send(router, peer, *_codec.encode(Changes(version=-1, at=self._now(), problem=reason), request_id))
 
     def _refuse_for_now(self, router: zmq.Socket[bytes], event: DaemonEvent, reason: str) -> None:
-        if isinstance(event, Received | CodeReceived):
+        if isinstance(event, messages.Received | CodeReceived):
             refusal = Refused(code="unavailable", reason=f"the master can record nothing: {reason}")
             _send(router, event.peer, *_codec.encode(refusal, event.request_id))
 
-    def _perform(self, actions: Sequence[MasterAction], router: zmq.Socket[bytes]) -> None:
+    def _perform(self, actions: Sequence[messages.MasterAction], router: zmq.Socket[bytes]) -> None:
         message: object = None
         body = b""
         for action in actions:
-            if isinstance(action, Send):
+            if isinstance(action, messages.Send):
                 if action.message is not message:  # all peers that a barrier releases get one message
                     message = action.message
                     body = _codec.encode_body(message)
@@ -453,13 +445,13 @@ def _begins_something(event: DaemonEvent) -> bool:
     """Return True if a client asks for something that has to be recorded."""
     if isinstance(event, CodeReceived):
         return isinstance(event.request, PutCode)
-    if not isinstance(event, Received):
+    if not isinstance(event, messages.Received):
         return False
     return isinstance(event.message, ClientRequest) and not isinstance(event.message, _HARMLESS)
 
 
 def _ends_something(event: DaemonEvent) -> bool:
-    return isinstance(event, Received) and isinstance(event.message, StopJob | SuspendJob)
+    return isinstance(event, messages.Received) and isinstance(event.message, StopJob | SuspendJob)
 
 
 def _status(cluster: Cluster) -> str:

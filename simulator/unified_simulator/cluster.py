@@ -19,16 +19,8 @@ from unified.config.settings import Intervals
 from unified.protocol.agent_master import DesiredWorkers, DirectoryChanged, MasterOrder, MasterToAgent
 from unified.protocol.client_master import ClientToMaster, MasterAnswer
 from unified.protocol.records import EventRecord
+from unified_master.core import messages
 from unified_master.core.master import MasterCore
-from unified_master.core.messages import (
-    MasterAction,
-    MasterEvent,
-    MasterTick,
-    Received,
-    ReportEvent,
-    SaveRecord,
-    Send,
-)
 from unified_simulator.invariants.master import InvariantChecks
 from unified_simulator.keeper import SimulatedKeeper
 from unified_simulator.measure import StepTimes
@@ -109,7 +101,7 @@ class SimulatedCluster(Generic[N]):
         self._request = 0
         self._term = 0
         self.is_down = self._is_writing = False
-        self._inbox: list[MasterEvent] = []
+        self._inbox: list[messages.MasterEvent] = []
         """Messages to the master while it waits for its disk."""
         self._begin_term([])
 
@@ -225,7 +217,7 @@ class SimulatedCluster(Generic[N]):
         connection = self._connections[node]
         for request_id, message in said:
             if connection.is_up:
-                event = Received(peer=self._peer(node), request_id=request_id, message=message)
+                event = messages.Received(peer=self._peer(node), request_id=request_id, message=message)
                 self._deliver(node, "up", lambda event=event: self._heard(node, event))  # type: ignore[misc]  # a bound default
         self.wake(node)
 
@@ -233,7 +225,7 @@ class SimulatedCluster(Generic[N]):
         """Send a client's request; `answers` gets the answer under the returned number, unless the master dies."""
         self._request += 1
         number = self._request
-        self.step(Received(peer=CLIENT, request_id=number, message=request))
+        self.step(messages.Received(peer=CLIENT, request_id=number, message=request))
         return number
 
     def after(self, seconds: float, what: Callable[[], None]) -> None:
@@ -265,7 +257,7 @@ class SimulatedCluster(Generic[N]):
 
     # -- the master --------------------------------------------------------------------------------------------------
 
-    def step(self, event: MasterEvent) -> None:
+    def step(self, event: messages.MasterEvent) -> None:
         """Give the master an event; it handles the event at once, or after its disk is done."""
         if self.is_down:
             return
@@ -288,9 +280,9 @@ class SimulatedCluster(Generic[N]):
         self._perform(actions)
         self._check(None, actions)
 
-    def _decide(self, events: list[MasterEvent]) -> None:
+    def _decide(self, events: list[messages.MasterEvent]) -> None:
         """Step through the events; save all decisions in one transaction, and send only after it."""
-        actions: list[MasterAction] = []
+        actions: list[messages.MasterAction] = []
         for event in events:
             self.num_steps += 1
             begun = time.thread_time()
@@ -298,14 +290,14 @@ class SimulatedCluster(Generic[N]):
             self.times.note(self.now, event, time.thread_time() - begun, decided)
             self._check(event, decided)
             actions += decided
-        has_saves = any(not isinstance(action, Send) for action in actions)
+        has_saves = any(not isinstance(action, messages.Send) for action in actions)
         if has_saves and (disk_s := self.disk_s()) > 0:
             self._is_writing, term = True, self._term
             self.after(disk_s, lambda: self._written(term, actions))
         else:
             self._finish(actions, has_saves)
 
-    def _written(self, term: int, actions: list[MasterAction]) -> None:
+    def _written(self, term: int, actions: list[messages.MasterAction]) -> None:
         if term != self._term:
             return  # the master died during the write
         self._is_writing = False
@@ -314,7 +306,7 @@ class SimulatedCluster(Generic[N]):
             events, self._inbox = self._inbox, []
             self._decide(events)
 
-    def _finish(self, actions: list[MasterAction], has_saves: bool) -> None:
+    def _finish(self, actions: list[messages.MasterAction], has_saves: bool) -> None:
         crash = self.crash_at if has_saves else ""
         if crash != "before-save":
             self._record(actions)
@@ -323,10 +315,10 @@ class SimulatedCluster(Generic[N]):
         else:
             self._perform(actions)
 
-    def _record(self, actions: list[MasterAction]) -> None:
+    def _record(self, actions: list[messages.MasterAction]) -> None:
         for action in actions:
             match action:
-                case SaveRecord(kind=kind, key=key, data=data):
+                case messages.SaveRecord(kind=kind, key=key, data=data):
                     if data is None:
                         self.stored.pop((kind, key), None)
                     else:
@@ -334,17 +326,17 @@ class SimulatedCluster(Generic[N]):
                             assert key not in self._job_ids, f"{key} is the id of two jobs\n{self.recent()}"
                             self._job_ids.add(key)
                         self.stored[kind, key] = data
-                case ReportEvent(record=record):
+                case messages.ReportEvent(record=record):
                     self.log.append(record)
                     self.num_decisions += 1
                     self.watch(self.now, "master", record)
 
-    def _perform(self, actions: list[MasterAction]) -> None:
+    def _perform(self, actions: list[messages.MasterAction]) -> None:
         for action in actions:
-            if isinstance(action, Send):
+            if isinstance(action, messages.Send):
                 self._send(action)
 
-    def _send(self, action: Send) -> None:
+    def _send(self, action: messages.Send) -> None:
         if action.peer == CLIENT:
             assert not isinstance(action.message, MasterOrder)
             assert action.request_id not in self.answers, f"request {action.request_id} was answered twice"
@@ -362,7 +354,7 @@ class SimulatedCluster(Generic[N]):
         elif action.peer == self._peer(node) and self._connections[node].is_up:
             self._deliver(node, "down", lambda: self._arrived(node, action.peer, request_id, order))
 
-    def _check(self, event: MasterEvent | None, actions: list[MasterAction]) -> None:
+    def _check(self, event: messages.MasterEvent | None, actions: list[messages.MasterAction]) -> None:
         if broken := self.checks.after(self.core.cluster, event, actions, but=CLIENT):
             raise AssertionError(
                 "\n".join([f"at {self.now:.3f}:", *broken, f"after {str(event)[:2000]}", self.recent()])
@@ -395,7 +387,7 @@ class SimulatedCluster(Generic[N]):
             return msgspec.structs.replace(order, jobs=jobs)
         return order
 
-    def _heard(self, node: str, event: Received) -> None:
+    def _heard(self, node: str, event: messages.Received) -> None:
         if node in self.cut or event.peer != self._peer(node):
             return
         self.watch(self.now, node, event.message)
@@ -421,7 +413,7 @@ class SimulatedCluster(Generic[N]):
 
     # -- lease keepers -----------------------------------------------------------------------------------------------
 
-    def hear_keeper(self, node: str, event: Received) -> None:
+    def hear_keeper(self, node: str, event: messages.Received) -> None:
         """Send a keeper's message to the master on the keeper's own connection; it ends with the master's process."""
         term = self._term
 
@@ -521,4 +513,4 @@ class SimulatedCluster(Generic[N]):
         while self._heap and self._heap[0][0] <= self.now:
             heapq.heappop(self._heap)[3]()
         if (deadline := self._master_due) is not None and deadline <= self.now:
-            self.step(MasterTick())
+            self.step(messages.MasterTick())

@@ -31,11 +31,11 @@ def test_a_job_that_stalls_is_red_everywhere_and_its_queues_say_why(open_tab: Op
         tab.eventually_has("stalled", ".attention")
         assert "no step" in tab.text(".attention")
         tab.page.click(".job-list a:has-text('rl-1')")
-        tab.eventually_has("Wait for an item")
+        tab.eventually_has("for an item")
         assert "STALLED" in tab.text(".job-head h1")
         assert "no step for" in tab.text(".job-head")
         assert "all workers run" not in tab.text()
-        tab.eventually_has("trainer-0", "[aria-label=queues] tr:nth-child(2) td:nth-child(4)")
+        tab.eventually_has("trainer-0 for an item", "[aria-label=queues] tr:nth-child(2) td:nth-child(2)")
         assert "3 of 8" in tab.text("[aria-label=queues]")
         tab.page.click(".tabs a:has-text('Workers')")
         tab.eventually_has("cores")
@@ -58,5 +58,8 @@ def test_a_job_that_stalls_is_red_everywhere_and_its_queues_say_why(open_tab: Op
         running = tab.text("[aria-label='Running jobs']")
         assert handle.job_id in running
         assert [each.job_id in running for each in others] == [True, False, False]
+        tab.page.click(f"[aria-label='Waiting jobs'] a:has-text('{others[2].job_id}')")
+        tab.page.click("a:has-text('its place in the queue')")
+        tab.eventually_has("number 2 in the queue, waits", "[aria-label='Waiting jobs']")
         for each in [*others, handle]:
             each.stop(force=True)

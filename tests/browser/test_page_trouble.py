@@ -175,6 +175,29 @@ def test_a_line_of_ten_megabytes_does_not_stop_the_page(tab: Tab, world: World) 
         tab.eventually_has("the end", ".lines")
 
 
+def test_lines_of_several_roles_are_in_the_order_of_time(tab: Tab, world: World) -> None:
+    builder = DLJobBuilder().node_num(1).device_per_node(2).device_type("CPU")
+    for role in ("actor", "learner"):
+        builder = builder.role(role).run("page_jobs.tell_time").total(1).end()
+    with running(world.cluster, builder.build(), "clocks") as handle:
+        handle.wait(timeout=met(200))
+        page = tab.open(f"/jobs/{handle.job_id}/logs", ".line")
+        page.click("button:has-text('wrap')")
+        tab.eventually_has("40 lines", ".log-count")
+        page.locator(".lines").evaluate("(lines) => { lines.style.height = '900px'; }")
+        eventually(lambda: page.locator(".line").count() == 40, timeout=met(100))
+        lines = page.locator(".line").all_inner_texts()
+        printed = [float(line.split()[-1]) for line in lines]
+        assert printed == sorted(printed)
+        assert {line.split()[0] for line in lines[:10]} == {"actor-0", "learner-0"}
+        assert not page.locator(".line .at").count()
+        page.click("button:has-text('times')")
+        eventually(lambda: page.locator(".line .at").count() == 40, timeout=met(100))
+        for shown, at in zip(page.locator(".line .at").all_inner_texts(), printed, strict=True):
+            seconds = at % 60 - float(shown.rpartition(":")[2])  # the page is in the browser's zone
+            assert abs((seconds + 30) % 60 - 30) < 1, (shown, at)
+
+
 def test_a_page_of_another_site_can_do_nothing(tab: Tab, world: World, tmp_path: Path) -> None:
     """It is on this host, too, so that the browser sends the cookie along: ports make no site of their own."""
     tab.expected.append("")  # the browser says each refusal

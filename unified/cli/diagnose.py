@@ -26,20 +26,8 @@ from unified.client.connection import MasterConnection, connect_master
 from unified.client.report import event_text
 from unified.config.settings import for_user_alone
 from unified.errors import ClusterError, MasterUnreachableError, RefusedError, UnifiedError, UsageError
-from unified.protocol.client_master import (
-    ClientRequest,
-    Explain,
-    GetJob,
-    GetStacks,
-    JobStacks,
-    JobStatus,
-    ListNodes,
-    LogChunk,
-    NodeList,
-    ReadLog,
-    Story,
-    WorkerStatus,
-)
+from unified.protocol import client_master
+from unified.protocol.client_master import ClientRequest, JobStatus, WorkerStatus
 from unified.protocol.framing import PROTOCOL_VERSION
 from unified.protocol.records import Stage, WorkerState
 
@@ -87,7 +75,7 @@ def diagnose(job: str, master: str | None, output: Path | None) -> None:
     It asks for two minutes at most, and says in each file what could not be had.
     """
     with connect_master(master) as connection:
-        status = connection.ask(GetJob(job=job), JobStatus)
+        status = connection.ask(client_master.GetJob(job=job), JobStatus)
         path = output or Path(f"{status.job_id}-diagnosis.tar.gz")
         clean = cleaner(os.environ)
         try:
@@ -188,12 +176,12 @@ def _files(reader: DiagnosisReader, status: JobStatus) -> Iterator[tuple[str, Ca
     yield "status.txt", lambda: "\n".join(status_lines(status, time.time()))
     yield "releases.txt", _releases
     yield "settings.txt", lambda: settings_text(os.environ)
-    events = Explain(job=status.job_id, limit=MAX_EVENTS)
-    yield "events.txt", lambda: "\n".join(event_text(each) for each in reader.ask(events, Story).events)
-    yield "nodes.json", lambda: reader.ask(ListNodes(), NodeList)
+    events = client_master.Explain(job=status.job_id, limit=MAX_EVENTS)
+    yield "events.txt", lambda: "\n".join(event_text(each) for each in reader.ask(events, client_master.Story).events)
+    yield "nodes.json", lambda: reader.ask(client_master.ListNodes(), client_master.NodeList)
     if status.stage is Stage.RUNNING:
-        stacks = GetStacks(job=status.job_id, wait_s=STACKS_S)
-        yield "stacks.json", lambda: reader.ask(stacks, JobStacks, more_s=STACKS_S).report
+        stacks = client_master.GetStacks(job=status.job_id, wait_s=STACKS_S)
+        yield "stacks.json", lambda: reader.ask(stacks, client_master.JobStacks, more_s=STACKS_S).report
     usual = (WorkerState.RUNNING, WorkerState.SERVING, WorkerState.FINISHED)
     odd_first = sorted(status.workers, key=lambda worker: (not worker.num_failures, worker.state in usual))
     for worker in odd_first[:MAX_WORKERS]:
@@ -206,12 +194,12 @@ def _logs(reader: DiagnosisReader, job_id: str, worker: WorkerStatus) -> Iterato
         node = f"node {worker.node}" if incarnation == worker.incarnation else f"the earlier node of {worker.name}"
         for stream in STREAMS:
             place = {"job": job_id, "worker": worker.name, "incarnation": incarnation, "stream": stream}
-            request = msgspec.convert({**place, "offset": -TAIL_BYTES, "max_bytes": TAIL_BYTES}, ReadLog)
+            request = msgspec.convert({**place, "offset": -TAIL_BYTES, "max_bytes": TAIL_BYTES}, client_master.ReadLog)
             yield f"logs/{worker.name}/{incarnation}.{stream}", partial(_tail, reader, request, node)
 
 
-def _tail(reader: DiagnosisReader, request: ReadLog, node: str) -> str:
-    return reader.ask(request, LogChunk, node=node, more_s=SLOW_S).data.decode("utf-8", "replace")
+def _tail(reader: DiagnosisReader, request: client_master.ReadLog, node: str) -> str:
+    return reader.ask(request, client_master.LogChunk, node=node, more_s=SLOW_S).data.decode("utf-8", "replace")
 
 
 def _or_reason(read: Callable[[], object]) -> object:

@@ -13,23 +13,10 @@ from typing import TypeVar
 import msgspec
 
 from unified.cli.options import add_job, add_json, add_master, at_least
+from unified.client import report
 from unified.client.connection import MasterConnection, connect_master
 from unified.client.left_logs import left_by
 from unified.client.mirror import JobWatch
-from unified.client.report import (
-    cut,
-    event_text,
-    first_line,
-    node_state,
-    number_text,
-    queue_text,
-    short_name,
-    stage_text,
-    state_lines,
-    state_text,
-    summarise,
-    time_text,
-)
 from unified.config.logging import escaped
 from unified.errors import RefusedError, UsageError
 from unified.job.names import WorkerRef, parse_worker
@@ -38,22 +25,16 @@ from unified.protocol.records import NodeState, Stage, WorkerState, json_value
 
 REASON_WIDTH = 160
 """Width of the last column if stdout is no terminal."""
+REASON_ROOM = 48
+"""Width that the last column gets on a narrow terminal, in place of columns of `MINOR`."""
+MINOR = ("ALSO", "MEMORY", "FREE CPU", "ADDRESS", "INCARNATION", "EXIT", "WORKERS", "ENDED", "SUBMITTED")
+"""Columns without which a person can do, the least important first."""
 MAX_ROWS = 40
 MAX_BUDGETS = 8
 JOB_HEADER = ["JOB", "STAGE", "EXIT", "WORKERS", "SUBMITTED", "ENDED", "REASON"]
 NODE_HEADER = [
-    "NODE",
-    "STATE",
-    "ADDRESS",
-    "WORKERS",
-    "FREE CPU",
-    "MEMORY",
-    "DEVICES",
-    "ALSO",
-    "SEEN",
-    "CHECK",
-    "REASON",
-]
+    "NODE", "STATE", "ADDRESS", "WORKERS", "FREE CPU", "MEMORY", "DEVICES", "ALSO", "SEEN", "CHECK", "REASON"
+]  # fmt: skip
 WORKER_HEADER = ["WORKER", "INCARNATION", "STATE", "NODE", "PID", "DEVICES", "FAILED", "PROGRESS", "REASON"]
 SEARCHED_JOBS = 20
 T = TypeVar("T")
@@ -62,20 +43,23 @@ T = TypeVar("T")
 def table(header: Sequence[str], rows: Sequence[Sequence[object]], width: int | None = None) -> list[str]:
     """Return rows under a header, with columns two spaces apart; the last column is not padded.
 
-    With a `width`, columns that are empty in all rows are left out, and lines are cut at the width, so that none wraps.
+    With a `width`, columns that are empty in all rows are left out, then those of `MINOR` until there is room for the
+    last column, or for `REASON_ROOM` characters of it. Lines are cut at the width, so that none wraps.
     Without a `width`, all columns are there, for programs that count them. Then only the last column, the reason, is
     cut, at 160 characters.
     """
     texts = [[escaped(str(cell)) for cell in row] for row in rows]
     if width is None:
-        texts = [[*row[:-1], cut(row[-1], REASON_WIDTH)] for row in texts]
-    filled_columns = [
-        column for column in range(len(header)) if width is None or any(row[column] not in ("", "-") for row in texts)
-    ]
-    cells = [[row[column] for column in filled_columns] for row in (list(header), *texts)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(filled_columns))]
-    lines = ["  ".join(cell.ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip() for row in cells]
-    return lines if width is None else [cut(line, width) for line in lines]
+        texts = [[*row[:-1], report.cut(row[-1], REASON_WIDTH)] for row in texts]
+    cells, columns = [list(header), *texts], range(len(header))
+    widths = [max(len(row[column]) for row in cells) for column in columns]
+    shown = [column for column in columns if width is None or any(row[column] not in ("", "-") for row in texts)]
+    for column in (header.index(name) for name in MINOR if name in header):
+        needed = sum(widths[each] + 2 for each in shown[:-1]) + min(widths[shown[-1]], REASON_ROOM)
+        if width is not None and needed > width and column in shown:
+            shown.remove(column)
+    lines = ["  ".join(row[column].ljust(widths[column]) for column in shown).rstrip() for row in cells]
+    return lines if width is None else [report.cut(line, width) for line in lines]
 
 
 def terminal_width() -> int | None:
@@ -120,7 +104,7 @@ def status(job: str, master: str | None, watch: bool, json: bool) -> int:
             queue = ""
             if found.stage == Stage.INIT and not json:
                 begin = connection.ask(client_master.ListJobs(stages=[Stage.INIT]), client_master.JobList)
-                queue = queue_text(found.job_id, begin.jobs)
+                queue = report.queue_text(found.job_id, begin.jobs)
     except (UsageError, RefusedError) as error:
         kept = left_by(job, master, error).status()
         if kept is None:
@@ -149,31 +133,32 @@ def status_lines(status: client_master.JobStatus, now: float, width: int | None 
         width: columns to which the table of workers is cut.
         queue: place of the job in the queue, as `queue_text` returns it.
     """
-    lines = state_lines(status, now)
+    lines = report.state_lines(status, now)
     submitted = f"submitted {moment(status.submitted_at)} by {status.submitted_by or '-'}"
     lines.append("  " + ", ".join(filter(None, (submitted, queue))))
-    if spent := time_text(status, now):
+    if (started := status.started_at) or status.ended_at:
+        times = [f"started {moment(started)}" if started else "never started"]
+        if status.ended_at:
+            times.append(f"{report.stage_text(status, now).lower()} {moment(status.ended_at)}")
+            times[1] += f" (ran for {report.duration_text(status.ended_at - started)})" if started else ""
+        lines.append("  " + ", ".join(times))
+    if spent := report.time_text(status, now):
         lines.append(f"  time {spent}")
     if status.budgets:
-        lines.append(f"  used up of its limits: {', '.join(_budget_text(use) for use in status.budgets[:MAX_BUDGETS])}")
-    lines += ["", *(f"  {role.text}" for role in summarise(status))]
+        charges = map(report.budget_text, status.budgets[:MAX_BUDGETS])
+        lines.append(f"  charged to its limits: {', '.join(charges)}")
+    lines += ["", *(f"  {role.text}" for role in report.summarise(status))]
     if status.workers:
         lines += ["", *(f"  {line}" for line in _worker_lines(status, width))]
     return lines
-
-
-def _budget_text(use: client_master.BudgetUse) -> str:
-    """``max_restart 2 of 10 (trainer_2-1_1-0)``."""
-    return f"{use.limit} {use.used} of {use.allowed}" + (f" ({use.subject})" if use.subject else "")
 
 
 def _worker_lines(status: client_master.JobStatus, width: int | None) -> list[str]:
     workers, usual = status.workers, (WorkerState.RUNNING, WorkerState.SERVING)
     odd_first = sorted(workers, key=lambda worker: (worker.state in usual, worker.role, worker.rank))
     shown = odd_first[:MAX_ROWS] if len(workers) > MAX_ROWS else workers
-    lines = table(
-        WORKER_HEADER, [_worker_row(status, worker) for worker in shown], None if width is None else width - 2
-    )
+    rows = [_worker_row(status, worker) for worker in shown]
+    lines = table(WORKER_HEADER, rows, None if width is None else width - 2)
     if len(workers) > len(shown):
         lines.append(f"… {len(workers) - len(shown)} more; --json has them all")
     return lines
@@ -181,15 +166,15 @@ def _worker_lines(status: client_master.JobStatus, width: int | None) -> list[st
 
 def _worker_row(status: client_master.JobStatus, worker: client_master.WorkerStatus) -> list[object]:
     return [
-        short_name(worker),
+        report.short_name(worker),
         worker.incarnation,
-        state_text(status, worker),
+        report.state_text(status, worker),
         worker.node or "-",
         worker.pid or "-",
         ",".join(str(index) for index in worker.devices) or "-",
         worker.num_failures or "-",
         _progress(worker),
-        first_line(worker.reason),
+        report.first_line(worker.reason),
     ]
 
 
@@ -198,7 +183,7 @@ def _progress(worker: client_master.WorkerStatus) -> str:
         return "-"
     step, total = worker.progress.step, worker.progress.total
     parts = [] if step is None else [f"{step}/{total}" if total else f"{step}"]
-    parts += [f"{name}={number_text(value)}" for name, value in worker.progress.metrics.items()]
+    parts += [f"{name}={report.number_text(value)}" for name, value in worker.progress.metrics.items()]
     return " ".join(parts) or "-"
 
 
@@ -210,27 +195,30 @@ def nodes_arguments(parser: ArgumentParser) -> None:
 def jobs_arguments(parser: ArgumentParser) -> None:
     nodes_arguments(parser)
     parser.add_argument("--limit", type=at_least(1), default=0, metavar="N", help="Only the newest N.")
-    parser.add_argument("--stage", action="append", type=str.upper, choices=list(Stage), help="Only in this stage.")
+    stages = [*map(str, Stage), *report.STAGE_WORDS]
+    parser.add_argument("--stage", action="append", type=str.upper, choices=stages, help="Only in this stage.")
     parser.add_argument("--text", default="", help="Only those with this in their id or their submitter.")
 
 
 def jobs(master: str | None, json: bool, limit: int, stage: list[str] | None, text: str) -> None:
     """List jobs, newest first."""
-    request = client_master.ListJobs(limit=limit, stages=[Stage(each) for each in stage or ()], text=text)
+    wanted, words = stage or [], set(stage or ()) & set(report.STAGE_WORDS)
+    stages = [report.STAGE_WORDS.get(each) or Stage(each) for each in wanted]
+    request = client_master.ListJobs(limit=0 if words else limit, stages=stages, text=text)
     with connect_master(master) as connection:
         found = connection.ask(request, client_master.JobList).jobs
-    found = sorted(found, key=lambda job: job.submitted_at, reverse=True)
+    if words:  # the master knows the stages alone
+        found = [job for job in found if job.stage in wanted or report.stage_text(job, 0.0) in words]
+    found = sorted(found, key=lambda job: job.submitted_at, reverse=True)[: limit or None]
     _print_list(found, json, "no jobs", JOB_HEADER, _job_row)
 
 
 def nodes(master: str | None, json: bool) -> None:
     """List nodes: what each has, and what of it no job holds."""
     with connect_master(master) as connection:
-        found = sorted(
-            connection.ask(client_master.ListNodes(), client_master.NodeList).nodes, key=lambda node: node.node
-        )
+        found = connection.ask(client_master.ListNodes(), client_master.NodeList).nodes
     nothing = "no nodes: start `unified-agent --master tcp://HOST:PORT` on a host"
-    _print_list(found, json, nothing, NODE_HEADER, _node_row)
+    _print_list(sorted(found, key=lambda node: node.node), json, nothing, NODE_HEADER, _node_row)
 
 
 def _print_list(
@@ -247,12 +235,12 @@ def _print_list(
 def _job_row(job: client_master.JobLine) -> list[object]:
     return [
         job.job_id,
-        stage_text(job, 0.0),  # the master's clock has decided whether it is stalled
+        report.stage_text(job, 0.0),  # the master's clock has decided whether it is stalled
         "-" if job.exit_code is None else job.exit_code,
         job.num_workers,
         moment(job.submitted_at),
         moment(job.ended_at),
-        first_line(job.reason) if job.stalled_since is None else f"no step since {moment(job.stalled_since)}",
+        report.first_line(job.reason) if job.stalled_since is None else f"no step since {moment(job.stalled_since)}",
     ]
 
 
@@ -263,7 +251,7 @@ def _node_row(node: client_master.NodeStatus) -> list[object]:
     extras += [f"{name}={value}" for name, value in sorted(node.labels.items())]
     return [
         node.node,
-        node_state(node),
+        report.node_state(node),
         node.address,
         node.num_workers,
         f"{amount(free.cpu)}/{amount(has.cpu)}",
@@ -272,7 +260,7 @@ def _node_row(node: client_master.NodeStatus) -> list[object]:
         " ".join(extras) or "-",
         f"{node.seen_s_ago:.1f} s ago",
         node.check or "-",
-        first_line(node.reason if node.state != NodeState.ALIVE else node.drained or ""),
+        report.first_line(node.reason if node.state != NodeState.ALIVE else node.drained or ""),
     ]
 
 
@@ -294,18 +282,22 @@ def explain_arguments(parser: ArgumentParser) -> None:
 
 
 def explain(subject: str, worker: str, master: str | None, limit: int, json: bool) -> None:
-    """Say what was decided about a job, or one worker of it, with the reasons."""
+    """Say what was decided about a job, or one worker of it, with the reasons; of a stalled job, what it waits for."""
     job, _, named = subject.partition("/")
     if named and worker:
         raise UsageError(f"two workers are named, {named!r} and {worker!r}: write JOB/WORKER or JOB WORKER.")
     with connect_master(master) as connection:
         story = _tell(connection, job, named or worker, limit)
+        lines = [report.event_text(event) for event in story.events]
+        if lines and not json:
+            seen = JobWatch(connection, story.events[0].job, has_workers=False)
+            if report.stalled_since(found := seen.next_status(), seen.mirror.at) is not None:
+                found = connection.ask(client_master.GetJob(job=found.job_id), client_master.JobStatus)
+                lines += report.state_lines(found, seen.mirror.at)
     if json:
         print_json(story.events)
-    elif not story.events:
-        print(f"nothing was decided about {subject} yet")
     else:
-        print("\n".join(event_text(event) for event in story.events))
+        print("\n".join(lines or [f"nothing was decided about {subject} yet"]))
 
 
 def _tell(connection: MasterConnection, job: str, worker: str, limit: int) -> client_master.Story:

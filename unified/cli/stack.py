@@ -66,7 +66,8 @@ def head_lines(role: str, report: StackReport) -> list[str]:
     said = set(verdict.findings)
     notes = [f"rank {worker.rank}: {worker.note}" for worker in report.workers if worker.note]
     shown = [note for note in notes if not any(note.partition(": ")[2] in finding for finding in said)]
-    return [f"{role}: {len(report.workers)} workers", *(f"  {line}" for line in (*verdict.findings, *shown))]
+    num = len(report.workers)
+    return [f"{role}: {num} worker{'s' if num != 1 else ''}", *(f"  {line}" for line in (*verdict.findings, *shown))]
 
 
 def cards(report: StackReport, *, with_runtime: bool = False) -> list[Card]:
@@ -125,8 +126,7 @@ def _print_cards(found: Sequence[Card]) -> None:
 
     console = Console(highlight=False)
     side_by_side = max(1, min(len(found), console.width // COLUMN))
-    panels = [
-        Panel(Text(printable("\n".join(card.lines))), title=Text(printable(card.title)), title_align="left")
-        for card in found
-    ]
+    texts = [Text("\n".join(map(printable, card.lines))) for card in found]  # it drops line ends
+    titles = [Text(printable(card.title)) for card in found]
+    panels = [Panel(text, title=title, title_align="left") for text, title in zip(texts, titles, strict=True)]
     console.print(Columns(panels, width=console.width // side_by_side - 1, padding=(0, 0)))

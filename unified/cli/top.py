@@ -16,19 +16,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from unified.cli.options import add_master
+from unified.client import report
 from unified.client.connection import connect_master
 from unified.client.mirror import ClusterMirror, ClusterWatch
-from unified.client.report import (
-    duration_text,
-    first_line,
-    node_state,
-    restarts_text,
-    short_name,
-    stage_text,
-    state_text,
-    summarise,
-    why_text,
-)
 from unified.client.views.overview import attention, totals
 from unified.config.logging import escaped
 from unified.errors import MasterUnreachableError, UsageError
@@ -151,7 +141,7 @@ def screen(mirror: ClusterMirror, view: TableView, height: int | None = None, si
 
     lines = [Text(_totals_text(mirror), style="bold")]
     if silent_s > POLL_S:
-        text = f"the master has not answered for {duration_text(silent_s)}: this may be out of date"
+        text = f"the master has not answered for {report.duration_text(silent_s)}: this may be out of date"
         lines.append(Text(text, style="red"))
     matters = attention(mirror)
     lines += [
@@ -192,9 +182,9 @@ def _table(mirror: ClusterMirror, view: TableView, shown: Sequence[str], chosen:
         "job": ["WORKER", "INCARNATION", "STATE", "NODE", "PROGRESS", "REASON"],
     }
     table = Table(box=None, expand=True, padding=(0, 2, 0, 0), header_style="dim")
+    shares = {"REASON": 2, "PROGRESS": 1 if view.what == "jobs" else None}  # they are cut before any name is
     for title in headers[view.what]:
-        may_shrink = title in ("PROGRESS", "REASON")  # they are cut before any name is
-        table.add_column(title, no_wrap=not may_shrink, ratio=1 if title == "REASON" else None)
+        table.add_column(title, no_wrap=title not in shares, ratio=shares.get(title))
     status = mirror.status(view.job) if view.what == "job" else None
     for number, name in enumerate(shown):
         if view.what == "nodes":
@@ -212,39 +202,26 @@ def _table(mirror: ClusterMirror, view: TableView, shown: Sequence[str], chosen:
 def _job_cells(job: JobStatus, now: float) -> list[str]:
     ended_at = now if job.ended_at is None else job.ended_at
     roles = [
-        " ".join(part for part in (role.name, role.step_text, role.metrics, restarts_text(role.num_restarts)) if part)
-        for role in summarise(job)
+        " ".join(filter(None, (role.name, role.step_text, role.metrics, report.restarts_text(role.num_restarts))))
+        for role in report.summarise(job)
     ]
     total = sum(role.total for role in job.roles)
-    age = duration_text(max(0.0, ended_at - job.submitted_at))
-    return [job.job_id, stage_text(job, now), age, str(total), "; ".join(roles), why_text(job, now)]
+    age = report.duration_text(max(0.0, ended_at - job.submitted_at))
+    return [job.job_id, report.stage_text(job, now), age, str(total), "; ".join(roles), report.why_text(job, now)]
 
 
 def _node_cells(node: NodeStatus) -> list[str]:
     devices = f"{len(node.free.devices)}/{len(node.resources.devices)}"
-    why = node.reason or node.drained or ""
-    return [
-        node.node,
-        node_state(node),
-        str(node.num_workers),
-        f"{node.free.cpu:g}/{node.resources.cpu:g}",
-        devices,
-        why,
-    ]
+    cpu, why = f"{node.free.cpu:g}/{node.resources.cpu:g}", node.reason or node.drained or ""
+    return [node.node, report.node_state(node), str(node.num_workers), cpu, devices, why]
 
 
 def _worker_cells(status: JobStatus, worker: WorkerStatus) -> list[str]:
     progress, incarnation = worker.progress, str(worker.incarnation)
     step = "" if progress is None or progress.step is None else str(progress.step)
     of_total = f"{step}/{progress.total}" if progress is not None and progress.total else step
-    return [
-        short_name(worker),
-        incarnation,
-        state_text(status, worker),
-        worker.node,
-        of_total,
-        first_line(worker.reason),
-    ]
+    state, why = report.state_text(status, worker), report.first_line(worker.reason)
+    return [report.short_name(worker), incarnation, state, worker.node, of_total, why]
 
 
 @contextmanager

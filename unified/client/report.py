@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from unified.client.terminal import printable
 from unified.config.logging import escaped
+from unified.errors import listed
+from unified.protocol import client_master
 from unified.protocol.client_master import EndReport, JobLine, JobStatus, NodeStatus, RoleStatus, WorkerStatus
 from unified.protocol.records import EventRecord, Evidence, NodeState, Phase, Progress, Stage, WorkerState
 
@@ -19,12 +21,26 @@ UNSTARTED = "UNSTARTED"
 RESTARTING = "RESTARTING"
 SUSPENDED = "SUSPENDED"
 STALLED = "STALLED"
+WAITING = "WAITING"
+FAILED = "FAILED"
+FINISHED = "FINISHED"
+STAGE_WORDS = {
+    WAITING: Stage.INIT,
+    SUSPENDED: Stage.INIT,
+    RESTARTING: Stage.INIT,
+    STALLED: Stage.RUNNING,
+    FINISHED: Stage.STOPPED,
+    FAILED: Stage.STOPPED,
+}
+"""Words of `stage_text` in place of a stage; `stageOf` of the page has the same."""
 DRAINING = "DRAINING"
 TRACEBACK_LINES = 20
 LINE_WIDTH = 200
 STOPPED_BY_USER = 130
 MAX_CALLERS = 3
 TIME_BAR = 20
+_CHARGES = {"node_max_restart": ("loss", "losses"), "job_max_restart": ("restart", "restarts")}
+"""Nouns for what is charged to a limit; failures if a limit is not here."""
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 
 
@@ -124,15 +140,29 @@ def stalled_since(job: JobStatus | JobLine, now: float) -> float | None:
 
 
 def stage_text(job: JobStatus | JobLine, now: float) -> str:
-    """Return the job's stage; ``RESTARTING`` for INIT after a restart, ``SUSPENDED`` until it is resumed, ``STALLED``
-    for RUNNING without a step for long.
+    """Return the job's stage, or the word of `STAGE_WORDS` that says more. ``WAITING``: the job is in the queue,
+    ``RESTARTING``: it is in INIT after a restart, ``STALLED``: it runs without a step for long.
     """
+    if job.stage is Stage.STOPPED:
+        return FAILED if is_failed(job) else FINISHED if job.exit_code == 0 else job.stage.value
     if stalled_since(job, now) is not None:
         return STALLED
     if job.suspended is not None and job.stage is Stage.INIT:
         return SUSPENDED
     is_again = job.num_restarts or (isinstance(job, JobStatus) and any(role.num_restarts for role in job.roles))
-    return RESTARTING if job.stage is Stage.INIT and is_again else job.stage.value
+    if job.stage is Stage.INIT and (is_again or _waits_for_room(job)):
+        return RESTARTING if is_again else WAITING
+    return job.stage.value
+
+
+def is_failed(job: JobStatus | JobLine) -> bool:
+    """Return True if the job failed, or stops after a failure."""
+    outcome = job.outcome if isinstance(job, JobStatus) else None
+    return (outcome if job.exit_code is None else job.exit_code) not in (None, 0, STOPPED_BY_USER)
+
+
+def _waits_for_room(job: JobStatus | JobLine) -> bool:
+    return job.stage is Stage.INIT and job.suspended is None and job.reason.startswith("waits")
 
 
 def node_state(node: NodeStatus) -> str:
@@ -150,18 +180,19 @@ def why_text(status: JobStatus, now: float) -> str:
 
 def queue_text(job_id: str, jobs: Iterable[JobLine]) -> str:
     """Return ``number 2 of 3 in the queue``, for jobs in their order; empty if the job does not wait for room."""
-    held = (job for job in jobs if job.stage is Stage.INIT and job.suspended is None and job.reason.startswith("waits"))
-    ids = [job.job_id for job in held]
+    ids = [job.job_id for job in jobs if _waits_for_room(job)]
     return f"number {ids.index(job_id) + 1} of {len(ids)} in the queue" if job_id in ids else ""
 
 
 def headline_text(status: JobStatus, now: float) -> str:
-    """``nanogpt-1  INIT  waits: role trainer needs …``. `now` is the master's clock, as in all texts about a job."""
+    """``nanogpt-1  WAITING  waits: role trainer needs …``. `now` is the master's clock, as in all texts about a job."""
     return "  ".join(filter(None, (status.job_id, stage_text(status, now), why_text(status, now))))
 
 
 def state_text(status: JobStatus, worker: WorkerStatus) -> str:
-    """The worker's state; ``UNSTARTED`` if its job ended before it began."""
+    """The worker's state; ``UNSTARTED`` if its job ended before it began, ``FAILED`` if its failure ended the job."""
+    if status.end is not None and status.end.worker == worker.name and is_failed(status):
+        return FAILED
     return UNSTARTED if _is_over(status) and worker.state is WorkerState.PENDING else worker.state.value
 
 
@@ -258,14 +289,45 @@ def state_lines(status: JobStatus, now: float) -> list[str]:
     return [
         f"job {status.job_id} is {stage_text(status, now)}, for {since}",
         *reason,
+        *stall_lines(status, now),
         *lost_lines(status),
         *unread_lines(status),
     ]
 
 
+def stall_lines(status: JobStatus, now: float) -> list[str]:
+    """Return a line about each queue in which workers of a stalled job wait, and the next command; else nothing."""
+    if stalled_since(status, now) is None:
+        return []
+    present = [(each, each.progress) for each in status.workers if each.progress and each.state != WorkerState.EXITED]
+    owned = {
+        name: f" of {short_name(worker)}, {depth} of {size} items"
+        for worker, progress in present
+        for name, (depth, size, _) in (progress.load.queues if progress.load else {}).items()
+    }
+    waiting: dict[tuple[str, str], dict[str, None]] = {}
+    for worker, progress in present:
+        for use in progress.queues:
+            if use.waits:
+                waiting.setdefault((use.queue, use.does), {})[short_name(worker)] = None
+    lines = []
+    for (queue, does), names in waiting.items():
+        waits, what = "wait" if len(names) > 1 else "waits", "an item" if does == "gets" else "room"
+        text = f"{queue}{owned.get(queue, '')}: {listed(names, MAX_CALLERS)} {waits} for {what}"
+        lines.append(_row("queue", text))
+    return [*lines, _row("next", f"unified stack {status.job_id}")]
+
+
+def budget_text(use: client_master.BudgetUse) -> str:
+    """``max_restart=1: 2 failures of trainer_2-1_1-0``."""
+    one, many = _CHARGES.get(use.limit, ("failure", "failures"))
+    whose = f" of {use.subject}" if use.subject else ""
+    return f"{use.limit}={use.allowed}: {use.used} {one if use.used == 1 else many}{whose}"
+
+
 def state_html(status: JobStatus, now: float) -> str:
     """Return the lines of `state_lines` for a notebook, with a table row a role."""
-    head = escape(printable("\n".join(state_lines(status, now))))
+    head = "\n".join(escape(printable(line)) for line in state_lines(status, now))
     rows = ""
     for role in summarise(status):
         bar = f'<progress value="{role.step or 0}" max="{role.total}"></progress>' if role.total else ""
@@ -287,11 +349,10 @@ def unread_lines(status: JobStatus) -> list[str]:
     total = sum(worker.num_unread_errors for worker in callers)
     if not total:
         return []
-    most = sorted(callers, key=lambda worker: -worker.num_unread_errors)[:MAX_CALLERS]
-    named = ", ".join(f"{short_name(worker)} ({worker.num_unread_errors})" for worker in most)
-    more = f" and {len(callers) - len(most)} more" if len(callers) > len(most) else ""
+    callers.sort(key=lambda worker: -worker.num_unread_errors)
+    named = listed((f"{short_name(each)} ({each.num_unread_errors})" for each in callers), MAX_CALLERS)
     calls = "1 call" if total == 1 else f"{total} calls"
-    return [_row("rpc", f"{calls} failed and nobody read the error: see the stderr of {named}{more}")]
+    return [_row("rpc", f"{calls} failed and nobody read the error: see the stderr of {named}")]
 
 
 def _failure_lines(status: JobStatus, end: EndReport, is_traceback_shown: bool) -> list[str]:

@@ -18,18 +18,10 @@ from typing import TypeVar
 
 import msgspec
 
+from unified import errors
 from unified.client.connection import RESEND_S, MasterConnection, PendingReply
 from unified.config import settings
 from unified.config.addresses import parse_coordinator
-from unified.errors import (
-    CoordinatorError,
-    KeyRefusedError,
-    MasterUnreachableError,
-    RefusedError,
-    UnifiedError,
-    UsageError,
-    WorkerUnknownError,
-)
 from unified.protocol.coordinator import CoordinatorRequest, WaitBarrier, coordinator_to_worker
 from unified.security.keys import ClusterKey, find_key
 from unified.threads import after_fork
@@ -84,7 +76,7 @@ class RemoteCoordinator(Coordinator):
     def __init__(self, address: str, *, key: ClusterKey | None = None, timeout_s: float | None = None) -> None:
         parsed = parse_coordinator(address)
         if parsed is None:
-            raise UsageError("'local' is a coordinator in this process, not the address of one elsewhere.")
+            raise errors.UsageError("'local' is a coordinator in this process, not the address of one elsewhere.")
         self.address = parsed
         self.timeout_s = settings.intervals().connect_s if timeout_s is None else timeout_s
         self._key = key
@@ -123,7 +115,7 @@ class RemoteCoordinator(Coordinator):
     def _connected(self) -> MasterConnection:
         with self._lock:
             if self._is_closed:
-                raise MasterUnreachableError(f"the connection to the coordinator at {self.address} is closed.")
+                raise errors.MasterUnreachableError(f"the connection to the coordinator at {self.address} is closed.")
             if self._connection is None or not self._connection.is_open:
                 key = self._key or find_key(self.address)
                 self._connection = MasterConnection(
@@ -145,14 +137,14 @@ def barrier_after(request: WaitBarrier, waited_s: float) -> WaitBarrier:
     return msgspec.structs.replace(request, timeout_s=max(left_s, (left_s + BARRIER_GRACE_S) / 2, 0.0))
 
 
-def refusal(code: str, reason: str) -> CoordinatorError:
-    kind = WorkerUnknownError if code in ("replaced", "unknown-worker") else CoordinatorError
+def refusal(code: str, reason: str) -> errors.CoordinatorError:
+    kind = errors.WorkerUnknownError if code in ("replaced", "unknown-worker") else errors.CoordinatorError
     return kind(reason, code=code)
 
 
 def expect(answer: object, expected: type[A]) -> A:
     if not isinstance(answer, expected):
-        raise CoordinatorError(
+        raise errors.CoordinatorError(
             f"the coordinator answered with {type(answer).__name__}, not with {expected.__name__}: install the same "
             "release of unified-runtime on both sides."
         )
@@ -163,9 +155,9 @@ def _settle(future: Future[A], connection: MasterConnection, expected: type[A], 
     with suppress(InvalidStateError):  # cancelled at the same moment
         try:
             future.set_result(connection.take(reply, expected))
-        except KeyRefusedError as error:
+        except errors.KeyRefusedError as error:
             future.set_exception(error)
-        except RefusedError as error:
+        except errors.RefusedError as error:
             future.set_exception(refusal(error.code, error.reason))
-        except UnifiedError as error:
+        except errors.UnifiedError as error:
             future.set_exception(error)

@@ -13,19 +13,9 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from unified.config.runtime import RuntimeSettings
+from unified.coordinator import worker_identity
 from unified.coordinator.client import Coordinator
 from unified.coordinator.heartbeats import Heartbeats, check_heartbeats, heartbeat_error, interval_within
-from unified.coordinator.worker_identity import (
-    LocalRegistration,
-    check_meeting_place,
-    check_rank,
-    check_worker_id,
-    deregister,
-    discover,
-    member_of_rank,
-    open_coordinator,
-    register,
-)
 from unified.errors import (
     BarrierError,
     BarrierTimeoutError,
@@ -34,21 +24,9 @@ from unified.errors import (
     UsageError,
     WorkerUnknownError,
 )
+from unified.protocol import coordinator as protocol
 from unified.protocol.client_master import Done
-from unified.protocol.coordinator import (
-    BarrierResponse,
-    CheckpointResponse,
-    DeregisterWorker,
-    GetLatestCheckpoint,
-    Heartbeat,
-    HeartbeatResponse,
-    LeaveBarrier,
-    NotifyCheckpoint,
-    RecoveryInfo,
-    RegisterWorker,
-    WaitBarrier,
-    WorkerRegistration,
-)
+from unified.protocol.coordinator import BarrierResponse, CheckpointResponse, HeartbeatResponse, RecoveryInfo
 
 
 class CheckpointNotices:
@@ -84,7 +62,7 @@ class CheckpointNotices:
         Raises:
             CoordinatorError: refused.
         """
-        request = NotifyCheckpoint(
+        request = protocol.NotifyCheckpoint(
             space=self._space,
             worker_id=self._worker_id,
             step=step,
@@ -100,7 +78,7 @@ class CheckpointNotices:
 
     async def latest(self, name: str = "default") -> RecoveryInfo | None:
         """Return the latest complete checkpoint of a series that was announced; None if there was none."""
-        request = GetLatestCheckpoint(space=self._space, name=name)
+        request = protocol.GetLatestCheckpoint(space=self._space, name=name)
         answer = await asyncio.wrap_future(self._coordinator.submit(request, RecoveryInfo))
         return answer if answer.is_found else None
 
@@ -139,15 +117,15 @@ class TrainingOrchestrator:
         heartbeat_interval_s: float | None = None,
         heartbeat_timeout_s: float | None = None,
     ) -> None:
-        identity = discover()
+        identity = worker_identity.discover()
         if worker_id:
-            check_worker_id(worker_id, coordinator_url)
+            worker_identity.check_worker_id(worker_id, coordinator_url)
         self.world_size = _first(world_size, identity.world_size, 1)
         self.rank = _first(rank, identity.rank, 0)
-        check_rank(self.rank, self.world_size)
-        check_meeting_place(coordinator_url, self.rank, self.world_size)
+        worker_identity.check_rank(self.rank, self.world_size)
+        worker_identity.check_meeting_place(coordinator_url, self.rank, self.world_size)
         self.worker_id = worker_id or identity.worker_id or f"worker-{self.rank}"
-        self._member = member_of_rank(identity, self.rank, self.world_size)
+        self._member = worker_identity.member_of_rank(identity, self.rank, self.world_size)
         configured = RuntimeSettings.load_shared()
         if heartbeat_interval_s is None and configured.says("coordinator", "heartbeat_interval_ms"):
             heartbeat_interval_s = configured.coordinator.heartbeat_interval_ms / 1000
@@ -158,7 +136,7 @@ class TrainingOrchestrator:
         self.heartbeat_timeout_s = heartbeat_timeout_s
         """None: the coordinator's time-out."""
         self._space = identity.space
-        self._coordinator, self._is_mine = open_coordinator(coordinator_url)
+        self._coordinator, self._is_mine = worker_identity.open_coordinator(coordinator_url)
         self.checkpoints = CheckpointNotices(self._coordinator, self._space, self.worker_id, self.world_size)
         """Notices of complete checkpoints, and the latest one."""
         self._lock = threading.Lock()
@@ -193,7 +171,7 @@ class TrainingOrchestrator:
             MasterUnreachableError: no coordinator answered.
         """
         session = self._session
-        request = RegisterWorker(
+        request = protocol.RegisterWorker(
             space=self._space,
             worker_id=self.worker_id,
             session=session,
@@ -207,7 +185,7 @@ class TrainingOrchestrator:
             timeout_s=self.heartbeat_timeout_s,
             member=self._member,
         )
-        answer = await asyncio.wrap_future(self._coordinator.submit(request, WorkerRegistration))
+        answer = await asyncio.wrap_future(self._coordinator.submit(request, protocol.WorkerRegistration))
         with self._lock:
             self._is_lost = False
             if self._heartbeats is None and session == self._session:
@@ -220,7 +198,7 @@ class TrainingOrchestrator:
                     timeout_s=answer.timeout_s,
                     when_lost=lambda error: self._lost(session, error),
                 )
-        register(self._registration(session))
+        worker_identity.register(self._registration(session))
         return answer.assigned_id
 
     async def heartbeat(self) -> None:
@@ -271,7 +249,7 @@ class TrainingOrchestrator:
         await self._be_registered()
         with self._lock:
             self._arrival += 1
-            request = WaitBarrier(
+            request = protocol.WaitBarrier(
                 space=self._space,
                 barrier_id=barrier_id,
                 worker_id=self.worker_id,
@@ -287,7 +265,7 @@ class TrainingOrchestrator:
             answer = await asyncio.wrap_future(future)
         except (asyncio.CancelledError, MasterUnreachableError):
             future.cancel()
-            self._leave_barrier(request)
+            leave_barrier(self._coordinator, request)
             raise
         finally:
             self._waiting.discard(future)
@@ -305,10 +283,10 @@ class TrainingOrchestrator:
             session, self._session = self._session, secrets.token_hex(8)
             heartbeats, self._heartbeats = self._heartbeats, None
             self._is_lost = False
-        deregister(self._registration(session))
+        worker_identity.deregister(self._registration(session))
         if heartbeats is not None:
             heartbeats.stop()
-            request = DeregisterWorker(space=self._space, worker_id=self.worker_id, session=session)
+            request = protocol.DeregisterWorker(space=self._space, worker_id=self.worker_id, session=session)
             await asyncio.wrap_future(self._coordinator.submit(request, Done))
 
     def close(self) -> None:
@@ -316,7 +294,7 @@ class TrainingOrchestrator:
         after the heartbeat time-out."""
         with self._lock:
             heartbeats, self._heartbeats = self._heartbeats, None
-        deregister(self._registration(self._session))
+        worker_identity.deregister(self._registration(self._session))
         if heartbeats is not None:
             heartbeats.stop()
         if self._is_mine:
@@ -347,20 +325,8 @@ class TrainingOrchestrator:
                 code="unknown-worker",
             )
 
-    def _leave_barrier(self, request: WaitBarrier) -> None:
-        """Tell the coordinator that this arrival waits no more, without waiting for the answer."""
-        with suppress(UnifiedError):
-            message = LeaveBarrier(
-                space=request.space,
-                barrier_id=request.barrier_id,
-                worker_id=request.worker_id,
-                session=request.session,
-                arrival=request.arrival,
-            )
-            self._coordinator.submit(message, Done)
-
-    def _registration(self, session: str) -> LocalRegistration:
-        return LocalRegistration(
+    def _registration(self, session: str) -> worker_identity.LocalRegistration:
+        return worker_identity.LocalRegistration(
             space=self._space,
             rank=self.rank,
             world_size=self.world_size,
@@ -369,8 +335,8 @@ class TrainingOrchestrator:
             member=self._member,
         )
 
-    def _incarnation(self, session: str) -> Heartbeat:
-        return Heartbeat(space=self._space, worker_id=self.worker_id, session=session)
+    def _incarnation(self, session: str) -> protocol.Heartbeat:
+        return protocol.Heartbeat(space=self._space, worker_id=self.worker_id, session=session)
 
     def _lost(self, session: str, error: UnifiedError) -> None:
         """End open waits at barriers in an error: their answers would never come."""
@@ -390,6 +356,19 @@ class TrainingOrchestrator:
 
 def _first(*values: Any) -> Any:
     return next(value for value in values if value is not None)
+
+
+def leave_barrier(coordinator: Coordinator, request: protocol.WaitBarrier) -> None:
+    """Tell the coordinator that this arrival waits no more, without waiting for the answer."""
+    leave = protocol.LeaveBarrier(
+        space=request.space,
+        barrier_id=request.barrier_id,
+        worker_id=request.worker_id,
+        session=request.session,
+        arrival=request.arrival,
+    )
+    with suppress(UnifiedError):
+        coordinator.submit(leave, Done)
 
 
 def check_release(barrier_id: str, answer: BarrierResponse) -> None:

@@ -9,15 +9,8 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from unified.config.runtime import RuntimeSettings
+from unified.coordinator import worker_identity
 from unified.coordinator.client import Coordinator
-from unified.coordinator.worker_identity import (
-    check_rank,
-    discover,
-    member_of_rank,
-    open_coordinator,
-    registered,
-    session_of,
-)
 from unified.data.files import absolute
 from unified.data.position import restore_request
 from unified.data.reading import dataset_files
@@ -69,12 +62,12 @@ class DatasetRegistry(ClosedOnExit):
         world_size: int | None = None,
     ) -> None:
         self._given: dict[str, Any] = {"coordinator_url": coordinator_url, "rank": rank, "world_size": world_size}
-        identity = discover()
+        identity = worker_identity.discover()
         self.rank = identity.rank if rank is None else rank
         self.world_size = identity.world_size if world_size is None else world_size
-        check_rank(self.rank, self.world_size)
+        worker_identity.check_rank(self.rank, self.world_size)
         self._identity = identity
-        self._coordinator, self._is_mine = open_coordinator(coordinator_url)
+        self._coordinator, self._is_mine = worker_identity.open_coordinator(coordinator_url)
         self._joined: set[tuple[str, str]] = set()
         self._warned: set[tuple[str, int]] = set()
         self._epochs: dict[str, int] = {}
@@ -367,13 +360,13 @@ class DatasetRegistry(ClosedOnExit):
     def _world(self) -> int | None:
         if self.world_size is not None:
             return self.world_size
-        worlds = {each.world_size for each in registered(self._identity.space)}
+        worlds = {each.world_size for each in worker_identity.registered(self._identity.space)}
         return worlds.pop() if len(worlds) == 1 else None
 
     def _rank(self) -> int | None:
         if self.rank is not None:
             return self.rank
-        mine = registered(self._identity.space)
+        mine = worker_identity.registered(self._identity.space)
         return mine[0].rank if len(mine) == 1 else None
 
     def _worker(self, worker_rank: int | str | None) -> _QueriedWorker:
@@ -381,7 +374,7 @@ class DatasetRegistry(ClosedOnExit):
         request for data."""
         identity, mine = self._identity, self._rank()
         if isinstance(worker_rank, str):
-            known = [each for each in registered(identity.space) if each.worker_id == worker_rank]
+            known = [each for each in worker_identity.registered(identity.space) if each.worker_id == worker_rank]
             if known:
                 return _QueriedWorker(known[-1].member, known[-1].rank, is_mine=True)
             if worker_rank in identity.workers:
@@ -393,7 +386,7 @@ class DatasetRegistry(ClosedOnExit):
         rank = mine if worker_rank is None else worker_rank
         if rank is None:
             raise UsageError("the rank of this process is not known: give worker_rank, or set RANK.")
-        return _QueriedWorker(member_of_rank(identity, rank, self._world()), rank, is_mine=rank == mine)
+        return _QueriedWorker(worker_identity.member_of_rank(identity, rank, self._world()), rank, is_mine=rank == mine)
 
     def _of(self, worker: _QueriedWorker) -> dict[str, Any]:
         """Return the fields of a request that name the worker, and its incarnation if this process is one."""
@@ -402,7 +395,7 @@ class DatasetRegistry(ClosedOnExit):
             "space": identity.space,
             "worker_id": worker.name,
             "is_id": worker.is_id,
-            "session": session_of(identity.space, worker.name),
+            "session": worker_identity.session_of(identity.space, worker.name),
             "incarnation": identity.incarnation if worker.name == identity.worker_id else -1,
         }
 

@@ -35,7 +35,7 @@ from unified.protocol.records import Failure, Inbox
 from unified.rounds import process_group
 from unified.rounds.rendezvous_store import needs_no_torch, require_torch
 from unified.security.keys import learn
-from unified.worker import environment, late_variables
+from unified.worker import environment, fork_setup, late_variables
 from unified.worker.cleanup_watch import CleanupWatch
 from unified.worker.context import Worker, current_worker, set_current_worker
 from unified.worker.control import ControlChannel, Handlers
@@ -52,14 +52,6 @@ from unified.worker.exit import (
     finish_work,
 )
 from unified.worker.failure import describe, exit_code, where, with_written
-from unified.worker.fork_setup import (
-    disown_finalizers,
-    keep_freed,
-    open_output,
-    renew_randomness,
-    settle_libraries,
-    take_stdin,
-)
 from unified.worker.progress import ActivityWatch, Reporter
 from unified.worker.rounds import Rounds
 from unified.worker.stacks import StackDumper
@@ -90,14 +82,14 @@ among them: its import sets a variable of NCCL, for ranks whose own code imports
 
 def main(control: socket.socket) -> NoReturn:
     """Run the worker that the agent at the other end of `control` launches; never returns."""
-    open_output()
+    fork_setup.open_output()
     # A crash in C++ leaves a Python traceback in the log: only of its thread, as our threads would fill the screen.
     faulthandler.enable(all_threads=False)
-    disown_finalizers()
+    fork_setup.disown_finalizers()
     channel = ControlChannel(control)
     launch = environment.with_shipped_code(channel.receive_launch())
     _present(launch)
-    take_stdin(launch)
+    fork_setup.take_stdin(launch)
     if launch.kind == "store":
         serve_stores(channel, launch)
     _WorkerProcess(channel, launch).run_to_end()
@@ -167,11 +159,11 @@ class _WorkerProcess:
         if level := asked_level(os.environ):
             log_from(level)
         compat.apply(os.environ)  # not in the zygote, which started before the job was known
-        keep_freed(os.environ)  # before a second thread exists, which would get its own malloc arena
+        fork_setup.keep_freed(os.environ)  # before a second thread exists, which would get its own malloc arena
         self._stop.install()
         self._stacks.install()
-        renew_randomness()
-        settle_libraries(environment.thread_count(os.environ))
+        fork_setup.renew_randomness()
+        fork_setup.settle_libraries(environment.thread_count(os.environ))
         sys.setswitchinterval(SWITCH_S)
         self._bus = bus = BusEndpoint(
             BusIdentity(

@@ -16,17 +16,9 @@ from dataclasses import dataclass
 from unified.core.directory import Change, NameMoved, WorkerDirectory
 from unified.errors import RpcTimeoutError, UsageError
 from unified.job.driver import is_text
-from unified.protocol.records import (
-    MAX_NAME_LENGTH,
-    MAX_NAMES,
-    DirectoryEntry,
-    JournalPlace,
-    NameClaims,
-    Reachability,
-    WorkerIncarnation,
-)
+from unified.protocol import records
 
-Watcher = Callable[[str, WorkerIncarnation | None], None]
+Watcher = Callable[[str, records.WorkerIncarnation | None], None]
 
 
 @dataclass
@@ -61,23 +53,23 @@ class ClaimTable:
         """Reason why nothing can be claimed any more."""
 
     @property
-    def claims(self) -> NameClaims:
+    def claims(self) -> records.NameClaims:
         """The claims to send to the agent; their number rises with each change."""
         names = {name: claim.number for name, claim in self._claims.items()}
-        return NameClaims(number=self._number, names=names, journals=dict(self._journals))
+        return records.NameClaims(number=self._number, names=names, journals=dict(self._journals))
 
     def claim(self, name: str) -> NameClaim:
         """Return the claim of a name, made now unless it exists. `answer` takes in the master's answer to it."""
         if name in self._claims:
             return self._claims[name]
-        if not name or len(name) > MAX_NAME_LENGTH:
+        if not name or len(name) > records.MAX_NAME_LENGTH:
             raise UsageError(
                 f"worker {self._worker} cannot claim the name {name[:40]!r}{'…' if name[40:] else ''}: "
-                f"a name has 1 to {MAX_NAME_LENGTH} characters, this one {len(name)}."
+                f"a name has 1 to {records.MAX_NAME_LENGTH} characters, this one {len(name)}."
             )
         if not is_text(name):
             raise UsageError(f"worker {self._worker} cannot claim the name {name!r}: it cannot be written in UTF-8.")
-        if len(self._claims) >= MAX_NAMES:
+        if len(self._claims) >= records.MAX_NAMES:
             raise UsageError(
                 f"worker {self._worker} cannot claim the name {name!r}: it has {len(self._claims)} already, and "
                 "no worker may have more. Release some."
@@ -104,7 +96,7 @@ class ClaimTable:
             claim.refusal = why
         return True
 
-    def answer(self, entry: DirectoryEntry) -> None:
+    def answer(self, entry: records.DirectoryEntry) -> None:
         """Take in what the directory says of this worker.
 
         A claim that was refused or ended is dropped here, so that the name can be claimed anew.
@@ -112,7 +104,7 @@ class ClaimTable:
         if entry.incarnation < self._incarnation:
             return
         is_next = entry.incarnation > self._incarnation
-        if not self._end and (is_next or entry.state is not Reachability.ALIVE):
+        if not self._end and (is_next or entry.state is not records.Reachability.ALIVE):
             why = f"incarnation {entry.incarnation} took its place" if is_next else entry.reason or "no reason given"
             self._end = f"the master has ended incarnation {self._incarnation} of this worker ({why})"
         for name, claim in list(self._claims.items()):
@@ -142,13 +134,13 @@ class Names:
         worker: str,
         incarnation: int,
         directory: WorkerDirectory,
-        say: Callable[[NameClaims], None],
+        say: Callable[[records.NameClaims], None],
     ) -> None:
         self._job_id = job_id
         self._worker = worker
         self._say = say
         self._directory = directory
-        self._answered: DirectoryEntry | None = None
+        self._answered: records.DirectoryEntry | None = None
         self._table = ClaimTable(worker, incarnation)
         self._news = threading.Condition()
         self._said = 0
@@ -187,7 +179,7 @@ class Names:
                 "`unified status` tells whether it can be reached and what it waits for."
             )
 
-    def journal(self, name: str) -> JournalPlace | None:
+    def journal(self, name: str) -> records.JournalPlace | None:
         """Return the last place of the file of a name that this incarnation holds; None: nowhere. For the runtime."""
         return self._answered.journals.get(name) if self._answered is not None else None
 
@@ -201,7 +193,7 @@ class Names:
 
         def is_kept() -> bool:
             answered, place = self._answered, self.journal(name)
-            return answered is not None and place == JournalPlace(node=answered.node, path=path)
+            return answered is not None and place == records.JournalPlace(node=answered.node, path=path)
 
         with self._news:
             if not is_kept():
@@ -247,7 +239,7 @@ class Names:
             )
         return holder.worker
 
-    def holder(self, name: str) -> WorkerIncarnation | None:
+    def holder(self, name: str) -> records.WorkerIncarnation | None:
         """Return (worker, incarnation) of the holder of `name`, as far as this worker knows; None if there is none."""
         return self._directory.holder(name)
 

@@ -12,22 +12,8 @@ from msgspec import structs
 
 from unified.config.settings import Intervals
 from unified.core.directory import WorkerDirectory
-from unified.protocol import agent_master
+from unified.protocol import agent_master, worker_agent
 from unified.protocol.records import DirectoryEntry, Failure, JobWorkerIncarnation, Reachability, WorkerState
-from unified.protocol.worker_agent import (
-    DirectoryNews,
-    Failed,
-    Hello,
-    RecordStep,
-    Rejoins,
-    Reported,
-    Running,
-    Saving,
-    StacksDumped,
-    StepRecorded,
-    Stop,
-    WorkerToAgent,
-)
 from unified_agent.core import messages
 from unified_agent.core.launching import JobSpecs, start_of
 from unified_agent.core.membership import Membership, MembershipState
@@ -183,7 +169,9 @@ class AgentCore:
             self._step.act(structs.replace(answer, error="it is recording a step already"))
         else:
             self._recording[incarnation] = answer
-            self._step.act(messages.TellWorker(incarnation=incarnation, message=RecordStep(within_s=order.wait_s)))
+            self._step.act(
+                messages.TellWorker(incarnation=incarnation, message=worker_agent.RecordStep(within_s=order.wait_s))
+            )
 
     def _on_recorded(self, incarnation: JobWorkerIncarnation, error: str) -> None:
         if (answer := self._recording.pop(incarnation, None)) is not None:
@@ -333,7 +321,7 @@ class AgentCore:
     def _on_directory(self, job_id: str, entries: list[DirectoryEntry]) -> None:
         if not (found := self._directory(job_id).accept(entries)):
             return
-        news = DirectoryNews(entries=found)
+        news = worker_agent.DirectoryNews(entries=found)
         for worker in self.workers.values():
             if worker.job_id == job_id and worker.kind == "worker" and not worker.is_ended:
                 self._step.act(messages.TellWorker(incarnation=worker.incarnation, message=news))
@@ -373,38 +361,38 @@ class AgentCore:
         worker.move(WorkerState.EXITED)
         self._after_end(worker)
 
-    def _on_word(self, incarnation: JobWorkerIncarnation, word: WorkerToAgent) -> None:
+    def _on_word(self, incarnation: JobWorkerIncarnation, word: worker_agent.WorkerToAgent) -> None:
         if (worker := self._live(incarnation)) is None:
             return
-        if isinstance(word, StacksDumped):
+        if isinstance(word, worker_agent.StacksDumped):
             self.stack_reads.take(incarnation, word.number, word.report)
             return
-        if isinstance(word, StepRecorded):
+        if isinstance(word, worker_agent.StepRecorded):
             self._on_recorded(incarnation, word.error)
             return
-        if isinstance(word, Reported) and word.points:
+        if isinstance(word, worker_agent.Reported) and word.points:
             self._step.act(messages.KeepReports(incarnation=worker.incarnation, reports=word.points))
         waited = worker.waits
         worker.hear(word)
         if waited and not worker.waits and worker.state is WorkerState.STARTING:  # its start begins now
             self._step.arm(AgentTimer("start", incarnation), self.intervals.start_s)
         match word:
-            case Hello():
+            case worker_agent.Hello():
                 self.timers.cancel(AgentTimer("start", incarnation))
                 self._start_next(incarnation)
                 self._order_to_run(worker)
-            case Reported() if word.progress.waits_for and not worker.pid:
+            case worker_agent.Reported() if word.progress.waits_for and not worker.pid:
                 self._start_next(incarnation)  # it is held for its job's needs, and must not delay others
-            case Running() | Rejoins():
+            case worker_agent.Running() | worker_agent.Rejoins():
                 self._order_to_run(worker)
-            case Saving():
+            case worker_agent.Saving():
                 worker.saved_at = self._step.now
                 if worker.state is WorkerState.STOPPING and not worker.is_killed:
                     self._arm_kill(worker)
-            case Failed():  # it ends by itself now; a hanging atexit callback must not hold it up for ever
+            case worker_agent.Failed():  # it ends by itself now; a hanging atexit callback must not hold it up for ever
                 if worker.state is not WorkerState.STOPPING:
                     self._step.arm(AgentTimer("kill", incarnation), worker.grace_s)
-        is_progress = isinstance(word, Reported)
+        is_progress = isinstance(word, worker_agent.Reported)
         delay_s = self._observed_at + PROGRESS_EVERY_S - self._step.now if is_progress else 0.0
         self._observe_soon(max(OBSERVE_DELAY_S, delay_s))
 
@@ -464,7 +452,7 @@ class AgentCore:
         if worker.failure is None:  # else it is ending already, and writes its traceback
             job = self.jobs.get(worker.job_id)
             is_interrupt = job is not None and job.is_interrupted and not self.shutdown.has_begun
-            stop = Stop(grace_s=grace_s, save_grace_s=save_grace_s, reason=reason, interrupt=is_interrupt)
+            stop = worker_agent.Stop(grace_s=grace_s, save_grace_s=save_grace_s, reason=reason, interrupt=is_interrupt)
             self._step.act(messages.TellWorker(incarnation=worker.incarnation, message=stop))
             self._step.act(
                 messages.SignalWorker(incarnation=worker.incarnation, how="interrupt" if is_interrupt else "terminate")

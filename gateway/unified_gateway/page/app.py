@@ -22,15 +22,8 @@ from unified_gateway.http.admission import App, Receive, Scope, Send, read_body,
 from unified_gateway.http.limits import RateLimits, TokenBucket
 from unified_gateway.http.telemetry import Telemetry
 from unified_gateway.master_client import MasterClient
+from unified_gateway.page import session
 from unified_gateway.page.guard import HEADERS, Guard, PageOptions
-from unified_gateway.page.session import (
-    ALL_TRIES_BURST,
-    ALL_TRIES_PER_S,
-    TRIES_BURST,
-    TRIES_PER_S,
-    PageSession,
-    Sessions,
-)
 from unified_gateway.page.watcher import ClusterWatcher
 from unified_gateway.tokens import Tokens
 
@@ -75,7 +68,7 @@ class OpenPage(NamedTuple):
 
     master: MasterClient
     watcher: ClusterWatcher
-    sessions: Sessions
+    sessions: session.Sessions
     coordinator: RemoteCoordinator
     threads: ThreadPoolExecutor
 
@@ -94,8 +87,8 @@ class PageService:
         self.options = options
         self.source = source
         self.telemetry = telemetry
-        self._tries = RateLimits((TRIES_PER_S, TRIES_BURST))
-        self._all_tries = TokenBucket(ALL_TRIES_PER_S, ALL_TRIES_BURST)
+        self._tries = RateLimits((session.TRIES_PER_S, session.TRIES_BURST))
+        self._all_tries = TokenBucket(session.ALL_TRIES_PER_S, session.ALL_TRIES_BURST)
         self.guard = Guard(options)
         self.began_at = time.monotonic()
         self.welcome = ""
@@ -119,7 +112,7 @@ class PageService:
         with `ticket`, it is followed at once, since the ticket's user comes soon.
         """
         options = self.options
-        sessions = Sessions(
+        sessions = session.Sessions(
             find_key(address), self._tokens, is_read_only=options.is_read_only, is_secure=options.is_secure
         )
         if options.ticket:
@@ -158,7 +151,7 @@ class PageService:
             wait_s = self._all_tries.wait_s()
         return wait_s
 
-    def session_of(self, headers: dict[bytes, bytes]) -> PageSession | None:
+    def session_of(self, headers: dict[bytes, bytes]) -> session.PageSession | None:
         """Return the session of a request, by its cookie."""
         sessions = self.parts.sessions
         # Not with http.cookies: there, an unreadable cookie of another program on this host would hide ours, and the

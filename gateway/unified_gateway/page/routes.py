@@ -171,18 +171,20 @@ async def logs(call: Call) -> Answer:
     if stream_name not in ("out", "err"):  # two files, each with offsets of its own
         raise PageError(400, f"there is no stream {stream_name[:50]!r}: give out or err.")
     offset = call.number("offset", -65536, least=-(2**62)) or 0
-    chunk = await call.ask(
-        client_master.ReadLog(
-            job=call.path("job"),
-            worker=call.text("worker"),
-            incarnation=call.number("incarnation"),
-            stream=stream_name,  # type: ignore[arg-type]
-            offset=offset,
-            max_bytes=call.number("max_bytes", 65536, least=1, most=MAX_LOG_BYTES) or 1,
-        ),
-        client_master.LogChunk,
+    request = client_master.ReadLog(
+        job=call.path("job"),
+        worker=call.text("worker"),
+        incarnation=call.number("incarnation"),
+        stream=stream_name,  # type: ignore[arg-type]
+        offset=offset,
+        max_bytes=call.number("max_bytes", 65536, least=1, most=MAX_LOG_BYTES) or 1,
     )
-    return worker_data.log_part(chunk, is_tail=offset < 0)
+    chunk, times = await call.ask(request, client_master.LogChunk), b""
+    if chunk.data:
+        part = {"incarnation": chunk.incarnation, "offset": chunk.offset, "max_bytes": len(chunk.data)}
+        request = msgspec.structs.replace(request, stream=f"{stream_name}.times", **part)
+        times = (await call.ask(request, client_master.LogChunk)).data
+    return worker_data.log_part(chunk, times=times, is_tail=offset < 0)
 
 
 async def metrics(call: Call) -> Answer:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 from unified.client.mirror import ClusterMirror
@@ -15,7 +18,7 @@ from unified.core.hangs.verdict import judge
 from unified.errors import RefusedError
 from unified.job.names import parse_worker
 from unified.protocol.client_master import JobStacks, LogChunk, WorkerStatus
-from unified.protocol.records import WorkerReport
+from unified.protocol.records import LOG_TIME, WorkerReport
 
 MAX_LINE = 16_384
 """Characters of a line that are shown."""
@@ -49,12 +52,13 @@ def find_worker(mirror: ClusterMirror, job_id: str, word: str) -> WorkerStatus:
     raise RefusedError("not-found", f"job {job_id} has no worker {word[:100]!r}.")
 
 
-def log_part(chunk: LogChunk, *, is_tail: bool = False) -> dict[str, Any]:
-    """Return a part of a log as text. It ends with a complete line, if it has one.
+def log_part(chunk: LogChunk, *, times: bytes = b"", is_tail: bool = False) -> dict[str, Any]:
+    """Return a part of a log as text, and the time at which each of its lines was written, or no times.
 
-    The next request reads the rest, from `next_offset` on.
+    It ends with a complete line, if it has one. The next request reads the rest, from `next_offset` on.
 
     Args:
+        times: `LOG_TIME` records of the chunk.
         is_tail: the part comes from the log's end: leave out a first line whose beginning is missing.
     """
     begin = chunk.data.find(b"\n") + 1 if is_tail and chunk.offset > 0 else 0
@@ -66,12 +70,21 @@ def log_part(chunk: LogChunk, *, is_tail: bool = False) -> dict[str, Any]:
         "worker": chunk.worker,
         "incarnation": chunk.incarnation,
         "text": log_text(data),
+        "times": line_times(data, offset, times),
         "offset": offset,
         "next_offset": offset + len(data),
         "size": chunk.size,
         "is_final": chunk.is_final,
         "path": chunk.path,
     }
+
+
+def line_times(data: bytes, offset: int, times: bytes) -> list[float]:
+    """Return the time (seconds since 1970) at which the end of each line was written; the first begins at `offset`."""
+    records = list(LOG_TIME.iter_unpack(times[: len(times) // LOG_TIME.size * LOG_TIME.size]))
+    ends = itertools.accumulate((len(line) + 1 for line in data.split(b"\n")), initial=offset - 1)
+    before = [bisect_right(records, end, key=itemgetter(0)) - 1 for end in ends]
+    return [round(records[max(place, 0)][1], 3) for place in before[1:]] if records else []
 
 
 def log_text(data: bytes) -> str:

@@ -51,6 +51,21 @@ test("equal lines of many workers are one, of one worker only if they follow eac
   assert.equal(firstTrouble([{ text: "<img onerror=x>" }, { text: "ValueError: no" }]), 1);
 });
 
+test("lines of several streams are in the order of time, those of one stream as they were written", () => {
+  const log = new LogLines();
+  const [a, b, old] = [{ title: "t-0" }, { title: "t-1" }, { title: "t-2" }];
+  log.add(a, "1\n4\nclock set back\n", [10, 40, 20]);
+  log.add(old, "no times\n");
+  log.add(b, "2\n3\n5", [20, 30, 50]);
+  log.add(b, "\n6\n", [50, 60]);
+  log.add(a, "the end", [55]);
+  log.add(old, "none again\n");
+  log.finish(a);
+  const texts = ["1", "2", "3", "4", "clock set back", "no times", "5", "the end", "6", "none again"];
+  assert.deepEqual(log.lines.map((line) => line.text), texts);
+  assert.deepEqual(log.lines.map((line) => line.time), [10, 20, 30, 40, 20, 0, 50, 55, 60, 0]);
+});
+
 test("a line without an end is shown in parts before it fills the browser", () => {
   const log = new LogLines();
   const source = { title: "t-0" };

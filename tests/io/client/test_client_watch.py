@@ -16,7 +16,7 @@ import pytest
 from msgspec import structs
 
 from tests.support.deadlines import met, missed
-from tests.support.fake_master import WORKER, FakeMaster, Job, worker_status
+from tests.support.fake_master import WORKER, FakeMaster, Job, changes_of, worker_status
 from unified import process
 from unified.cli.main import main
 from unified.client.connection import MasterConnection
@@ -31,7 +31,11 @@ from unified.protocol.client_master import (
     Changes,
     ClientToMaster,
     EndReport,
+    GetJob,
+    JobLine,
+    JobList,
     JobStatus,
+    ListJobs,
     MasterAnswer,
     Refused,
     SignalWorkers,
@@ -40,7 +44,7 @@ from unified.protocol.client_master import (
     WatchCluster,
     WorkerStatus,
 )
-from unified.protocol.records import Failure, Progress, Stage, TimeSpent, WorkerState
+from unified.protocol.records import Failure, Progress, QueueUse, Stage, TimeSpent, WorkerState
 from unified.testing import Belongings, eventually, left_behind
 
 DEADLINE_S = met(100.0)
@@ -97,7 +101,7 @@ def test_no_output_comes_behind_the_end(job: Job, capsys: pytest.CaptureFixture[
     job.finish(0, "done")
     assert run_job(SPEC) == 0
     lines = capsys.readouterr().err.splitlines()
-    assert lines.index("[trainer-0] last") < lines.index("gpt-1  STOPPED  done")
+    assert lines.index("[trainer-0] last") < lines.index("gpt-1  FINISHED  done")
 
 
 def test_a_failed_job_ends_with_its_first_failure(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
@@ -452,6 +456,70 @@ def test_commands_print_what_the_master_knows(job: Job, capsys: pytest.CaptureFi
     assert run("status", "gpt")[0] == "job gpt-1 was stopped: unified stop"
 
 
+def test_commands_say_why_a_job_stands_still(
+    job: Job, fake_master: FakeMaster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`explain`, too: the decisions of such a job end with its start."""
+    use = QueueUse("MainThread", "gets", "samples", True)
+    waiting = structs.replace(job.worker(0), progress=Progress(step=3, queues=[use]))
+    times = TimeSpent(phase="stalled", since=-48.0)  # the fake master's clock is at 0
+    stalled = structs.replace(job.status(), workers=[waiting], times=times)
+
+    def respond(message: ClientToMaster) -> MasterAnswer:
+        if isinstance(message, GetJob):
+            return stalled
+        return changes_of(stalled, 1) if isinstance(message, WatchCluster) else job.respond(message)
+
+    fake_master.respond = respond
+    lines = ["  queue    samples: trainer-0 waits for an item", "  next     unified stack gpt-1"]
+    assert main(["status", "gpt"]) == 0
+    assert capsys.readouterr().out.splitlines()[2:4] == lines
+    for words in (["gpt-1"], ["gpt-1", "trainer-0"], ["trainer-0"]):
+        assert main(["explain", *words]) == 0
+        event, state, why, *more = capsys.readouterr().out.splitlines()
+        assert "job-submitted" in event
+        assert (state.startswith("job gpt-1 is STALLED"), why.startswith("  no step for "), more) == (True, True, lines)
+
+
+def test_jobs_are_chosen_by_the_stage_that_is_shown_or_by_that_of_the_data(
+    job: Job, fake_master: FakeMaster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[ListJobs] = []
+
+    def line(number: int, stage: Stage, exit_code: int | None = None, **fields: Any) -> JobLine:
+        named = {"job_id": f"j-{number}", "name": "j", "reason": "why", "submitted_at": number, "num_workers": 1}
+        return JobLine(**{**named, "stage": stage, "exit_code": exit_code, "ended_at": None, **fields})
+
+    found = [
+        line(6, Stage.STOPPED, 1),
+        line(5, Stage.INIT, reason="waits: no room"),
+        line(4, Stage.STOPPED, 0),
+        line(3, Stage.RUNNING, stalled_since=1.0),
+        line(2, Stage.INIT, suspended="asked"),
+        line(1, Stage.STOPPED, 2),
+    ]
+
+    def respond(message: ClientToMaster) -> MasterAnswer:
+        assert isinstance(message, ListJobs)
+        asked.append(message)
+        chosen = [each for each in found if not message.stages or each.stage in message.stages]
+        return JobList(jobs=chosen[: message.limit or None])
+
+    fake_master.respond = respond
+
+    def shown(*words: str) -> list[str]:
+        assert main(["jobs", *words]) == 0
+        return [each.partition(" ")[0] for each in capsys.readouterr().out.splitlines()[1:]]
+
+    assert shown("--stage", "failed") == ["j-6", "j-1"]
+    assert shown("--stage", "FAILED", "--stage", "WAITING", "--limit", "2") == ["j-6", "j-5"]
+    assert shown("--stage", "stalled", "--stage", "suspended") == ["j-3", "j-2"]
+    assert shown("--stage", "STOPPED") == ["j-6", "j-4", "j-1"]
+    assert asked[-1] == ListJobs(stages=[Stage.STOPPED])
+    assert shown("--stage", "INIT", "--limit", "1") == ["j-5"]
+    assert asked[-1].limit == 1
+
+
 def test_commands_print_the_same_facts_as_data(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     def told(*words: str) -> Any:
         assert main([*words, "--json"]) == 0
@@ -504,6 +572,10 @@ def test_logs_can_be_cut(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("trainer-0", "--stream=err") == ["[trainer-0] oops"]
     assert main(["logs", "gpt", "--role", "trainr"]) == 2
     assert "Did you mean 'trainer'?" in capsys.readouterr().err
+    for word in ("trainer", "trainr"):  # a role in place of a worker
+        assert main(["logs", "gpt", word]) == 2
+        assert "not a worker's name" in (said := capsys.readouterr().err)
+        assert said.endswith("Did you mean --role 'trainer'?\n")
     assert main(["logs", "gpt", "--rank", "1"]) == 2
     assert "the largest role of job gpt-1 has 1 workers, so there is no rank 1." in capsys.readouterr().err
 

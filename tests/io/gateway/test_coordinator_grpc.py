@@ -22,6 +22,7 @@ from tests.support.grpc_client import TOKEN, TOKENS, GeneratedClient, Stub, serv
 from tests.support.master_process import StartMaster
 from unified.client.daemons import Daemon
 from unified.coordinator.client import RemoteCoordinator
+from unified.coordinator.orchestrator import leave_barrier
 from unified.data import DatasetRegistry, TrainingOrchestrator, iter_samples
 from unified.errors import UsageError
 from unified.protocol.coordinator import FileRun, ShardAssignment
@@ -193,13 +194,12 @@ async def test_a_barriers_own_time_is_told_to_all_who_wait(stub: Stub) -> None:
 def left(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """Set when the service has told the master that a worker left its barrier: what is asked next finds it left."""
     event = asyncio.Event()
-    leave = coordinator_calls.CoordinatorCalls._leave_barrier
 
-    def tell(self: Any, request: Any) -> None:
-        leave(self, request)
+    def tell(coordinator: Any, request: Any) -> None:
+        leave_barrier(coordinator, request)
         event.set()
 
-    monkeypatch.setattr(coordinator_calls.CoordinatorCalls, "_leave_barrier", tell)
+    monkeypatch.setattr(coordinator_calls, "leave_barrier", tell)
     return event
 
 

@@ -44,3 +44,9 @@ def flood() -> None:
     while not current_worker().should_stop:
         time.sleep(0.1)
     print("\nthe end", flush=True)
+
+
+def tell_time() -> None:
+    for _ in range(20):
+        print(f"it is {time.time():.6f}", flush=True)
+        time.sleep(0.25)

@@ -14,11 +14,13 @@ import torch
 from tests.support.fake_master import worker_status
 from unified.cli.job_control import parse_arguments, to_json
 from unified.cli.main import COMMANDS, Command, guarded, main
-from unified.cli.show import NODE_HEADER, _node_row, status_lines, table
+from unified.cli.show import JOB_HEADER, NODE_HEADER, _job_row, _node_row, _print_list, status_lines, table
+from unified.cli.stack import Card, _print_cards, head_lines
 from unified.cli.submit import load_job
 from unified.errors import ClusterError, RefusedError, UsageError
-from unified.protocol.client_master import BudgetUse, JobStatus, NodeStatus, RoleStatus
+from unified.protocol.client_master import BudgetUse, JobLine, JobStatus, NodeStatus, RoleStatus
 from unified.protocol.records import Device, NodeResources, NodeState, Stage, WorkerState
+from unified.protocol.stacks import StackReport, WorkerStacks
 
 
 @pytest.fixture(autouse=True)
@@ -184,6 +186,55 @@ def node(number: int) -> NodeStatus:
     )  # fmt: skip
 
 
+def test_on_a_narrow_terminal_a_reason_gets_the_room_of_lesser_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "waits: role trainer needs 1 group of 2 devices; the largest free node has 0"
+    lines = [
+        JobLine(
+            job_id="pretrain-7b-second-4-34fa71bc84", name="p", stage=stage, exit_code=exit_code, reason=reason,
+            submitted_at=1e9, ended_at=ended_at, num_workers=2,
+        )
+        for stage, exit_code, ended_at in ((Stage.INIT, None, None), (Stage.STOPPED, 1, 1e9 + 60))
+    ]  # fmt: skip
+
+    def shown(columns: int) -> list[str]:
+        monkeypatch.setattr("unified.cli.show.terminal_width", lambda: columns)
+        _print_list(lines, False, "no jobs", JOB_HEADER, _job_row)
+        return capsys.readouterr().out.splitlines()
+
+    header, waiting, failed = shown(80)
+    assert header.split() == ["JOB", "STAGE", "REASON"]
+    assert waiting == "pretrain-7b-second-4-34fa71bc84  WAITING  waits: role trainer needs 1 group of …"
+    assert failed.split()[:2] == ["pretrain-7b-second-4-34fa71bc84", "FAILED"]
+    assert shown(110)[0].split() == ["JOB", "STAGE", "SUBMITTED", "REASON"]
+    assert shown(200)[0].split() == JOB_HEADER
+    assert shown(200)[1].endswith(reason)
+
+
+def test_on_a_narrow_terminal_short_reasons_cost_no_column() -> None:
+    header, rows = ["JOB", "EXIT", "REASON"], [["a-1", 1, "short"], ["b-1", 0, ""]]
+    assert table(header, rows, 17)[0] == "JOB  EXIT  REASON"
+    assert table(header, rows, 16) == ["JOB  REASON", "a-1  short", "b-1"]
+
+
+def test_frames_of_a_stack_stand_on_lines_of_their_own_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "130")
+    frames = ["/job/work.py:13 in stall", "/job/work.py:12 in \x1b[2Jmain"]
+    _print_cards([Card(f"ranks {ranks} (256 of 512), MainThread", frames) for ranks in ("0-255", "256-511")])
+    lines = [[part.strip() for part in line.split("│")[1::2]] for line in capsys.readouterr().out.splitlines()]
+    assert lines[1:3] == [["/job/work.py:13 in stall"] * 2, ["/job/work.py:12 in main"] * 2]
+
+
+@pytest.mark.parametrize(("count", "head"), [(1, "trainer: 1 worker"), (2, "trainer: 2 workers")])
+def test_the_head_of_stacks_counts_workers(count: int, head: str) -> None:
+    workers = [WorkerStacks(worker=f"trainer_2-{rank}_1-0", incarnation=0, rank=rank) for rank in range(count)]
+    assert head_lines("trainer", StackReport(workers=workers))[0] == head
+
+
 def test_a_common_list_of_nodes_fits_80_columns() -> None:
     lines = table(NODE_HEADER, [_node_row(node(number)) for number in (1, 17)], 80)
     assert lines[0].split()[-1] == "SEEN"
@@ -206,7 +257,8 @@ def test_a_status_has_a_line_a_worker_and_the_odd_ones_first_when_there_are_many
         reason="all run",
         submitted_at=1000.0,
         budgets=[
-            BudgetUse(limit="max_restart", subject="t_50-3_50-3", used=2, allowed=10),
+            BudgetUse(limit="max_restart", subject="t_50-3_50-3", used=2, allowed=1),
+            BudgetUse(limit="node_max_restart", subject="n2", used=2, allowed=3),
             BudgetUse(limit="job_max_restart", subject="", used=1, allowed=9),
         ],
         roles=[RoleStatus(name="t", kind="simple", total=50, is_driver=True)],
@@ -215,7 +267,10 @@ def test_a_status_has_a_line_a_worker_and_the_odd_ones_first_when_there_are_many
     lines = status_lines(status, 1012.0)
     assert lines[:2] == ["job a-1 is RUNNING, for 12 s", "  all run"]
     assert "  t: 1 STARTING, 49 RUNNING" in lines
-    assert "  used up of its limits: max_restart 2 of 10 (t_50-3_50-3), job_max_restart 1 of 9" in lines
+    limits = (
+        "max_restart=1: 2 failures of t_50-3_50-3, node_max_restart=3: 2 losses of n2, job_max_restart=9: 1 restart"
+    )
+    assert f"  charged to its limits: {limits}" in lines
     first = next(index for index, line in enumerate(lines) if "WORKER" in line) + 1
     assert lines[first].split()[:3] == ["t-49", "0", "STARTING"]
     assert lines[-1].strip() == "… 10 more; --json has them all"

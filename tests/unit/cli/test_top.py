@@ -58,7 +58,7 @@ def test_keys_choose_open_and_go_back() -> None:
 
 def test_what_is_drawn() -> None:
     jobs = drawn(TableView())
-    assert "nodes: 1 ALIVE, 1 DRAINED   devices: 1 of 2 held   jobs: 1 STOPPED, 2 RUNNING" in jobs
+    assert "nodes: 1 ALIVE, 1 DRAINED   devices: 1 of 2 held   jobs: 1 FINISHED, 2 RUNNING" in jobs
     assert "trainer step 3/10 loss 0.5" in jobs
     assert "\x1b" not in jobs, "what a job says does nothing to the terminal"
     assert "no room [bold]here[/data]" in jobs, "nor is it taken for markup"
@@ -81,6 +81,7 @@ def test_a_narrow_terminal_cuts_progress_and_reasons_before_names() -> None:
     lines = drawn(TableView(), made, width=80).splitlines()
     assert all(any(name in line and "RUNNING" in line for line in lines) for name in names), lines
     assert max(map(len, lines)) <= 80
+    assert all(line.rstrip().endswith("…") and "why why" in line for line in lines[2:5]), "a part of the reason is read"
     assert len(lines) == 6, "a row is one line"
 
 

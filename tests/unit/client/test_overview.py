@@ -65,7 +65,7 @@ MATTERS: list[tuple[JobStatus, list[str]]] = [
     (failed(NOW - 60, exit_code=0, end=None), []),
     (
         job(budgets=[BudgetUse(limit="max_restart", subject="t-0", used=8, allowed=10)]),
-        ["few restarts left: max_restart: 8 of 10 used for t-0"],
+        ["few restarts left: max_restart=10: 8 failures of t-0"],
     ),
     (job(budgets=[BudgetUse(limit="max_restart", subject="t-0", used=7, allowed=10)]), []),
     (job(times=TimeSpent(phase="productive", since=NOW - 31, stalls_at=NOW - 1)), ["stalled for 31 s: no step"]),

@@ -1,6 +1,7 @@
 """The last words about a job, and the line a role."""
 
 import io
+import time
 from typing import Any
 
 import msgspec
@@ -27,8 +28,10 @@ from unified.protocol.records import (
     Failure,
     MemorySample,
     Progress,
+    QueueUse,
     Stage,
     TimeSpent,
+    WorkerLoad,
     WorkerState,
 )
 
@@ -173,15 +176,66 @@ def test_samples_of_memory_are_said_to_be_older_than_the_end() -> None:
     ("fields", "stage"),
     [
         ({}, "INIT"),
+        ({"reason": "waits: no room"}, "WAITING"),
+        ({"reason": "waits: no room", "suspended": "asked by me"}, "SUSPENDED"),
+        ({"reason": "waits: no room", "num_restarts": 1}, "RESTARTING"),
         ({"num_restarts": 1}, "RESTARTING"),
         ({"roles": [RoleStatus(name="t", kind="simple", total=1, is_driver=True, num_restarts=1)]}, "RESTARTING"),
         ({"num_restarts": 1, "stage": Stage.RUNNING}, "RUNNING"),
     ],
 )
-def test_a_job_that_starts_again_restarts(fields: dict[str, Any], stage: str) -> None:
+def test_a_job_before_it_runs_says_what_it_waits_for(fields: dict[str, Any], stage: str) -> None:
     status = ended(None, **{"stage": Stage.INIT, **fields})
     assert headline_text(status, 0.0).startswith(f"gpt-1  {stage}")
     assert state_lines(status, 0.0)[0] == f"job gpt-1 is {stage}, for -"
+
+
+@pytest.mark.parametrize(("exit_code", "stage"), [(0, "FINISHED"), (1, "FAILED"), (130, "STOPPED"), (None, "STOPPED")])
+def test_the_stage_of_an_ended_job_says_how_it_ended(exit_code: int | None, stage: str) -> None:
+    assert headline_text(ended(exit_code, reason="why"), 0.0) == f"gpt-1  {stage}  why"
+
+
+def test_the_worker_whose_failure_ended_the_job_is_failed_and_the_others_are_not() -> None:
+    end = EndReport(worker="trainer_3-1_3-1", incarnation=0, node="n", failure=Failure(summary="E: x"))
+    workers = [worker(rank, WorkerState.EXITED) for rank in range(2)]
+    status = ended(1, end=end, workers=workers)
+    assert [line.split()[2] for line in status_lines(status, 0.0)[-2:]] == ["EXITED", "FAILED"]
+    stopping = msgspec.structs.replace(status, stage=Stage.STOPPING, exit_code=None, outcome=1)
+    assert [line.split()[2] for line in status_lines(stopping, 0.0)[-2:]] == ["EXITED", "FAILED"]
+
+
+def test_the_status_of_an_ended_job_says_when_it_ended_and_for_how_long_it_ran() -> None:
+    at = time.mktime((2025, 3, 1, 7, 49, 0, 0, 0, -1))
+    failed = ended(1, submitted_at=at, started_at=at + 60, ended_at=at + 150, reason="why")
+    assert "  started 2025-03-01 07:50, failed 2025-03-01 07:51 (ran for 1 min 30 s)" in status_lines(failed, at + 999)
+    done = msgspec.structs.replace(failed, exit_code=0)
+    assert "  started 2025-03-01 07:50, finished 2025-03-01 07:51 (ran for 1 min 30 s)" in status_lines(done, at + 999)
+    never = msgspec.structs.replace(failed, exit_code=130, started_at=None)
+    assert "  never started, stopped 2025-03-01 07:51" in status_lines(never, at + 999)
+    runs = msgspec.structs.replace(failed, stage=Stage.RUNNING, exit_code=None, ended_at=None)
+    assert "  started 2025-03-01 07:50" in status_lines(runs, at + 999)
+
+
+def test_a_stalled_job_names_the_queues_in_which_workers_wait_and_a_next_command() -> None:
+    def waiting(rank: int, *uses: QueueUse, **queues: tuple[int, int, int]) -> WorkerStatus:
+        return worker(rank, progress=Progress(queues=list(uses), load=WorkerLoad(queues=queues)))
+
+    gets, puts = QueueUse("MainThread", "gets", "samples", True), QueueUse("puts", "puts", "weights", True)
+    workers = [
+        waiting(0, QueueUse("", "puts", "samples", False), samples=(0, 4, 0)),
+        *(waiting(rank, gets, gets._replace(thread="other")) for rank in range(1, 7)),
+        waiting(7, puts),
+        msgspec.structs.replace(waiting(8, gets), state=WorkerState.EXITED),
+    ]
+    times = TimeSpent(phase="productive", since=100.0, stalls_at=130.0)
+    status = ended(None, stage=Stage.RUNNING, times=times, workers=workers)
+    assert state_lines(status, 148.0)[1:] == [
+        "  no step for 48 s",
+        "  queue    samples of trainer-0, 0 of 4 items: trainer-1, trainer-2, trainer-3 and 3 more wait for an item",
+        "  queue    weights: trainer-7 waits for room",
+        "  next     unified stack gpt-1",
+    ]
+    assert state_lines(status, 129.0)[1:] == [], "a job that steps may wait"
 
 
 def test_a_job_without_a_step_for_long_is_stalled_and_says_for_how_long() -> None:
@@ -199,10 +253,9 @@ def test_a_notebook_shows_state_and_progress_and_no_markup_of_the_jobs() -> None
     role = RoleStatus(name="trainer", kind="simple", total=1, is_driver=True)
     status = ended(None, stage=Stage.RUNNING, reason="<i>", roles=[role], workers=[worker(0, progress=progress)])
     html = state_html(status, 0.0)
-    assert "job gpt-1 is RUNNING" in html
+    assert "<pre>job gpt-1 is RUNNING, for -\n  &lt;i&gt;</pre>" in html
     assert '<progress value="3" max="10">' in html
     assert "<td>step 3/10</td><td>&lt;b&gt; 1.5</td>" in html
-    assert "&lt;i&gt;" in html
 
 
 def test_no_text_of_a_worker_forges_a_line_or_reaches_the_terminal() -> None:

@@ -8,7 +8,7 @@ from unified.client.mirror import ClusterMirror
 from unified.client.reports import KeptReports
 from unified.errors import RefusedError
 from unified.protocol.client_master import JobStacks, LogChunk
-from unified.protocol.records import WorkerReport
+from unified.protocol.records import LOG_TIME, WorkerReport
 from unified.protocol.stacks import StackReport, ThreadStack, WorkerStacks
 from unified_gateway.page.worker_data import MAX_LINE, MAX_POINTS, curves, find_worker, log_part, log_text, stacks
 
@@ -54,6 +54,16 @@ def test_a_part_of_a_log_ends_with_a_whole_line_and_a_tail_begins_with_one() -> 
     assert log_part(chunk(b"one\n"), is_tail=True)["text"] == "one\n"
     last = log_part(chunk(b"one\ntwo", is_final=True))
     assert (last["text"], last["next_offset"], last["is_final"]) == ("one\ntwo", 7, True)
+
+
+def test_a_line_has_the_time_at_which_its_end_was_written() -> None:
+    times = b"".join(LOG_TIME.pack(offset, at) for offset, at in [(90, 1.5), (102, 2.5), (108, 3.25)])
+    part = log_part(chunk(b"one\ntwo\nthree\nfo", 100), times=times)
+    assert part["times"] == [2.5, 2.5, 3.25, 3.25]  # one, two, three, and what follows
+    tail = log_part(chunk(b"ne\ntwo\nthree\n", 101), times=times + b"torn", is_tail=True)
+    assert (tail["text"], tail["times"]) == ("two\nthree\n", [2.5, 3.25, 3.25])
+    assert log_part(chunk(b"one\n", 10), times=times)["times"] == [1.5, 1.5]  # older than the index
+    assert log_part(chunk(b"one\n"))["times"] == []
 
 
 def test_a_prompt_is_shown_though_its_line_has_no_end_and_no_character_is_torn() -> None:

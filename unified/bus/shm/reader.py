@@ -21,14 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from unified.bus.buffers import Buffer
-from unified.bus.shm.files import (
-    DIRECTORY,
-    is_alive,
-    open_segment,
-    own_mark,
-    remove_if_unreferenced,
-    segment_name,
-)
+from unified.bus.shm import files
 from unified.bus.shm.layout import (
     CLOSED_WORD,
     HEADER_BYTES,
@@ -62,7 +55,7 @@ class SharedSegment:
         self.used_at = 0.0
         self.is_orphan = False
         """True once its process is known to be gone: the last release here removes the file."""
-        descriptor = open_segment(path)
+        descriptor = files.open_segment(path)
         try:
             size = os.fstat(descriptor).st_size
             if size <= HEADER_BYTES:
@@ -104,7 +97,7 @@ class SharedSegment:
         with contextlib.suppress(IndexError):
             return self._privates.pop()
         try:
-            descriptor = open_segment(self.path)
+            descriptor = files.open_segment(self.path)
         except OSError:
             return None
         try:
@@ -120,14 +113,14 @@ class SharedSegment:
 
     def look_for_owner(self) -> None:
         """Check an owner that is believed dead: if it is dead, the file is removed with the last reference."""
-        if not is_alive(self._words[OWNER_WORD]):
+        if not files.is_alive(self._words[OWNER_WORD]):
             self.is_orphan = True
             self.remove_if_left()
 
     def remove_if_left(self, *, but_for: int = 0) -> None:
         """Remove the file of a dead or closed owner if no process but that of the mark `but_for` reads it."""
         if self.is_orphan or self.is_closed:
-            remove_if_unreferenced(self.path, self.references, but_for=but_for)
+            files.remove_if_unreferenced(self.path, self.references, but_for=but_for)
 
 
 class HeldReference:
@@ -265,7 +258,7 @@ def borrowed_behind(buffer: object) -> BorrowedBuffer | None:
 @atexit.register
 def _leave_all() -> None:
     """Remove unused files at the interpreter's end, which collects nothing. (A worker's agent would sweep, too.)"""
-    mark = own_mark()
+    mark = files.own_mark()
     for segment in list(_known):
         segment.remove_if_left(but_for=mark)
 
@@ -282,13 +275,13 @@ class PayloadGoneError(ProtocolError):
 class SharedReader:
     """Segments of others, mapped here. Safe for threads."""
 
-    def __init__(self, directory: str = DIRECTORY) -> None:
+    def __init__(self, directory: str = files.DIRECTORY) -> None:
         self._directory = directory
         self._lock = threading.Lock()
         self._segments: dict[tuple[str, int], SharedSegment] = {}
         self._in_use: weakref.WeakSet[SharedSegment] = weakref.WeakSet()
         """All mapped segments, also dropped ones that a view keeps."""
-        self._mark = own_mark()
+        self._mark = files.own_mark()
 
     def borrow(self, sender: str, shared: Sequence[Any], frames: Sequence[Buffer]) -> list[Buffer]:
         """Return all buffers of a message, in order: views of shared memory, read-only, and frames.
@@ -380,7 +373,7 @@ class SharedReader:
         with self._lock:
             segment = self._segments.get((owner, number))
             if segment is None:
-                name = segment_name(owner, number)
+                name = files.segment_name(owner, number)
                 if not isinstance(number, int) or os.path.basename(name) != name:
                     raise ProtocolError(f"no name of a segment: {name!r}")
                 segment = SharedSegment(os.path.join(self._directory, name), owner, number)

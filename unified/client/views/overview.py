@@ -8,18 +8,8 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
+from unified.client import report
 from unified.client.mirror import ClusterMirror
-from unified.client.report import (
-    DRAINING,
-    RESTARTING,
-    STOPPED_BY_USER,
-    SUSPENDED,
-    duration_text,
-    first_line,
-    node_state,
-    stage_text,
-    stalled_since,
-)
 from unified.protocol.client_master import JobStatus
 from unified.protocol.records import SAVE_STEP, SAVE_WAIT_S, NodeState, Stage
 
@@ -64,7 +54,7 @@ class Attention(NamedTuple):
 
     def sentence(self, now: float) -> str:
         """Return kind, age and text in one line."""
-        age = "" if self.since is None else duration_text(max(0.0, now - self.since))
+        age = "" if self.since is None else report.duration_text(max(0.0, now - self.since))
         when = age and (f" {age} ago" if self.what == FAILED else f" for {age}")
         return f"{self.what}{when}: {self.text}"
 
@@ -72,10 +62,10 @@ class Attention(NamedTuple):
 def totals(mirror: ClusterMirror) -> Totals:
     alive = [node for node in mirror.nodes.values() if node.state is NodeState.ALIVE]
     return Totals(
-        nodes=dict(Counter(node_state(node) for node in mirror.nodes.values())),
+        nodes=dict(Counter(report.node_state(node) for node in mirror.nodes.values())),
         num_devices=sum(len(node.resources.devices) for node in alive),
         num_free=sum(len(node.free.devices) for node in alive),
-        jobs=dict(Counter(stage_text(job, mirror.at) for job in mirror.jobs.values())),
+        jobs=dict(Counter(report.stage_text(job, mirror.at) for job in mirror.jobs.values())),
     )
 
 
@@ -84,24 +74,24 @@ def attention(mirror: ClusterMirror) -> list[Attention]:
     found: list[Attention] = []
     for node in mirror.nodes.values():
         if node.state is NodeState.LOST:
-            reason = first_line(node.reason) or "its agent does not answer"
+            reason = report.first_line(node.reason) or "its agent does not answer"
             found.append(Attention("node lost", node.node, reason, True, is_node=True))
         elif node.check and not node.check.startswith("ok"):
-            found.append(Attention("node check", node.node, first_line(node.check), False, is_node=True))
-        elif node_state(node) == DRAINING:
-            text = f"{node.num_workers} workers left: {first_line(node.drained or '')}"
+            found.append(Attention("node check", node.node, report.first_line(node.check), False, is_node=True))
+        elif report.node_state(node) == report.DRAINING:
+            text = f"{node.num_workers} workers left: {report.first_line(node.drained or '')}"
             found.append(Attention("draining", node.node, text, False, is_node=True))
     hangs, saves = _hangs(mirror), _saves(mirror)
     failed: list[JobStatus] = []
     for job in mirror.jobs.values():
         if job.stage is not Stage.STOPPED:
             found += _of_job(mirror, job, hangs.get(job.job_id), saves.get(job.job_id, []))
-        elif job.exit_code not in (None, 0, STOPPED_BY_USER) and mirror.at - (job.ended_at or 0.0) <= RECENT_S:
+        elif report.is_failed(job) and mirror.at - (job.ended_at or 0.0) <= RECENT_S:
             failed.append(job)
     for job in sorted(failed, key=lambda job: job.ended_at or 0.0, reverse=True):
-        reason = first_line(job.reason)
+        reason = report.first_line(job.reason)
         if job.end is not None:
-            reason = f"{job.end.worker} on {job.end.node or 'no node'}: {first_line(job.end.failure.summary)}"
+            reason = f"{job.end.worker} on {job.end.node or 'no node'}: {report.first_line(job.end.failure.summary)}"
         found.append(Attention(FAILED, job.job_id, f"exit code {job.exit_code}: {reason}", True, job.ended_at))
     return sorted(found, key=lambda each: not each.is_urgent)
 
@@ -112,11 +102,11 @@ def _of_job(mirror: ClusterMirror, job: JobStatus, hang: str | None, saves: Sequ
     def add(what: str, text: str, is_urgent: bool, since: float | None = None) -> None:
         found.append(Attention(what, job.job_id, text, is_urgent, since))
 
-    now, reason = mirror.at, first_line(job.reason) or "no reason is given"
-    stage = stage_text(job, now)
+    now, reason = mirror.at, report.first_line(job.reason) or "no reason is given"
+    stage = report.stage_text(job, now)
     if hang is not None:
         add("may hang", hang, True)
-    elif (since := stalled_since(job, now)) is not None:
+    elif (since := report.stalled_since(job, now)) is not None:
         add("stalled", "no step", True, since)
     for worker in mirror.workers.get(job.job_id, {}).values():
         if worker.progress is None or SAVE_WAIT_S not in (metrics := worker.progress.metrics):
@@ -125,16 +115,15 @@ def _of_job(mirror: ClusterMirror, job: JobStatus, hang: str | None, saves: Sequ
         if isinstance(waited_s, int | float) and waited_s > SAVE_WAITS_LONG_S:
             step = metrics.get(SAVE_STEP)
             add("save waits", f"{worker.name}: the save of step {step} waits for its store for {waited_s:.0f} s", True)
-    if stage == RESTARTING:
+    if stage == report.RESTARTING:
         add("restarting", reason, False)
-    elif job.stage is Stage.INIT and stage != SUSPENDED and now - job.submitted_at > WAITS_LONG_S:
+    elif job.stage is Stage.INIT and stage != report.SUSPENDED and now - job.submitted_at > WAITS_LONG_S:
         add("waiting", reason, False, job.submitted_at)
     for use in job.budgets:
         if use.allowed and use.used >= SPENT_SHARE * use.allowed and use.limit != "per_node_max_failure":  # it moves
-            whose = f" for {use.subject}" if use.subject else ""
-            add("few restarts left", f"{use.limit}: {use.used} of {use.allowed} used{whose}", False)
+            add("few restarts left", report.budget_text(use), False)
     if job.stage is Stage.RUNNING and (usual := _usual_interval(saves)) and now - saves[-1] > LATE_INTERVALS * usual:
-        add("checkpoint late", f"the usual interval is {duration_text(usual)}", False, saves[-1])
+        add("checkpoint late", f"the usual interval is {report.duration_text(usual)}", False, saves[-1])
     return found
 
 
@@ -143,7 +132,7 @@ def _hangs(mirror: ClusterMirror) -> dict[str, str]:
     found: dict[str, str] = {}
     for event in mirror.events:
         if event.event in ("hang-suspected", "hang-diagnosed", "queue-cycle"):
-            found[event.job] = first_line(event.reason)
+            found[event.job] = report.first_line(event.reason)
         elif event.event in (*HANG_ENDS, "queue-cycle-over"):
             found.pop(event.job, None)
     return found

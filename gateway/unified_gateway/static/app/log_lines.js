@@ -1,4 +1,4 @@
-// Lines of the logs of one or more workers: folded, filtered, and laid out in rows of equal height. Pure.
+// Lines of the logs of one or more workers: in the order of time, folded, filtered, and laid out in rows of equal height. Pure.
 import { parseLine, plain, stripped } from "./ansi.js";
 
 const MAX_LINES = 20000;
@@ -10,6 +10,7 @@ const TROUBLE = /traceback \(most recent|(?:^|[\s[(])[\w.]*(?:error|exception)\b
  * @typedef {object} Line
  * @property {number} id @property {string} who worker that wrote it first @property {boolean} isErr
  * @property {string} text without colours @property {{text: string, name: string}[]} spans
+ * @property {number} at its place in the order of time @property {number} time seconds since 1970 at which it was written, 0: unknown
  * @property {number} times how often it was written, by any worker
  * @property {Set<string>} by
  */
@@ -22,31 +23,41 @@ export class LogLines {
     this.nextId = 0;
     this.styles = new Map();
     this.open = new Map();
+    this.newest = new Map();
   }
 
   /**
    * Add what a worker wrote; a last line without its end is kept until the rest comes, unless it is very long.
    * @param {{title: string, isErr?: boolean}} source a stream of a worker @param {string} text
+   * @param {number[]} times the time of each line of the text, or none
    */
-  add(source, text) {
-    const parts = ((this.open.get(source) ?? "") + text).split("\n");
-    this.open.set(source, parts.at(-1).length > MAX_OPEN ? "" : parts.pop());
-    for (const part of parts) this.addLine(source, part);
+  add(source, text, times = []) {
+    if (!text) return;
+    const parts = ((this.open.get(source)?.text ?? "") + text).split("\n");
+    this.open.set(source, { text: parts.at(-1).length > MAX_OPEN ? "" : parts.pop(), time: times.at(-1) });
     if (!parts.length) return;
+    const newest = this.lines.at(-1)?.at ?? 0;
+    const first = this.lines.length;
+    parts.forEach((part, place) => this.addLine(source, part, times[place] || 0, newest));
+    if (this.lines[first].at < newest) this.lines.sort((one, other) => one.at - other.at);
     if (this.lines.length > MAX_LINES) this.lines.splice(0, this.lines.length - MAX_LINES);
     this.version++;
   }
 
   /** Add the last line of a stream that has ended. */
   finish(source) {
-    if (this.open.get(source)) this.add(source, "\n");
+    const open = this.open.get(source);
+    if (open?.text) this.add(source, "\n", [open.time]);
   }
 
-  addLine(source, raw) {
+  addLine(source, raw, time, newest) {
+    // lines of one stream keep their order, also when its node's clock was set back; without a time they are the newest
+    const at = time ? Math.max(this.newest.get(source) ?? 0, time) : newest;
+    this.newest.set(source, at);
     const { spans, style } = parseLine(raw, this.styles.get(source) ?? plain());
     this.styles.set(source, style);
     const text = stripped(raw).replaceAll("\t", "    ");
-    this.lines.push({ id: this.nextId++, who: source.title, isErr: !!source.isErr, text, spans, times: 1, by: null });
+    this.lines.push({ id: this.nextId++, who: source.title, isErr: !!source.isErr, text, spans, at, time, times: 1, by: null });
   }
 
   /**

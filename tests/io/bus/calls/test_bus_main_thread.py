@@ -93,6 +93,9 @@ def test_methods_of_a_class_run_where_its_object_was_made(world: World, monkeypa
         assert call(a, "derived") == "main"
         assert call(a, "elsewhere") != "main"
         assert call(a, "on_loop") == "bus-loop"
+        b._main.submit(made[0].table.close)  # only its own thread may close it
+        b._main.submit((closed := threading.Event()).set)
+        assert closed.wait(DEADLINE_S)
 
 
 def test_one_call_at_a_time_and_others_beside_them(world: World) -> None:

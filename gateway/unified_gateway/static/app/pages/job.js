@@ -3,12 +3,12 @@ import { useEffect } from "../../vendor/vendor.js";
 import { duration, firstLine, roughly } from "../format.js";
 import { etaOf } from "../mirror.js";
 import { jobUrl, place } from "../router.js";
-import { isOver, stalledSince } from "../states.js";
+import { isOver, stalledSince, waitsForRoom } from "../states.js";
 import { now, stageNow, job as watched } from "../stream.js";
 import { html } from "../text.js";
 import { Empty, State } from "../parts/bits.js";
 import { JobActions } from "../parts/dialog.js";
-import { JobData } from "./job_data.js";
+import { Data } from "./datasets.js";
 import { JobLogs } from "./job_logs.js";
 import { JobMetrics } from "./job_metrics.js";
 import { JobStacks } from "./job_stacks.js";
@@ -19,7 +19,7 @@ import { JobWorkers } from "./job_workers.js";
 
 const TABS = {
   summary: ["Summary", JobSummary], timeline: ["Timeline", JobTimeline], metrics: ["Metrics", JobMetrics], workers: ["Workers", JobWorkers],
-  logs: ["Logs", JobLogs], data: ["Data", JobData], why: ["Why", JobWhy], stacks: ["Stacks", JobStacks],
+  logs: ["Logs", JobLogs], data: ["Data", ({ job }) => html`<${Data} space=${job.job_id} />`], why: ["Why", JobWhy], stacks: ["Stacks", JobStacks],
 };
 
 export function Job() {
@@ -42,7 +42,7 @@ export function Job() {
         <p class="muted">${isOver(job) ? `took ${age}, exit code ${job.exit_code}` : `for ${age}${then}`}, by ${job.submitted_by || "-"}</p></div>
       <${JobActions} job=${job} />
     </div>
-    ${job.reason && stalled == null && html`<p class="reason" title=${job.reason}>${firstLine(job.reason)}</p>`}
+    ${job.reason && stalled == null && html`<p class="reason" title=${job.reason}>${firstLine(job.reason)}${waitsForRoom(job) && html` · <a href="/">its place in the queue</a>`}</p>`}
     <nav class="tabs" aria-label="Views of the job">${Object.entries(TABS).map(([name, [title]]) => html`
       <a key=${name} href=${jobUrl(id, name === "summary" ? "" : name)} aria-current=${name === tab ? "page" : undefined}>${title}</a>`)}</nav>
     <${Tab} job=${job} mirror=${mirror} />`;

@@ -66,9 +66,9 @@ const listed = (names) => `${names.slice(0, MAX_WAITING).join(", ")}${names.leng
 
 const Queues = ({ queues }) => queues.length > 0 && html`<${Card} title="Queues"><${Plain} label="queues" rows=${queues} columns=${[
   ["Queue", (row) => html`<b>${row.name}</b> <span class="muted">of ${row.owner}</span>`],
+  ["Waiting", (row) => [row.getters.length && `${listed(row.getters)} for an item`, row.putters.length && `${listed(row.putters)} for room`].filter(Boolean).join("; ") || "-"],
   ["Items", (row) => html`<${Bar} value=${row.depth} total=${row.size} label="items in ${row.name}" /> <span class="numbers">${number(row.depth)} of ${number(row.size)}</span>`],
-  ["Oldest", (row) => (row.oldestAt ? duration(now.value - row.oldestAt) : "-")],
-  ["Wait for an item", (row) => listed(row.getters) || "-"], ["Wait for room", (row) => listed(row.putters) || "-"]]} /><//>`;
+  ["Oldest", (row) => (row.oldestAt ? duration(now.value - row.oldestAt) : "-")]]} /><//>`;
 
 function Workers({ job, mirror }) {
   const workers = mirror.workers.list;
@@ -126,6 +126,6 @@ function StateLegend({ workers, job }) {
 
 const Budgets = ({ job }) => job.budgets?.length ? html`<ul class="budgets">${job.budgets.slice(0, 12).map((budget) => html`
   <li key=${`${budget.limit} ${budget.subject}`}><span>${budget.limit}</span><span class="muted clip">${budget.subject || "the job"}</span>
-    <${Bar} value=${budget.used} total=${budget.allowed} label="${budget.limit} ${budget.subject}" /><span class="numbers ${budget.used >= budget.allowed ? "tone-bad" : ""}">${budget.used} of ${budget.allowed}</span></li>`)}</ul>
+    <${Bar} value=${budget.used} total=${budget.allowed} label="${budget.limit} ${budget.subject}" /><span class="numbers ${budget.used >= budget.allowed ? "tone-bad" : ""}">${budget.used}, ${budget.allowed} allowed</span></li>`)}</ul>
   ${job.budgets.length > 12 && html`<p class="note muted">and ${job.budgets.length - 12} more: unified status ${job.job_id}</p>`}`
   : html`<p class="note muted">No restart limit was charged.${job.started_at ? ` Running for ${duration((job.ended_at ?? Date.now() / 1000) - job.started_at)}.` : ""}</p>`;

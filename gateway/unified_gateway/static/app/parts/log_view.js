@@ -1,6 +1,6 @@
 // Logs of workers, live: colours, folded lines, search, wrap; the page has only the lines that are seen.
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "../../vendor/vendor.js";
-import { count, grepPattern } from "../format.js";
+import { clock, count, grepPattern } from "../format.js";
 import { firstTrouble, lineAt, LogLines, rowsOf } from "../log_lines.js";
 import { call } from "../session.js";
 import { poll } from "../stream.js";
@@ -27,6 +27,7 @@ export function LogView({ jobId, workers, stream, incarnation = "", isOver }) {
   const [find, setFind] = useState("");
   const [isWrapped, setWrapped] = useState(true);
   const [isFolded, setFolded] = useState(true);
+  const [hasTimes, setTimes] = useState(false);
   const [follows, setFollows] = useState(true);
   const [isWhole, setWhole] = useState(false);
   const key = `${jobId} ${stream} ${incarnation} ${isOver} ${isWhole} ${workers.map((worker) => worker.name)}`;
@@ -39,30 +40,25 @@ export function LogView({ jobId, workers, stream, incarnation = "", isOver }) {
     setLog(fresh);
     setError("");
     const read = async (source) => {
-      try {
-        const found = await readLog(jobId, source.name, source.stream, incarnation, source.next, isWhole ? 1 << 20 : FIRST_BYTES);
-        const isNew = source.incarnation !== null && found.incarnation !== source.incarnation;
-        source.incarnation = found.incarnation;
-        if (isNew) {
-          fresh.finish(source);
-          fresh.add(source, `── incarnation ${found.incarnation} ──\n`);
-          source.next = 0;
-          return "";
-        }
-        source.next = found.next_offset;
-        fresh.add(source, found.text);
-        if (found.is_final && found.next_offset >= found.size) {
-          fresh.finish(source);
-          source.isDone = isOver;
-        }
-        return "";
-      } catch (failure) {
-        return `${source.title}: ${failure.message}`;
+      const found = await readLog(jobId, source.name, source.stream, incarnation, source.next, isWhole ? 1 << 20 : FIRST_BYTES);
+      const isNew = source.incarnation !== null && found.incarnation !== source.incarnation;
+      source.incarnation = found.incarnation;
+      if (isNew) {
+        fresh.finish(source);
+        fresh.add(source, `── incarnation ${found.incarnation} ──\n`);
+        source.next = 0;
+        return;
+      }
+      source.next = found.next_offset;
+      fresh.add(source, found.text, found.times);
+      if (found.is_final && found.next_offset >= found.size) {
+        fresh.finish(source);
+        source.isDone = isOver;
       }
     };
     return poll(async () => {
-      const errors = await Promise.all(sources.filter((source) => !source.isDone).map(read));
-      setError(errors.find((text) => text) ?? "");
+      const reads = sources.filter((source) => !source.isDone).map((source) => read(source).then(() => "", (failure) => `${source.title}: ${failure.message}`));
+      setError((await Promise.all(reads)).find((text) => text) ?? "");
       setVersion(fresh.version);
     }, PERIOD_S);
   }, [key]);
@@ -74,21 +70,19 @@ export function LogView({ jobId, workers, stream, incarnation = "", isOver }) {
   return html`<div class="log">
     <div class="tools">
       <${Search} value=${find} onInput=${setFind} label="show lines with …" />
-      <${Toggle} isOn=${follows} onSwitch=${setFollows} title="follow" />
-      <${Toggle} isOn=${isWrapped} onSwitch=${setWrapped} title="wrap" />
-      <${Toggle} isOn=${isWhole} onSwitch=${setWhole} title="from the start" />
-      <${Toggle} isOn=${isFolded} onSwitch=${setFolded} title="fold equal lines" />
+      ${toggle("follow", follows, setFollows)}${toggle("wrap", isWrapped, setWrapped)}${toggle("from the start", isWhole, setWhole)}
+      ${toggle("fold equal lines", isFolded, setFolded)}${toggle("times", hasTimes, setTimes)}
       <button type="button" disabled=${trouble < 0} onClick=${() => { setFollows(false); setTarget(trouble); }}>first error</button>
       <button type="button" disabled=${workers.length !== 1} title=${workers.length === 1 ? "the whole log" : "choose one worker"} onClick=${download}>download</button>
       <span class="muted log-count">${count(shown.length, "line")}${find && log ? ` of ${log.lines.length}` : ""}</span>
     </div>
     ${error && html`<${Failed} error=${error} />`}
-    ${shown.length > 0 ? html`<${Lines} lines=${shown} isWrapped=${isWrapped} follows=${follows} setFollows=${setFollows} target=${target} setTarget=${setTarget} find=${find} isMany=${workers.length > 1} />`
+    ${shown.length > 0 ? html`<${Lines} lines=${shown} isWrapped=${isWrapped} follows=${follows} setFollows=${setFollows} target=${target} setTarget=${setTarget} find=${find} isMany=${workers.length > 1} hasTimes=${hasTimes} />`
       : html`<${Empty} text=${find ? "No line that was read has this in it." : "Nothing was printed yet."} command=${find ? `unified logs ${jobId} --grep=${grepPattern(find)}` : ""} />`}
   </div>`;
 }
 
-const Toggle = ({ isOn, onSwitch, title }) => html`<button type="button" aria-pressed=${isOn} onClick=${() => onSwitch(!isOn)}>${title}</button>`;
+const toggle = (title, isOn, turn) => html`<button type="button" aria-pressed=${isOn} onClick=${() => turn(!isOn)}>${title}</button>`;
 
 function readLog(jobId, worker, stream, incarnation, offset, maxBytes) {
   const query = new URLSearchParams({ worker, stream, offset, max_bytes: maxBytes, ...(incarnation && { incarnation }) });
@@ -96,12 +90,13 @@ function readLog(jobId, worker, stream, incarnation, offset, maxBytes) {
 }
 
 /** The lines that are seen, each as high as it has rows. */
-function Lines({ lines, isWrapped, follows, setFollows, target, setTarget, find, isMany }) {
+function Lines({ lines, isWrapped, follows, setFollows, target, setTarget, find, isMany, hasTimes }) {
   const frame = useRef(null);
   const known = useRef(0);
   const [view, setView] = useState({ top: 0, height: 400, columns: 100 });
   const prefix = isMany ? Math.min(16, Math.max(...lines.slice(-200).map((line) => line.who.length))) + 1 : 0;
-  const columns = Math.max(10, view.columns - prefix - 6);
+  const stamp = hasTimes ? Math.max(stampOf(lines[0]).length, stampOf(lines.at(-1)).length) + 1 : 0;
+  const columns = Math.max(10, view.columns - stamp - prefix - 6);
   const rows = useMemo(() => rowsOf(lines, isWrapped ? columns : 0), [lines, isWrapped, columns]);
   const first = Math.max(0, lineAt(rows, Math.floor(view.top / ROW)) - SPARE);
   const last = Math.min(lines.length, lineAt(rows, Math.ceil((view.top + view.height) / ROW)) + SPARE);
@@ -135,12 +130,16 @@ function Lines({ lines, isWrapped, follows, setFollows, target, setTarget, find,
     <span class="measure" aria-hidden="true">${"0".repeat(20)}</span>
     <div class="sheet" style=${{ height: `${rows[lines.length] * ROW}px` }}>${lines.slice(first, last).map((line, index) => html`
       <div key=${line.id} class="line ${line.isErr ? "err" : ""}" style=${{ top: `${rows[first + index] * ROW}px`, height: `${(rows[first + index + 1] - rows[first + index]) * ROW}px` }}>
+        ${hasTimes && html`<span class="at" style=${{ width: `${stamp}ch` }}>${stampOf(line)}</span>`}
         ${isMany && html`<span class="who" style=${{ width: `${prefix}ch` }} title=${line.by ? [...line.by].join(", ") : line.who}>${line.by?.size > 1 ? `${line.by.size} workers` : line.who}</span>`}
         <span class="times" title=${line.times > 1 ? `${line.times} times, by ${count(line.by?.size ?? 1, "worker")}` : undefined}>${line.times > 1 ? `×${line.times}` : ""}</span>
         <span class="words" style=${isWrapped ? { width: `${columns}ch` } : {}}>${line.spans.map((span) => html`<span class=${span.name}>${marked(span.text.replaceAll("\t", "    "), find)}</span>`)}</span>
       </div>`)}</div>
   </div>`;
 }
+
+/** Time at which a line was written, to a tenth of a second, by its node's clock. */
+const stampOf = ({ time }) => (time ? `${clock(time)}.${Math.floor(time * 10 + 0.001) % 10}` : "");
 
 function marked(text, find) {
   const place = find ? text.toLowerCase().indexOf(find.toLowerCase()) : -1;
