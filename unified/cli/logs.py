@@ -9,7 +9,6 @@ import time
 from argparse import ArgumentParser
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from typing import NamedTuple
 
 from msgspec.json import decode as decode_json
@@ -22,7 +21,7 @@ from unified.client.left_logs import left_by
 from unified.client.logs import LineFilter, LogFilter, LogLine, LogReader, Stream
 from unified.client.report import first_line, stage_text
 from unified.client.terminal import printable
-from unified.errors import RefusedError, UnifiedError, UsageError, nearest
+from unified.errors import RefusedError, UsageError, nearest
 from unified.job.names import parse_worker
 from unified.protocol.client_master import JobStatus
 
@@ -78,7 +77,7 @@ def logs(
         try:
             role, rank = parse_worker(worker)
         except UsageError as error:
-            raise UsageError(f"{error}{_role_hint(job, master, worker)}") from None
+            raise UsageError(f"{error} All workers of a role: --role {worker}.") from None
     pattern = _pattern(grep)
     # Hosts find lines, but not their times: with those, all lines are read, and searched here.
     wanted = LogFilter(role, rank, STREAMS[stream], LineFilter("" if times else grep, since, until))
@@ -139,15 +138,6 @@ def _find(job: str, master: str | None) -> tuple[JobHandle, JobStatus]:
     except BaseException:
         connection.close()
         raise
-
-
-def _role_hint(job: str, master: str | None, word: str) -> str:
-    """Return the hint to choose a role by its option, if the word is close to one of the job's roles."""
-    with suppress(UnifiedError):
-        handle, status = _find(job, master)
-        handle.close()
-        return nearest(word, [role.name for role in status.roles]).replace("mean ", "mean --role ")
-    return ""
 
 
 def _print(lines: Iterable[str], *, flush: bool = False) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import time
@@ -28,7 +29,7 @@ REASON_WIDTH = 160
 REASON_ROOM = 48
 """Width that the last column gets on a narrow terminal, in place of columns of `MINOR`."""
 MINOR = ("ALSO", "MEMORY", "FREE CPU", "ADDRESS", "INCARNATION", "EXIT", "WORKERS", "ENDED", "SUBMITTED")
-"""Columns without which a person can do, the least important first."""
+"""Columns that are left out on a narrow terminal, the least important first."""
 MAX_ROWS = 40
 MAX_BUDGETS = 8
 JOB_HEADER = ["JOB", "STAGE", "EXIT", "WORKERS", "SUBMITTED", "ENDED", "REASON"]
@@ -54,7 +55,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], width: int | 
     cells, columns = [list(header), *texts], range(len(header))
     widths = [max(len(row[column]) for row in cells) for column in columns]
     shown = [column for column in columns if width is None or any(row[column] not in ("", "-") for row in texts)]
-    for column in (header.index(name) for name in MINOR if name in header):
+    for column in (header.index(name) for name in MINOR if shown and name in header):
         needed = sum(widths[each] + 2 for each in shown[:-1]) + min(widths[shown[-1]], REASON_ROOM)
         if width is not None and needed > width and column in shown:
             shown.remove(column)
@@ -140,7 +141,7 @@ def status_lines(status: client_master.JobStatus, now: float, width: int | None 
         times = [f"started {moment(started)}" if started else "never started"]
         if status.ended_at:
             times.append(f"{report.stage_text(status, now).lower()} {moment(status.ended_at)}")
-            times[1] += f" (ran for {report.duration_text(status.ended_at - started)})" if started else ""
+            times[1] += f" ({report.duration_text(status.ended_at - started)} later)" if started else ""
         lines.append("  " + ", ".join(times))
     if spent := report.time_text(status, now):
         lines.append(f"  time {spent}")
@@ -155,7 +156,10 @@ def status_lines(status: client_master.JobStatus, now: float, width: int | None 
 
 def _worker_lines(status: client_master.JobStatus, width: int | None) -> list[str]:
     workers, usual = status.workers, (WorkerState.RUNNING, WorkerState.SERVING)
-    odd_first = sorted(workers, key=lambda worker: (worker.state in usual, worker.role, worker.rank))
+    states = {worker.name: report.state_text(status, worker) for worker in workers}
+    odd_first = sorted(
+        workers, key=lambda each: (states[each.name] != report.FAILED, each.state in usual, each.role, each.rank)
+    )
     shown = odd_first[:MAX_ROWS] if len(workers) > MAX_ROWS else workers
     rows = [_worker_row(status, worker) for worker in shown]
     lines = table(WORKER_HEADER, rows, None if width is None else width - 2)
@@ -196,7 +200,8 @@ def jobs_arguments(parser: ArgumentParser) -> None:
     nodes_arguments(parser)
     parser.add_argument("--limit", type=at_least(1), default=0, metavar="N", help="Only the newest N.")
     stages = [*map(str, Stage), *report.STAGE_WORDS]
-    parser.add_argument("--stage", action="append", type=str.upper, choices=stages, help="Only in this stage.")
+    text = "Only in this stage, as the command shows it or as --json has it."
+    parser.add_argument("--stage", action="append", type=str.upper, choices=stages, help=text)
     parser.add_argument("--text", default="", help="Only those with this in their id or their submitter.")
 
 
@@ -290,14 +295,22 @@ def explain(subject: str, worker: str, master: str | None, limit: int, json: boo
         story = _tell(connection, job, named or worker, limit)
         lines = [report.event_text(event) for event in story.events]
         if lines and not json:
-            seen = JobWatch(connection, story.events[0].job, has_workers=False)
-            if report.stalled_since(found := seen.next_status(), seen.mirror.at) is not None:
-                found = connection.ask(client_master.GetJob(job=found.job_id), client_master.JobStatus)
-                lines += report.state_lines(found, seen.mirror.at)
+            lines += _stall_lines(connection, story.events[0].job)
     if json:
         print_json(story.events)
     else:
         print("\n".join(lines or [f"nothing was decided about {subject} yet"]))
+
+
+def _stall_lines(connection: MasterConnection, job_id: str) -> list[str]:
+    """Return what a stalled job waits for; nothing of any other job."""
+    request = client_master.ListJobs(text=job_id, stages=[Stage.RUNNING])
+    jobs = connection.ask(request, client_master.JobList).jobs
+    since = next((job.stalled_since for job in jobs if job.job_id == job_id), None)
+    if since is None:
+        return []
+    status = connection.ask(client_master.GetJob(job=job_id), client_master.JobStatus)
+    return [f"job {job_id} is {report.STALLED}: no step since {moment(since)}", *report.stall_lines(status, math.inf)]
 
 
 def _tell(connection: MasterConnection, job: str, worker: str, limit: int) -> client_master.Story:

@@ -182,9 +182,8 @@ def _table(mirror: ClusterMirror, view: TableView, shown: Sequence[str], chosen:
         "job": ["WORKER", "INCARNATION", "STATE", "NODE", "PROGRESS", "REASON"],
     }
     table = Table(box=None, expand=True, padding=(0, 2, 0, 0), header_style="dim")
-    shares = {"REASON": 2, "PROGRESS": 1 if view.what == "jobs" else None}  # they are cut before any name is
     for title in headers[view.what]:
-        table.add_column(title, no_wrap=title not in shares, ratio=shares.get(title))
+        table.add_column(title, no_wrap=title not in ("PROGRESS", "REASON"))  # these are cut before any name is
     status = mirror.status(view.job) if view.what == "job" else None
     for number, name in enumerate(shown):
         if view.what == "nodes":

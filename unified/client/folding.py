@@ -22,6 +22,7 @@ _PREFIX = re.compile(r"\[(.+)-(\d+)(#\d+)?\] ")
 @dataclass
 class _FoldedLine:
     line: str
+    incarnation: str | None
     prefixes: list[str]
     since: float
     number: int
@@ -41,10 +42,13 @@ class LineFolder:
     def add(self, prefix: str, line: str) -> None:
         last = self._last.get(prefix, 0)
         equal = self._equal.setdefault(line, [])
-        found = next((each for each in equal if each.number > last), None) if _PREFIX.fullmatch(prefix) else None
+        worker = _PREFIX.fullmatch(prefix)
+        incarnation = worker[3] if worker else None  # the same line after a restart is another one
+        same = (each for each in equal if each.number > last and each.incarnation == incarnation)
+        found = next(same, None) if worker else None
         if found is None:
             self._count += 1
-            found = _FoldedLine(line, [], self._clock(), self._count)
+            found = _FoldedLine(line, incarnation, [], self._clock(), self._count)
             self._waiting.append(found)
             equal.append(found)
         found.prefixes.append(prefix)

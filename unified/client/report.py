@@ -38,6 +38,7 @@ TRACEBACK_LINES = 20
 LINE_WIDTH = 200
 STOPPED_BY_USER = 130
 MAX_CALLERS = 3
+MAX_QUEUES = 8
 TIME_BAR = 20
 _CHARGES = {"node_max_restart": ("loss", "losses"), "job_max_restart": ("restart", "restarts")}
 """Nouns for what is charged to a limit; failures if a limit is not here."""
@@ -119,7 +120,11 @@ def _summarise_role(status: JobStatus, role: RoleStatus, workers: list[WorkerSta
     found: Counter[str] = Counter(map(attrgetter("state"), workers))
     if _is_over(status):
         found[UNSTARTED] = found.pop(WorkerState.PENDING, 0)
-    counts = {str(state): found[state] for state in (UNSTARTED, *WorkerState) if found[state]}
+    if status.end is not None and is_failed(status):
+        for worker in (each for each in workers if each.name == status.end.worker):
+            found[worker.state] -= 1
+            found[FAILED] += 1
+    counts = {str(state): found[state] for state in (FAILED, UNSTARTED, *WorkerState) if found[state]}
     return RoleSummary(
         name=role.name,
         counts=counts or {str(WorkerState.PENDING): role.total},
@@ -285,10 +290,11 @@ def state_lines(status: JobStatus, now: float) -> list[str]:
     if status.stage == Stage.STOPPED:
         return end_lines(status)
     since = duration_text(now - status.submitted_at) if status.submitted_at else "-"
-    reason = [f"  {why}"] if (why := why_text(status, now)) else []
+    head, why = f"job {status.job_id} is {stage_text(status, now)}", why_text(status, now)
+    is_stalled = stalled_since(status, now) is not None
     return [
-        f"job {status.job_id} is {stage_text(status, now)}, for {since}",
-        *reason,
+        f"{head}, {why}" if is_stalled else f"{head}, for {since}",
+        *([f"  {why}"] if why and not is_stalled else []),
         *stall_lines(status, now),
         *lost_lines(status),
         *unread_lines(status),
@@ -296,7 +302,10 @@ def state_lines(status: JobStatus, now: float) -> list[str]:
 
 
 def stall_lines(status: JobStatus, now: float) -> list[str]:
-    """Return a line about each queue in which workers of a stalled job wait, and the next command; else nothing."""
+    """Return lines about the queues in which workers of a stalled job wait, and the next command.
+
+    There is no line if the job is not stalled.
+    """
     if stalled_since(status, now) is None:
         return []
     present = [(each, each.progress) for each in status.workers if each.progress and each.state != WorkerState.EXITED]
@@ -311,18 +320,20 @@ def stall_lines(status: JobStatus, now: float) -> list[str]:
             if use.waits:
                 waiting.setdefault((use.queue, use.does), {})[short_name(worker)] = None
     lines = []
-    for (queue, does), names in waiting.items():
+    for (queue, does), names in sorted(waiting.items(), key=lambda item: -len(item[1]))[:MAX_QUEUES]:
         waits, what = "wait" if len(names) > 1 else "waits", "an item" if does == "gets" else "room"
         text = f"{queue}{owned.get(queue, '')}: {listed(names, MAX_CALLERS)} {waits} for {what}"
-        lines.append(_row("queue", text))
+        lines.append(_row("queue", escaped(text)))
+    if len(waiting) > MAX_QUEUES:
+        lines.append(_row("queue", f"and {len(waiting) - MAX_QUEUES} more: the page has them all"))
     return [*lines, _row("next", f"unified stack {status.job_id}")]
 
 
 def budget_text(use: client_master.BudgetUse) -> str:
     """``max_restart=1: 2 failures of trainer_2-1_1-0``."""
     one, many = _CHARGES.get(use.limit, ("failure", "failures"))
-    whose = f" of {use.subject}" if use.subject else ""
-    return f"{use.limit}={use.allowed}: {use.used} {one if use.used == 1 else many}{whose}"
+    subject = f" of {use.subject}" if use.subject else ""
+    return f"{use.limit}={use.allowed}: {use.used} {one if use.used == 1 else many}{subject}"
 
 
 def state_html(status: JobStatus, now: float) -> str:

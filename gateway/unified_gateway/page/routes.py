@@ -7,6 +7,7 @@ import logging
 import platform
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -180,10 +181,11 @@ async def logs(call: Call) -> Answer:
         max_bytes=call.number("max_bytes", 65536, least=1, most=MAX_LOG_BYTES) or 1,
     )
     chunk, times = await call.ask(request, client_master.LogChunk), b""
-    if chunk.data:
+    if chunk.data and call.text("times"):
         part = {"incarnation": chunk.incarnation, "offset": chunk.offset, "max_bytes": len(chunk.data)}
         request = msgspec.structs.replace(request, stream=f"{stream_name}.times", **part)
-        times = (await call.ask(request, client_master.LogChunk)).data
+        with suppress(UnifiedError):  # what is kept of the log of a node that is gone has no times
+            times = (await call.ask(request, client_master.LogChunk)).data
     return worker_data.log_part(chunk, times=times, is_tail=offset < 0)
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import codecs
-import itertools
 import math
 import re
-from bisect import bisect_right
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import Any
 
 from unified.client.mirror import ClusterMirror
@@ -53,7 +50,7 @@ def find_worker(mirror: ClusterMirror, job_id: str, word: str) -> WorkerStatus:
 
 
 def log_part(chunk: LogChunk, *, times: bytes = b"", is_tail: bool = False) -> dict[str, Any]:
-    """Return a part of a log as text, and the time at which each of its lines was written, or no times.
+    """Return a part of a log as text, and the times of its lines.
 
     It ends with a complete line, if it has one. The next request reads the rest, from `next_offset` on.
 
@@ -79,12 +76,22 @@ def log_part(chunk: LogChunk, *, times: bytes = b"", is_tail: bool = False) -> d
     }
 
 
-def line_times(data: bytes, offset: int, times: bytes) -> list[float]:
-    """Return the time (seconds since 1970) at which the end of each line was written; the first begins at `offset`."""
-    records = list(LOG_TIME.iter_unpack(times[: len(times) // LOG_TIME.size * LOG_TIME.size]))
-    ends = itertools.accumulate((len(line) + 1 for line in data.split(b"\n")), initial=offset - 1)
-    before = [bisect_right(records, end, key=itemgetter(0)) - 1 for end in ends]
-    return [round(records[max(place, 0)][1], 3) for place in before[1:]] if records else []
+def line_times(data: bytes, offset: int, times: bytes) -> list[tuple[int, float]]:
+    """Return numbers of lines, and the time (seconds since 1970) of these and the following lines.
+
+    The time of a line is the time at which its end was written.
+
+    Args:
+        offset: of the data in the log.
+        times: `LOG_TIME` records; the first may be of earlier output.
+    """
+    found: list[tuple[int, float]] = []
+    number, place = 0, 0
+    for begin, at in LOG_TIME.iter_unpack(times[: len(times) // LOG_TIME.size * LOG_TIME.size]):
+        end = max(place, begin - offset)
+        number, place = number + data.count(b"\n", place, end), end
+        found.append((number if found else 0, at))
+    return found
 
 
 def log_text(data: bytes) -> str:

@@ -54,16 +54,25 @@ test("equal lines of many workers are one, of one worker only if they follow eac
 test("lines of several streams are in the order of time, those of one stream as they were written", () => {
   const log = new LogLines();
   const [a, b, old] = [{ title: "t-0" }, { title: "t-1" }, { title: "t-2" }];
-  log.add(a, "1\n4\nclock set back\n", [10, 40, 20]);
+  log.add(a, "1\n4\nclock set back\n", [[0, 10], [1, 40], [2, 20]]);
   log.add(old, "no times\n");
-  log.add(b, "2\n3\n5", [20, 30, 50]);
-  log.add(b, "\n6\n", [50, 60]);
-  log.add(a, "the end", [55]);
-  log.add(old, "none again\n");
+  log.add(b, "2\n3\n5", [[0, 20], [0, 21], [1, 30], [2, 50]]);
+  log.add(b, "\n6\n", [[0, 50], [1, 60]]);
+  log.add(a, "new incarnation\n");
+  log.add(a, "the end", [[0, 55]]);
   log.finish(a);
-  const texts = ["1", "2", "3", "4", "clock set back", "no times", "5", "the end", "6", "none again"];
-  assert.deepEqual(log.lines.map((line) => line.text), texts);
-  assert.deepEqual(log.lines.map((line) => line.time), [10, 20, 30, 40, 20, 0, 50, 55, 60, 0]);
+  const shown = log.shown({});
+  const texts = ["no times", "1", "2", "3", "4", "clock set back", "new incarnation", "5", "the end", "6"];
+  assert.deepEqual(shown.map((line) => line.text), texts);
+  assert.deepEqual(shown.map((line) => line.time), [0, 10, 21, 30, 40, 20, 0, 50, 55, 60]);
+});
+
+test("the newest lines are kept", () => {
+  const log = new LogLines();
+  log.add({ title: "t-0" }, "new\n".repeat(19000), [[0, 20]]);
+  log.add({ title: "t-1" }, "old\n".repeat(19000), [[0, 10]]);
+  const texts = log.shown({ isFolded: false }).map((line) => line.text);
+  assert.deepEqual([texts.length, texts[0], texts.indexOf("new")], [20000, "old", 1000]);
 });
 
 test("a line without an end is shown in parts before it fills the browser", () => {

@@ -462,23 +462,32 @@ def test_commands_say_why_a_job_stands_still(
     """`explain`, too: the decisions of such a job end with its start."""
     use = QueueUse("MainThread", "gets", "samples", True)
     waiting = structs.replace(job.worker(0), progress=Progress(step=3, queues=[use]))
-    times = TimeSpent(phase="stalled", since=-48.0)  # the fake master's clock is at 0
-    stalled = structs.replace(job.status(), workers=[waiting], times=times)
+    stalled = structs.replace(job.status(), workers=[waiting], times=TimeSpent(phase="stalled", since=1.0))
+    line = JobLine(
+        job_id=stalled.job_id, name="gpt", stage=Stage.RUNNING, reason="", submitted_at=0.0, ended_at=None,
+        num_workers=1, exit_code=None, stalled_since=1.0,
+    )  # fmt: skip
 
     def respond(message: ClientToMaster) -> MasterAnswer:
         if isinstance(message, GetJob):
             return stalled
-        return changes_of(stalled, 1) if isinstance(message, WatchCluster) else job.respond(message)
+        if isinstance(message, WatchCluster):
+            return changes_of(stalled, 1)
+        return JobList(jobs=[line]) if isinstance(message, ListJobs) else job.respond(message)
 
     fake_master.respond = respond
     lines = ["  queue    samples: trainer-0 waits for an item", "  next     unified stack gpt-1"]
     assert main(["status", "gpt"]) == 0
-    assert capsys.readouterr().out.splitlines()[2:4] == lines
+    assert capsys.readouterr().out.splitlines()[1:3] == lines
     for words in (["gpt-1"], ["gpt-1", "trainer-0"], ["trainer-0"]):
         assert main(["explain", *words]) == 0
-        event, state, why, *more = capsys.readouterr().out.splitlines()
+        event, state, *more = capsys.readouterr().out.splitlines()
         assert "job-submitted" in event
-        assert (state.startswith("job gpt-1 is STALLED"), why.startswith("  no step for "), more) == (True, True, lines)
+        assert state.startswith("job gpt-1 is STALLED: no step since ")
+        assert more == lines
+    line = structs.replace(line, stalled_since=None)
+    assert main(["explain", "gpt-1"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
 
 
 def test_jobs_are_chosen_by_the_stage_that_is_shown_or_by_that_of_the_data(
@@ -575,7 +584,7 @@ def test_logs_can_be_cut(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     for word in ("trainer", "trainr"):  # a role in place of a worker
         assert main(["logs", "gpt", word]) == 2
         assert "not a worker's name" in (said := capsys.readouterr().err)
-        assert said.endswith("Did you mean --role 'trainer'?\n")
+        assert said.endswith(f"All workers of a role: --role {word}.\n")
     assert main(["logs", "gpt", "--rank", "1"]) == 2
     assert "the largest role of job gpt-1 has 1 workers, so there is no rank 1." in capsys.readouterr().err
 

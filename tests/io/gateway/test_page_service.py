@@ -25,6 +25,7 @@ from unified.protocol.client_master import (
     LogChunk,
     MasterAnswer,
     ReadLog,
+    Refused,
     Story,
     SubmitJob,
 )
@@ -369,6 +370,25 @@ def test_log_lines_of_the_worst_kind_are_text(fake_master: FakeMaster, start_gat
         assert third.startswith("\ufffdyyy")
         assert third.endswith("more characters")
         assert len(answer.content) < 20_000
+
+
+def test_the_end_of_a_log_whose_node_is_gone_is_shown_without_times(
+    fake_master: FakeMaster, start_gateway: StartGateway
+) -> None:
+    cluster = WatchedCluster()
+
+    def respond(message: ClientToMaster) -> MasterAnswer | None:
+        if not isinstance(message, ReadLog):
+            return cluster.respond(message)
+        if message.stream.endswith(".times"):
+            return Refused(code="not-found", reason="the log is on node n1, which is not connected.")
+        return LogChunk(worker="w", incarnation=0, data=b"one\n", offset=0, next_offset=4, size=4, is_final=True)
+
+    fake_master.respond = respond
+    with browser(start_gateway("--master", fake_master.address).url, TOKEN) as client:
+        answer = client.get("/page/jobs/gpt-1/logs", params={"worker": "trainer-0", "times": "1"})
+        assert answer.status_code == 200, answer.text
+        assert (answer.json()["text"], answer.json()["times"]) == ("one\n", [])
 
 
 def test_a_client_that_says_half_a_request_holds_nothing(gateway: GatewayUnderTest) -> None:

@@ -215,6 +215,7 @@ def test_on_a_narrow_terminal_a_reason_gets_the_room_of_lesser_columns(
 def test_on_a_narrow_terminal_short_reasons_cost_no_column() -> None:
     header, rows = ["JOB", "EXIT", "REASON"], [["a-1", 1, "short"], ["b-1", 0, ""]]
     assert table(header, rows, 17)[0] == "JOB  EXIT  REASON"
+    assert table(header, [], 17) == [""]
     assert table(header, rows, 16) == ["JOB  REASON", "a-1  short", "b-1"]
 
 

@@ -29,9 +29,16 @@ def test_equal_lines_of_many_workers_are_one_with_its_count() -> None:
 
 def test_a_line_that_one_worker_says_twice_is_shown_twice() -> None:
     folder = LineFolder(Clock())
-    for prefix in ("[w-0] ", "[w-1#2] ", "[w-0] "):
+    for prefix in ("[w-0] ", "[w-1] ", "[w-0] "):
         folder.add(prefix, "again")
-    assert folder.take(is_end=True) == ["[w 0, w#2 1 ×2] again", "[w-0] again"]
+    assert folder.take(is_end=True) == ["[w 0, 1 ×2] again", "[w-0] again"]
+
+
+def test_the_same_line_after_a_restart_is_another_line() -> None:
+    folder = LineFolder(Clock())
+    for prefix in ("[w-0] ", "[w-1] ", "[w-0#1] ", "[w-1#1] "):
+        folder.add(prefix, "step 1")
+    assert folder.take(is_end=True) == ["[w 0, 1 ×2] step 1", "[w#1 0, 1 ×2] step 1"]
 
 
 def test_a_prefix_that_names_no_rank_is_left_alone() -> None:

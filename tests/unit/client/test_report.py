@@ -200,6 +200,13 @@ def test_the_worker_whose_failure_ended_the_job_is_failed_and_the_others_are_not
     workers = [worker(rank, WorkerState.EXITED) for rank in range(2)]
     status = ended(1, end=end, workers=workers)
     assert [line.split()[2] for line in status_lines(status, 0.0)[-2:]] == ["EXITED", "FAILED"]
+    many = [worker(rank, WorkerState.EXITED) for rank in range(100)]
+    of_90 = msgspec.structs.replace(end, worker=many[90].name)
+    role = RoleStatus(name="trainer", kind="elastic", total=100, is_driver=True)
+    crowd = msgspec.structs.replace(status, workers=many, end=of_90, roles=[role])
+    lines = status_lines(crowd, 0.0)
+    assert "  trainer: 1 FAILED, 99 EXITED" in lines
+    assert "FAILED" in next(line for line in lines if line.startswith("  trainer-"))
     stopping = msgspec.structs.replace(status, stage=Stage.STOPPING, exit_code=None, outcome=1)
     assert [line.split()[2] for line in status_lines(stopping, 0.0)[-2:]] == ["EXITED", "FAILED"]
 
@@ -207,9 +214,9 @@ def test_the_worker_whose_failure_ended_the_job_is_failed_and_the_others_are_not
 def test_the_status_of_an_ended_job_says_when_it_ended_and_for_how_long_it_ran() -> None:
     at = time.mktime((2025, 3, 1, 7, 49, 0, 0, 0, -1))
     failed = ended(1, submitted_at=at, started_at=at + 60, ended_at=at + 150, reason="why")
-    assert "  started 2025-03-01 07:50, failed 2025-03-01 07:51 (ran for 1 min 30 s)" in status_lines(failed, at + 999)
+    assert "  started 2025-03-01 07:50, failed 2025-03-01 07:51 (1 min 30 s later)" in status_lines(failed, at + 999)
     done = msgspec.structs.replace(failed, exit_code=0)
-    assert "  started 2025-03-01 07:50, finished 2025-03-01 07:51 (ran for 1 min 30 s)" in status_lines(done, at + 999)
+    assert "  started 2025-03-01 07:50, finished 2025-03-01 07:51 (1 min 30 s later)" in status_lines(done, at + 999)
     never = msgspec.structs.replace(failed, exit_code=130, started_at=None)
     assert "  never started, stopped 2025-03-01 07:51" in status_lines(never, at + 999)
     runs = msgspec.structs.replace(failed, stage=Stage.RUNNING, exit_code=None, ended_at=None)
@@ -229,13 +236,18 @@ def test_a_stalled_job_names_the_queues_in_which_workers_wait_and_a_next_command
     ]
     times = TimeSpent(phase="productive", since=100.0, stalls_at=130.0)
     status = ended(None, stage=Stage.RUNNING, times=times, workers=workers)
-    assert state_lines(status, 148.0)[1:] == [
-        "  no step for 48 s",
+    assert state_lines(status, 148.0) == [
+        "job gpt-1 is STALLED, no step for 48 s",
         "  queue    samples of trainer-0, 0 of 4 items: trainer-1, trainer-2, trainer-3 and 3 more wait for an item",
         "  queue    weights: trainer-7 waits for room",
         "  next     unified stack gpt-1",
     ]
     assert state_lines(status, 129.0)[1:] == [], "a job that steps may wait"
+    uses = [QueueUse("", "gets", f"q\n{number}", True) for number in range(10)]
+    odd = msgspec.structs.replace(status, workers=[waiting(0, *uses)])
+    shown = state_lines(odd, 148.0)[1:]
+    assert shown[0] == r"  queue    q\n0: trainer-0 waits for an item"
+    assert shown[-2:] == ["  queue    and 2 more: the page has them all", "  next     unified stack gpt-1"]
 
 
 def test_a_job_without_a_step_for_long_is_stalled_and_says_for_how_long() -> None:
@@ -243,7 +255,7 @@ def test_a_job_without_a_step_for_long_is_stalled_and_says_for_how_long() -> Non
     status = ended(None, stage=Stage.RUNNING, submitted_at=40.0, reason="all workers run", times=times)
     assert headline_text(status, 129.0) == "gpt-1  RUNNING  all workers run"
     assert headline_text(status, 148.0) == "gpt-1  STALLED  no step for 48 s"
-    assert state_lines(status, 148.0)[:2] == ["job gpt-1 is STALLED, for 1 min 48 s", "  no step for 48 s"]
+    assert state_lines(status, 148.0)[0] == "job gpt-1 is STALLED, no step for 48 s"
     hangs = msgspec.structs.replace(status, times=TimeSpent(phase="stalled", since=100.0))
     assert headline_text(hangs, 108.0) == "gpt-1  STALLED  no step for 8.0 s"
 

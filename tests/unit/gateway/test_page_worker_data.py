@@ -57,12 +57,13 @@ def test_a_part_of_a_log_ends_with_a_whole_line_and_a_tail_begins_with_one() -> 
 
 
 def test_a_line_has_the_time_at_which_its_end_was_written() -> None:
-    times = b"".join(LOG_TIME.pack(offset, at) for offset, at in [(90, 1.5), (102, 2.5), (108, 3.25)])
+    times = b"".join(LOG_TIME.pack(offset, at) for offset, at in [(90, 1.5), (102, 2.5), (108, 3.25), (114, 4.0)])
     part = log_part(chunk(b"one\ntwo\nthree\nfo", 100), times=times)
-    assert part["times"] == [2.5, 2.5, 3.25, 3.25]  # one, two, three, and what follows
-    tail = log_part(chunk(b"ne\ntwo\nthree\n", 101), times=times + b"torn", is_tail=True)
-    assert (tail["text"], tail["times"]) == ("two\nthree\n", [2.5, 3.25, 3.25])
-    assert log_part(chunk(b"one\n", 10), times=times)["times"] == [1.5, 1.5]  # older than the index
+    assert part["times"] == [(0, 1.5), (0, 2.5), (2, 3.25), (3, 4.0)]  # one and two, three, what follows
+    tail = log_part(chunk(b"ne\ntwo\nthree\n", 101), times=times[:-1], is_tail=True)
+    assert (tail["text"], tail["times"]) == ("two\nthree\n", [(0, 1.5), (0, 2.5), (1, 3.25)])
+    older = log_part(chunk(b"\nold\none\n", 84), times=times)  # than the index
+    assert older["times"][:2] == [(0, 1.5), (3, 2.5)]
     assert log_part(chunk(b"one\n"))["times"] == []
 
 

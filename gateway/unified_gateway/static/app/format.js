@@ -22,6 +22,12 @@ export function clock(at) {
   return time.toDateString() === new Date().toDateString() ? text : `${day(time)} ${text}`;
 }
 
+/** Date and time to a tenth of a second. @param {number} at seconds since 1970 */
+export function stamp(at) {
+  const time = new Date(at * 1000);
+  return `${day(time)} ${time.toLocaleTimeString("en-GB")}.${Math.floor(time.getMilliseconds() / 100)}`;
+}
+
 const day = (time) => `${time.getFullYear()}-${pad(time.getMonth() + 1)}-${pad(time.getDate())}`;
 const pad = (number) => String(number).padStart(2, "0");
 

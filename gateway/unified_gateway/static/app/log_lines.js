@@ -4,13 +4,14 @@ import { parseLine, plain, stripped } from "./ansi.js";
 const MAX_LINES = 20000;
 const MAX_OPEN = 16384;
 const NEAR = 64;
+let versions = 0; // no two logs have a version in common
 const TROUBLE = /traceback \(most recent|(?:^|[\s[(])[\w.]*(?:error|exception)\b(?!=)|\bfatal\b|segmentation fault/i;
 
 /**
  * @typedef {object} Line
  * @property {number} id @property {string} who worker that wrote it first @property {boolean} isErr
  * @property {string} text without colours @property {{text: string, name: string}[]} spans
- * @property {number} at its place in the order of time @property {number} time seconds since 1970 at which it was written, 0: unknown
+ * @property {number} at its place in the order of time @property {number} time seconds since 1970 at which it was written, or 0
  * @property {number} times how often it was written, by any worker
  * @property {Set<string>} by
  */
@@ -19,7 +20,7 @@ export class LogLines {
   constructor() {
     /** @type {Line[]} */
     this.lines = [];
-    this.version = 0;
+    this.version = ++versions;
     this.nextId = 0;
     this.styles = new Map();
     this.open = new Map();
@@ -29,30 +30,29 @@ export class LogLines {
   /**
    * Add what a worker wrote; a last line without its end is kept until the rest comes, unless it is very long.
    * @param {{title: string, isErr?: boolean}} source a stream of a worker @param {string} text
-   * @param {number[]} times the time of each line of the text, or none
+   * @param {[number, number][]} times numbers of lines of the text, and the time of these and the following lines
    */
   add(source, text, times = []) {
     if (!text) return;
     const parts = ((this.open.get(source)?.text ?? "") + text).split("\n");
-    this.open.set(source, { text: parts.at(-1).length > MAX_OPEN ? "" : parts.pop(), time: times.at(-1) });
+    this.open.set(source, { text: parts.at(-1).length > MAX_OPEN ? "" : parts.pop(), time: times.at(-1)?.[1] });
     if (!parts.length) return;
-    const newest = this.lines.at(-1)?.at ?? 0;
-    const first = this.lines.length;
-    parts.forEach((part, place) => this.addLine(source, part, times[place] || 0, newest));
-    if (this.lines[first].at < newest) this.lines.sort((one, other) => one.at - other.at);
-    if (this.lines.length > MAX_LINES) this.lines.splice(0, this.lines.length - MAX_LINES);
-    this.version++;
+    let [run, time] = [0, 0];
+    parts.forEach((part, number) => {
+      while (run < times.length && times[run][0] <= number) time = times[run++][1];
+      this.addLine(source, part, time);
+    });
+    this.version = ++versions;
   }
 
   /** Add the last line of a stream that has ended. */
   finish(source) {
     const open = this.open.get(source);
-    if (open?.text) this.add(source, "\n", [open.time]);
+    if (open?.text) this.add(source, "\n", [[0, open.time]]);
   }
 
-  addLine(source, raw, time, newest) {
-    // lines of one stream keep their order, also when its node's clock was set back; without a time they are the newest
-    const at = time ? Math.max(this.newest.get(source) ?? 0, time) : newest;
+  addLine(source, raw, time) {
+    const at = Math.max(this.newest.get(source) ?? 0, time ?? 0); // a stream keeps its order if the clock was set back
     this.newest.set(source, at);
     const { spans, style } = parseLine(raw, this.styles.get(source) ?? plain());
     this.styles.set(source, style);
@@ -61,10 +61,12 @@ export class LogLines {
   }
 
   /**
-   * Return the lines to show.
+   * Return the lines to show, of the newest `MAX_LINES`.
    * @param {{find?: string, isFolded?: boolean}} options lines that have `find` in them; equal lines near each other as one
    */
   shown({ find = "", isFolded = true }) {
+    this.lines.sort((one, other) => one.at - other.at);
+    this.lines.splice(0, this.lines.length - MAX_LINES);
     const wanted = find.toLowerCase();
     const shown = [];
     const recent = new Map();
@@ -104,11 +106,7 @@ export function rowsOf(lines, columns) {
 }
 
 /** Columns of a text in a terminal, with two for a wide character. */
-function widthOf(text) {
-  let width = text.length;
-  for (const wide of text.matchAll(/[\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe6f\uff00-\uff60]/g)) width += wide[0].length;
-  return width;
-}
+const widthOf = (text) => text.length + (text.match(/[\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe6f\uff00-\uff60]/g)?.length ?? 0);
 
 /** The last line that begins at or above a row. @param {Float64Array} rows @param {number} row */
 export function lineAt(rows, row) {

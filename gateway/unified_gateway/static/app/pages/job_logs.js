@@ -24,7 +24,9 @@ export function JobLogs({ job, mirror }) {
     <${Select} label="rank" value=${one ? one.name : ""} options=${[["", workers.length > MAX_TOGETHER ? `first ${MAX_TOGETHER}` : "all"], ...listed.map((worker) => [worker.name, shortName(worker)])]} onPick=${(value) => setQuery({ worker: value, incarnation: "" })} />
     ${incarnations.length > 1 && html`<${Select} label="incarnation" value=${incarnation} options=${[["", "newest"], ...incarnations.map((number) => [String(number), String(number)])]} onPick=${(value) => setQuery({ incarnation: value })} />`}
     <${Choice} label="stream" value=${stream || "both"} options=${[["both", "both"], ["out", "out"], ["err", "err"]]} onPick=${(value) => setQuery({ stream: value === "both" ? "" : value })} />`;
+  const isAgain = !incarnation && chosen.some(({ name: each }) => mirror.workers.get(each).incarnation);
   return html`<${Card} title="Logs" aside=${aside}>
+    ${isAgain && html`<p class="note muted">${one ? "The newest incarnation: choose an earlier one." : "The newest incarnation of each worker: choose a rank for the earlier ones."}</p>`}
     ${chosen.length ? html`<${LogView} jobId=${job.job_id} workers=${chosen} stream=${stream || "both"} incarnation=${incarnation} isOver=${isOver(job) || incarnation !== ""} />`
       : html`<${Empty} text="No worker has begun, so nothing was printed." command="unified explain ${job.job_id}" />`}<//>`;
 }

@@ -64,9 +64,12 @@ const Roles = ({ job }) => html`<div class="roles" role="table" aria-label="role
 
 const listed = (names) => `${names.slice(0, MAX_WAITING).join(", ")}${names.length > MAX_WAITING ? ` and ${names.length - MAX_WAITING} more` : ""}`;
 
+/** Who waits in a queue, and for what. @param {any} queue */
+export const waitsText = ({ name, getters, putters }) => [getters.length && `${listed(getters)} for an item of ${name}`, putters.length && `${listed(putters)} for room in ${name}`].filter(Boolean).join("; ");
+
 const Queues = ({ queues }) => queues.length > 0 && html`<${Card} title="Queues"><${Plain} label="queues" rows=${queues} columns=${[
   ["Queue", (row) => html`<b>${row.name}</b> <span class="muted">of ${row.owner}</span>`],
-  ["Waiting", (row) => [row.getters.length && `${listed(row.getters)} for an item`, row.putters.length && `${listed(row.putters)} for room`].filter(Boolean).join("; ") || "-"],
+  ["Waiting", (row) => waitsText(row) || "-"],
   ["Items", (row) => html`<${Bar} value=${row.depth} total=${row.size} label="items in ${row.name}" /> <span class="numbers">${number(row.depth)} of ${number(row.size)}</span>`],
   ["Oldest", (row) => (row.oldestAt ? duration(now.value - row.oldestAt) : "-")]]} /><//>`;
 

@@ -54,27 +54,25 @@ export function Dialogs() {
       <button type="button" class="quiet" aria-label="dismiss" onClick=${() => (notice.value = null)}>✕</button></div>`}</div>`;
 }
 
-const why = (may) => (may ? undefined : "this session may only read");
+const Ask = ({ label, asked, isOff = false }) => html`<button type="button" class=${asked.isBad ? "bad" : undefined} disabled=${isOff || !session.value?.write}
+  title=${session.value?.write ? undefined : "this session may only read"} onClick=${() => ask(asked)}>${label}</button>`;
 
 /** Stop, suspend and resume of a job. @param {{job: any}} props */
 export function JobActions({ job }) {
-  const may = session.value?.write;
   const path = `/jobs/${encodeURIComponent(job.job_id)}`;
   if (job.stage === "STOPPED") return null;
-  const suspend = { title: `Suspend ${job.job_id}?`, text: "Its workers stop, and it waits until it is resumed. No restart limit is charged.", action: "Suspend", path: `${path}/suspend` };
-  const resume = { title: `Resume ${job.job_id}?`, text: "It goes back into the queue.", action: "Resume", path: `${path}/resume` };
+  const change = job.suspended == null
+    ? { title: `Suspend ${job.job_id}?`, text: "Its workers stop, and it waits until it is resumed. No restart limit is charged.", action: "Suspend", path: `${path}/suspend` }
+    : { title: `Resume ${job.job_id}?`, text: "It goes back into the queue.", action: "Resume", path: `${path}/resume` };
   const stop = { title: `Stop ${job.job_id}?`, text: `Its ${job.num_workers} workers are stopped, and it ends. It cannot be resumed.`, action: "Stop the job", path: `${path}/stop`, body: { force: false }, isBad: true };
-  return html`<div class="actions">
-    <button type="button" disabled=${!may} title=${why(may)} onClick=${() => ask(job.suspended == null ? suspend : resume)}>${job.suspended == null ? "Suspend" : "Resume"}</button>
-    <button type="button" class="bad" disabled=${!may || job.stage === "STOPPING"} title=${why(may)} onClick=${() => ask(stop)}>Stop</button>
-  </div>`;
+  return html`<div class="actions"><${Ask} label=${change.action} asked=${change} /><${Ask} label="Stop" asked=${stop} isOff=${job.stage === "STOPPING"} /></div>`;
 }
 
 /** Drain and undrain of a node. @param {{node: any}} props */
 export function NodeActions({ node }) {
-  const may = session.value?.write;
   const path = `/nodes/${encodeURIComponent(node.node)}`;
-  const drain = { title: `Drain ${node.node}?`, text: `Its ${node.num_workers} workers move to other nodes, and no other begins there. No restart limit is charged.`, action: "Drain", path: `${path}/drain`, field: "reason" };
-  const undrain = { title: `Put ${node.node} back into service?`, text: "Workers may begin there again.", action: "Undrain", path: `${path}/undrain` };
-  return html`<div class="actions"><button type="button" disabled=${!may} title=${why(may)} onClick=${() => ask(node.drained == null ? drain : undrain)}>${node.drained == null ? "Drain" : "Undrain"}</button></div>`;
+  const change = node.drained == null
+    ? { title: `Drain ${node.node}?`, text: `Its ${node.num_workers} workers move to other nodes, and no other begins there. No restart limit is charged.`, action: "Drain", path: `${path}/drain`, field: "reason" }
+    : { title: `Put ${node.node} back into service?`, text: "Workers may begin there again.", action: "Undrain", path: `${path}/undrain` };
+  return html`<div class="actions"><${Ask} label=${change.action} asked=${change} /></div>`;
 }

@@ -1,6 +1,6 @@
 // Logs of workers, live: colours, folded lines, search, wrap; the page has only the lines that are seen.
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "../../vendor/vendor.js";
-import { clock, count, grepPattern } from "../format.js";
+import { count, grepPattern, stamp } from "../format.js";
 import { firstTrouble, lineAt, LogLines, rowsOf } from "../log_lines.js";
 import { call } from "../session.js";
 import { poll } from "../stream.js";
@@ -10,6 +10,7 @@ import { say } from "./dialog.js";
 
 const ROW = 18;
 const SPARE = 20;
+const STAMP = 22; // columns
 const FIRST_BYTES = 65536;
 const PERIOD_S = 1.5;
 const MAX_DOWNLOAD = 256e6;
@@ -40,7 +41,7 @@ export function LogView({ jobId, workers, stream, incarnation = "", isOver }) {
     setLog(fresh);
     setError("");
     const read = async (source) => {
-      const found = await readLog(jobId, source.name, source.stream, incarnation, source.next, isWhole ? 1 << 20 : FIRST_BYTES);
+      const found = await readLog(jobId, source.name, source.stream, incarnation, source.next, isWhole ? 1 << 20 : FIRST_BYTES, "1");
       const isNew = source.incarnation !== null && found.incarnation !== source.incarnation;
       source.incarnation = found.incarnation;
       if (isNew) {
@@ -66,7 +67,7 @@ export function LogView({ jobId, workers, stream, incarnation = "", isOver }) {
   const shown = useMemo(() => log?.shown({ find, isFolded }) ?? [], [log, log?.version, find, isFolded]);
   const [target, setTarget] = useState(-1);
   const trouble = useMemo(() => firstTrouble(shown), [shown]);
-  const download = () => downloadLog(jobId, workers[0], stream, incarnation);
+  const download = () => downloadLog(jobId, workers[0], stream, incarnation).catch((failure) => say(failure.message, "bad"));
   return html`<div class="log">
     <div class="tools">
       <${Search} value=${find} onInput=${setFind} label="show lines with …" />
@@ -84,8 +85,8 @@ export function LogView({ jobId, workers, stream, incarnation = "", isOver }) {
 
 const toggle = (title, isOn, turn) => html`<button type="button" aria-pressed=${isOn} onClick=${() => turn(!isOn)}>${title}</button>`;
 
-function readLog(jobId, worker, stream, incarnation, offset, maxBytes) {
-  const query = new URLSearchParams({ worker, stream, offset, max_bytes: maxBytes, ...(incarnation && { incarnation }) });
+function readLog(jobId, worker, stream, incarnation, offset, maxBytes, times = "") {
+  const query = new URLSearchParams({ worker, stream, offset, max_bytes: maxBytes, times, ...(incarnation && { incarnation }) });
   return call(`/jobs/${encodeURIComponent(jobId)}/logs?${query}`);
 }
 
@@ -95,8 +96,7 @@ function Lines({ lines, isWrapped, follows, setFollows, target, setTarget, find,
   const known = useRef(0);
   const [view, setView] = useState({ top: 0, height: 400, columns: 100 });
   const prefix = isMany ? Math.min(16, Math.max(...lines.slice(-200).map((line) => line.who.length))) + 1 : 0;
-  const stamp = hasTimes ? Math.max(stampOf(lines[0]).length, stampOf(lines.at(-1)).length) + 1 : 0;
-  const columns = Math.max(10, view.columns - stamp - prefix - 6);
+  const columns = Math.max(10, view.columns - (hasTimes ? STAMP : 0) - prefix - 6);
   const rows = useMemo(() => rowsOf(lines, isWrapped ? columns : 0), [lines, isWrapped, columns]);
   const first = Math.max(0, lineAt(rows, Math.floor(view.top / ROW)) - SPARE);
   const last = Math.min(lines.length, lineAt(rows, Math.ceil((view.top + view.height) / ROW)) + SPARE);
@@ -130,16 +130,13 @@ function Lines({ lines, isWrapped, follows, setFollows, target, setTarget, find,
     <span class="measure" aria-hidden="true">${"0".repeat(20)}</span>
     <div class="sheet" style=${{ height: `${rows[lines.length] * ROW}px` }}>${lines.slice(first, last).map((line, index) => html`
       <div key=${line.id} class="line ${line.isErr ? "err" : ""}" style=${{ top: `${rows[first + index] * ROW}px`, height: `${(rows[first + index + 1] - rows[first + index]) * ROW}px` }}>
-        ${hasTimes && html`<span class="at" style=${{ width: `${stamp}ch` }}>${stampOf(line)}</span>`}
+        ${hasTimes && html`<span class="at" style=${{ width: `${STAMP}ch` }}>${line.time ? stamp(line.time) : ""}</span>`}
         ${isMany && html`<span class="who" style=${{ width: `${prefix}ch` }} title=${line.by ? [...line.by].join(", ") : line.who}>${line.by?.size > 1 ? `${line.by.size} workers` : line.who}</span>`}
         <span class="times" title=${line.times > 1 ? `${line.times} times, by ${count(line.by?.size ?? 1, "worker")}` : undefined}>${line.times > 1 ? `×${line.times}` : ""}</span>
         <span class="words" style=${isWrapped ? { width: `${columns}ch` } : {}}>${line.spans.map((span) => html`<span class=${span.name}>${marked(span.text.replaceAll("\t", "    "), find)}</span>`)}</span>
       </div>`)}</div>
   </div>`;
 }
-
-/** Time at which a line was written, to a tenth of a second, by its node's clock. */
-const stampOf = ({ time }) => (time ? `${clock(time)}.${Math.floor(time * 10 + 0.001) % 10}` : "");
 
 function marked(text, find) {
   const place = find ? text.toLowerCase().indexOf(find.toLowerCase()) : -1;
@@ -150,20 +147,15 @@ function marked(text, find) {
 
 async function downloadLog(jobId, worker, stream, incarnation) {
   const parts = [];
-  try {
-    for (const each of stream === "both" ? ["out", "err"] : [stream]) {
-      let [offset, size] = [0, 1];
-      if (stream === "both") parts.push(`==> std${each} <==\n`);
-      while (offset < size && offset < MAX_DOWNLOAD) {
-        const read = await readLog(jobId, worker.name, each, incarnation, offset, 1 << 20);
-        parts.push(read.text);
-        if (read.next_offset <= offset) break;
-        [offset, size] = [read.next_offset, read.size];
-      }
+  for (const each of stream === "both" ? ["out", "err"] : [stream]) {
+    let [offset, size] = [0, 1];
+    if (stream === "both") parts.push(`==> std${each} <==\n`);
+    while (offset < size && offset < MAX_DOWNLOAD) {
+      const read = await readLog(jobId, worker.name, each, incarnation, offset, 1 << 20);
+      parts.push(read.text);
+      if (read.next_offset <= offset) break;
+      [offset, size] = [read.next_offset, read.size];
     }
-  } catch (error) {
-    say(error.message, "bad");
-    return;
   }
   saveAs(`${jobId}-${worker.title}.log`, parts, "text/plain");
 }
