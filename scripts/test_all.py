@@ -24,9 +24,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "out/test-all"
-PYTEST_SUITES = [
-    *("slow", "netns", "slurm", "systemd", "browser", "training", "random"),
-    *("py3.12", "py3.13", "torch2.14.1"),
+SUITES = [
+    *("slow", "netns", "slurm", "systemd", "browser", "training"),
+    *("py3.12", "py3.13", "torch2.14.1", "examples", "soak", "random"),
 ]
 EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/submit.py"))
 SOAK_S = 60
@@ -122,9 +122,8 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> int:
-    suites = [*PYTEST_SUITES[:-1], "examples", "soak", "random"]
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("suites", nargs="*", choices=[*suites, []], help=f"all of them: {', '.join(suites)}")
+    parser.add_argument("suites", nargs="*", choices=[*SUITES, []], help=f"all of them: {', '.join(SUITES)}")
     parser.add_argument("--seed", type=int, help="of the random order and examples (drawn)")
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
@@ -132,7 +131,7 @@ def main() -> int:
     OUT.mkdir(parents=True)
     rows: list[Row] = []
     try:
-        for suite in options.suites or suites:
+        for suite in options.suites or SUITES:
             rows += [run(suite, seed)]
     finally:  # also after Ctrl-C
         written = table(rows)
