@@ -221,6 +221,7 @@ def test_readme_as_it_is_typed(local_cluster: Cluster, tmp_path: Path, monkeypat
     blocks = re.findall(r"^```python[^\n]*\n# (\w+\.py)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert [name for name, _ in blocks] == ["linear.py", "submit.py"]
     script = "import torch.distributed as dist\ndist.init_process_group()\nprint(dist.get_world_size(), 'ranks')\n"
+    script += "dist.barrier()\ndist.destroy_process_group()\n"  # one that ends at once breaks one that connects
     project.mkdir()
     for name, content in [*blocks, ("my_script.py", script)]:
         (project / name).write_text(content)
