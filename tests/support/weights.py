@@ -11,6 +11,7 @@ from unified.bus.endpoint import BusEndpoint
 from unified.protocol.records import DirectoryEntry, Inbox, Reachability
 from unified.weights.receiver import WeightsReceiver
 from unified.weights.sender import SyncOptions, WeightsSender
+from unified.weights.versions import SyncedVersion
 
 ORDER = SyncOptions(
     version=None, dtype=None, bucket_bytes=1 << 20, timeout=DEADLINE_S, wait=True, force=False, collective=None
@@ -62,7 +63,7 @@ class Cast:
         for bus in self.buses.values():
             bus.update_directory([self.entries[name]])
 
-    def send(self, sender: WeightsSender, weights: Any, *targets: str, **order: Any) -> int:
+    def send(self, sender: WeightsSender, weights: Any, *targets: str, **order: Any) -> SyncedVersion:
         nodes = {name: self.nodes.get(name, "here") for name in targets or self.receivers}
         return sender.send(weights, nodes, ORDER._replace(**order))
 

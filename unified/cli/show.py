@@ -295,22 +295,26 @@ def explain(subject: str, worker: str, master: str | None, limit: int, json: boo
         story = _tell(connection, job, named or worker, limit)
         lines = [report.event_text(event) for event in story.events]
         if lines and not json:
-            lines += _stall_lines(connection, story.events[0].job)
+            lines += _now_lines(connection, story.events[0].job)
     if json:
         print_json(story.events)
     else:
         print("\n".join(lines or [f"nothing was decided about {subject} yet"]))
 
 
-def _stall_lines(connection: MasterConnection, job_id: str) -> list[str]:
-    """Return what a stalled job waits for; nothing of any other job."""
+def _now_lines(connection: MasterConnection, job_id: str) -> list[str]:
+    """Return who has which weights in a running job, and what it waits for if it is stalled."""
     request = client_master.ListJobs(text=job_id, stages=[Stage.RUNNING])
     jobs = connection.ask(request, client_master.JobList).jobs
-    since = next((job.stalled_since for job in jobs if job.job_id == job_id), None)
-    if since is None:
+    found = next((job for job in jobs if job.job_id == job_id), None)
+    if found is None:
         return []
     status = connection.ask(client_master.GetJob(job=job_id), client_master.JobStatus)
-    return [f"job {job_id} is {report.STALLED}: no step since {moment(since)}", *report.stall_lines(status, math.inf)]
+    lines = report.weights_lines(status)
+    if found.stalled_since is not None:
+        lines.append(f"job {job_id} is {report.STALLED}: no step since {moment(found.stalled_since)}")
+        lines += report.stall_lines(status, math.inf)
+    return lines
 
 
 def _tell(connection: MasterConnection, job: str, worker: str, limit: int) -> client_master.Story:

@@ -301,6 +301,20 @@ def state_lines(status: JobStatus, now: float) -> list[str]:
     ]
 
 
+def weights_lines(status: JobStatus) -> list[str]:
+    """Return lines that say which workers have which version of which weights, the newest version first."""
+    workers: dict[str, dict[int, list[str]]] = {}
+    for each in status.workers:
+        load = each.progress.load if each.progress and each.state != WorkerState.EXITED else None
+        for name, version in (load.weights if load else {}).items():
+            workers.setdefault(name, {}).setdefault(version, []).append(short_name(each))
+    return [
+        _row("weights", escaped(f"{name}: version {version}: {listed(names, MAX_CALLERS)}"))
+        for name, by_version in sorted(workers.items())
+        for version, names in sorted(by_version.items(), reverse=True)
+    ]
+
+
 def stall_lines(status: JobStatus, now: float) -> list[str]:
     """Return lines about the queues in which workers of a stalled job wait, and the next command.
 

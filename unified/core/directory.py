@@ -103,6 +103,8 @@ class WorkerDirectory:
         if entry.state is Reachability.ALIVE:
             return f"its incarnation {entry.incarnation} has no inbox yet"
         reason = entry.reason or "no reason given"
+        if entry.state is Reachability.ENDED:
+            return f"it has ended for good ({reason})"
         return f"its incarnation {entry.incarnation} ended ({reason}) and the next has not begun"
 
     def merge(self, entries: Iterable[DirectoryEntry]) -> list[Change]:

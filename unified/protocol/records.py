@@ -227,6 +227,8 @@ class WorkerLoad(Value, frozen=True, kw_only=True):
     """Memory that torch has reserved on CUDA devices; None: torch uses none."""
     queues: Annotated[dict[MetricText, tuple[int, int, int]], msgspec.Meta(max_length=MAX_METRICS)] = {}
     """Queues that it owns: items that wait, the most items, and the time at which the oldest was put, or 0."""
+    weights: Annotated[dict[MetricText, int], msgspec.Meta(max_length=MAX_METRICS)] = {}
+    """Newest versions of its weights, by the receivers' names."""
 
 
 class Progress(Value, frozen=True, kw_only=True):
@@ -241,8 +243,7 @@ class Progress(Value, frozen=True, kw_only=True):
     num_activities: int = 0
     """Number of times that collectives or calls were seen to progress; counted only in roles with a `hang_timeout`."""
     waits_for: MetricText = ""
-    """Debugger, or preparation of the node, that the worker waits for; empty: nothing. While a worker of the job waits,
-    the job is not checked for hangs."""
+    """Debugger, or preparation of the node, that the worker waits for; the job is not checked for hangs meanwhile."""
     cleans_up: MetricText = ""
     """Exception that its main thread has handled for some seconds, within one collective; empty: none."""
     num_collectives: int | None = None
@@ -443,8 +444,7 @@ class Phase(StrEnum):
     WAITING = "waiting"
     """Waiting: the job has no place, because it is in the queue or suspended."""
     STARTING = "starting"
-    """Starting: the job has a place, but not all workers run, or the first step of a job that reports steps has not
-    begun."""
+    """Starting: the job has a place, but not all workers run, or the first of the reported steps has not begun."""
     PRODUCTIVE = "productive"
     """Productive: all workers run, and do new work."""
     REDONE = "redone"

@@ -17,10 +17,13 @@ from unified.errors import RpcError, RpcNotFoundError, WeightsError, WeightsTime
 from unified.protocol.records import WorkerIncarnation
 from unified.weights.state_dict import OutgoingStateDict
 from unified.weights.transfer_plan import Bucket, TransferPlan, tree
-from unified.weights.versions import GONE, LATE, TransferFailure, failure_of
+from unified.weights.versions import ENDED, GONE, LATE, LOST, TransferFailure, failure_of
 
 AGAIN = Backoff(first_s=0.005, limit_s=0.25, num_free=0)
-ABORT_WITHIN_S = 5.0
+ANSWER_S = 5.0
+"""Seconds for a short message and its answer."""
+MAX_HOLDERS = 4
+"""Members that a worker, which was left out, is told of: the next one is for the case that the one before dies."""
 SHARED_FRACTION = 0.25
 """Share of a process's shared memory up to which a version may stay there until the next one: with the next one, and
 one that a slow reader keeps, a quarter stays free. Receivers copy a larger version as it comes."""
@@ -53,12 +56,8 @@ class Attempt(NamedTuple):
     """All workers that will have the buckets."""
     failures: dict[str, TransferFailure]
     """Failures of workers that were lost meanwhile."""
-
-
-class Verdict(NamedTuple):
-    failures: dict[str, TransferFailure]
-    again: bool
-    """Another attempt may reach the workers that failed."""
+    left_out: dict[str, str] = {}
+    """Workers that do not get the version, because they have no receiver now, and why."""
 
 
 class Handshake(NamedTuple):
@@ -80,6 +79,8 @@ class Handshake(NamedTuple):
         version: int | None,
         last: int,
         force: bool,
+        require: int,
+        is_catch_up: bool,
         deadline: float,
     ) -> Attempt:
         """Find the receivers, choose the version, and announce it to them.
@@ -87,9 +88,10 @@ class Handshake(NamedTuple):
         Args:
             targets: node of each worker; empty: not known.
             version: None: one above the newest version of any receiver, and above `last`.
+            require: wait for so many receivers, and leave out the workers that have none then; 0 or less: do not wait.
         """
-        versions, receivers = self._find(list(targets), deadline)
-        newest = max(versions.values())
+        versions, receivers, left_out = self._find(list(targets), require, deadline)
+        newest = max(versions.values(), default=0)
         if version is None:
             version = max(newest, last) + 1
         elif version < newest and not force:
@@ -112,8 +114,9 @@ class Handshake(NamedTuple):
             stays_shared=_can_stay_shared(buckets, is_passed_on=bool(children)),
             timeout_s=left_s(deadline),
             force=force,
+            is_catch_up=is_catch_up,
         )
-        attempt = Attempt(plan, tuple(roots), tuple(receivers), {})
+        attempt = Attempt(plan, tuple(roots), tuple(receivers), {}, left_out)
         refusals: dict[str, str] = {}
         for worker, answer in self._ask(receivers, "begin", [plan], deadline).items():
             if isinstance(answer, TransferFailure):
@@ -129,15 +132,18 @@ class Handshake(NamedTuple):
             )
         return attempt
 
-    def finish(self, attempt: Attempt, failures: Mapping[str, TransferFailure], deadline: float) -> Verdict:
-        """Let every receiver that has all buckets publish the version. Called once every bucket was answered."""
+    def finish(
+        self, attempt: Attempt, failures: Mapping[str, TransferFailure], deadline: float
+    ) -> dict[str, TransferFailure]:
+        """Let every receiver that has all buckets publish the version; return the failures by worker.
+
+        Called once every bucket was answered.
+        """
         failed = dict(failures)
         self.abort(attempt, failed, "its sender could not deliver all buckets")
         whole = [each for each in attempt.receivers if each.worker not in failed]
         answers = self._ask(whole, "commit", [attempt.plan.session], deadline)
-        failed |= {worker: answer for worker, answer in answers.items() if isinstance(answer, TransferFailure)}
-        may_come = all(failure.kind == GONE for failure in failed.values())
-        return Verdict(failed, bool(failed) and may_come and time.monotonic() < deadline)
+        return failed | {worker: answer for worker, answer in answers.items() if isinstance(answer, TransferFailure)}
 
     def abort(self, attempt: Attempt, workers: Iterable[str], reason: str) -> None:
         """Tell receivers to drop the attempt, without a wait: a receiver that misses this drops it after a timeout."""
@@ -145,7 +151,15 @@ class Handshake(NamedTuple):
         receivers = [each for each in attempt.receivers if each.worker in wanted]
         args = [attempt.plan.session, reason]
         with contextlib.suppress(RpcError):
-            call_incarnations(self.bus, receivers, method(self.name, "abort"), args, timeout=ABORT_WITHIN_S)
+            call_incarnations(self.bus, receivers, method(self.name, "abort"), args, timeout=ANSWER_S)
+
+    def tell(self, workers: Iterable[str], version: int, holders: Sequence[WorkerIncarnation]) -> None:
+        """Tell workers that were left out, and may be back, who has the version, without a wait."""
+        back = [worker for worker in workers if self.bus.directory.reachable(worker) is not None]
+        args = [version, holders[:MAX_HOLDERS]]
+        with contextlib.suppress(RpcError):
+            for call in self.bus.call_many(back, method(self.name, "news"), args, {}, timeout=ANSWER_S):
+                call.add_done_callback(lambda done: done.exception())  # one without a receiver asks when it makes one
 
     def error(self, version: int | None, failures: Mapping[str, TransferFailure]) -> WeightsError:
         """Return an error that names the workers without the version, and the reasons."""
@@ -154,36 +168,61 @@ class Handshake(NamedTuple):
         is_late = {failure.kind for failure in failures.values()} <= {LATE, GONE}
         return (WeightsTimeoutError if is_late else WeightsError)(f"{what} did not reach:{texts}")
 
-    def _find(self, targets: Sequence[str], deadline: float) -> tuple[dict[str, int], list[WorkerIncarnation]]:
-        """Wait until each worker has a receiver; return the newest version and the incarnation of each."""
+    def _find(
+        self, targets: Sequence[str], require: int, deadline: float
+    ) -> tuple[dict[str, int], list[WorkerIncarnation], dict[str, str]]:
+        """Wait until `require` workers have a receiver; return the newest version and the incarnation of each.
+
+        The last value has the other workers, and why each has no receiver.
+        """
         found: dict[str, tuple[int, WorkerIncarnation]] = {}
-        without: set[str] = set()
+        absent: dict[str, str] = {}
         num_tries = 0
         while True:
-            missing = [worker for worker in targets if worker not in found]
-            calls = self.bus.call_many(missing, method(self.name, "version"), [], {}, timeout=left_s(deadline))
-            for worker, call in zip(missing, calls, strict=True):
-                try:
-                    version, incarnation = call.result()
-                    found[worker] = version, WorkerIncarnation(worker, incarnation)
-                except RpcNotFoundError:
-                    without.add(worker)
-                except RpcError as error:
-                    failure = failure_of(error)
-                    is_known = failure.kind == LATE and worker in without  # the last call had little time left
-                    if failure.kind != GONE and not is_known:
-                        raise self.error(None, {worker: failure}) from error
-            if len(found) == len(targets):
-                return {worker: found[worker][0] for worker in targets}, [found[worker][1] for worker in targets]
+            self._ask_versions([worker for worker in targets if worker not in found], found, absent, deadline)
+            if len(found) >= require:
+                present = [worker for worker in targets if worker in found]
+                left_out = {worker: absent[worker] for worker in targets if worker not in found}
+                return {each: found[each][0] for each in present}, [found[each][1] for each in present], left_out
             pause_s = AGAIN.delay_s(num_tries, SystemRandom())
             num_tries += 1
-            if time.monotonic() + pause_s >= deadline:
-                names = ", ".join(worker for worker in targets if worker not in found)
-                raise WeightsTimeoutError(
-                    f"{self.what} did not reach {names}: there is no WeightsReceiver({self.name!r}) there. "
-                    "Each worker of the role makes one when it starts."
-                )
+            is_ended = self.bus.directory.is_ended
+            rest = {
+                each: TransferFailure(ENDED if is_ended(each) else GONE, absent[each])
+                for each in targets
+                if each not in found
+            }
+            num_may_come = sum(failure.kind == GONE for failure in rest.values())
+            if time.monotonic() + pause_s >= deadline or len(found) + num_may_come < require:
+                raise self.error(None, rest)
             time.sleep(pause_s)
+
+    def _ask_versions(
+        self,
+        workers: Sequence[str],
+        found: dict[str, tuple[int, WorkerIncarnation]],
+        absent: dict[str, str],
+        deadline: float,
+    ) -> None:
+        """Ask workers for their versions, and sort them into those with a receiver and those without."""
+        directory = self.bus.directory
+        gone = {worker: directory.why_waiting(worker) for worker in workers if directory.reachable(worker) is None}
+        asked = [worker for worker in workers if worker not in gone]
+        absent |= gone
+        calls = self.bus.call_many(asked, method(self.name, "version"), [], {}, timeout=left_s(deadline))
+        for worker, call in zip(asked, calls, strict=True):
+            try:
+                version, incarnation = call.result()
+                found[worker] = version, WorkerIncarnation(worker, incarnation)
+            except RpcNotFoundError:
+                what = f"there is no WeightsReceiver({self.name!r}) there"
+                absent[worker] = f"{what}; each worker of the role makes one when it starts"
+            except RpcError as error:
+                failure = failure_of(error)
+                if failure.kind in LOST:
+                    absent[worker] = failure.text
+                elif failure.kind != LATE or worker not in absent:  # else the last call had little time left
+                    raise self.error(None, {worker: failure}) from error
 
     def _ask(
         self, receivers: Sequence[WorkerIncarnation], verb: str, args: Sequence[Any], deadline: float

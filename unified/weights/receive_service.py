@@ -18,6 +18,7 @@ from unified.core.directory import Change, IncarnationDied
 from unified.errors import RpcError, UsageError, WeightsError, WeightsTimeoutError
 from unified.protocol.records import WorkerIncarnation
 from unified.tensors.host_buffers import BufferPool
+from unified.weights.catch_up import CatchUp
 from unified.weights.handshake import call_incarnations, left_s, method
 from unified.weights.state_dict import VersionedStateDict, assemble, check_bucket
 from unified.weights.transfer_plan import TransferPlan
@@ -76,11 +77,20 @@ class ReceiveService:
 
     Args:
         copy: copy tensors into memory of this process; None: only if the sender cannot spare its own memory.
+        node: the node of this worker; empty: not known.
+        members: full names of all workers of the role, which receive the same versions.
         on_published: called, without a lock, on the thread that completed a version.
     """
 
     def __init__(
-        self, bus: BusEndpoint, name: str, *, copy: bool | None, on_published: Callable[[int], object]
+        self,
+        bus: BusEndpoint,
+        name: str,
+        *,
+        copy: bool | None,
+        node: str,
+        members: Sequence[str],
+        on_published: Callable[[int], object],
     ) -> None:
         self.name = name
         self._bus = bus
@@ -97,6 +107,7 @@ class ReceiveService:
         self._buffers = BufferPool(one_size=True, max_idle=MAX_IDLE)
         self._changed = threading.Condition(threading.Lock())
         self._is_closed = False
+        self._catch_up = CatchUp(bus, name, node, members, lambda: self._latest)
         self._stop_listening = bus.on_directory(self._learn)
         handlers: dict[str, Callable[..., Any]] = {
             "version": self._answer_version,
@@ -104,12 +115,14 @@ class ReceiveService:
             "bucket": self._bucket,
             "commit": self._commit,
             "abort": self._abort,
+            **self._catch_up.handlers,
         }
         if method(name, "version") in bus.registry:
             raise UsageError(f"worker {self._me} has a WeightsReceiver({name!r}) already: use that one, or close it.")
         for verb, handler in handlers.items():
             bus.registry.register(method(name, verb), handler)
         self._verbs = list(handlers)
+        self._catch_up.run()
 
     @property
     def version(self) -> int:
@@ -144,6 +157,7 @@ class ReceiveService:
                 return
             self._stop_listening()
             self._is_closed = True
+            self._catch_up.close()
             ended = [
                 each
                 for session in self._versions.open_sessions
@@ -169,6 +183,7 @@ class ReceiveService:
             senders=plan.senders,
             expires_at=expires_at,
             force=plan.force,
+            is_catch_up=plan.is_catch_up,
         )
         copy = not plan.stays_shared if self._copy is None else self._copy
         with self._changed:

@@ -14,6 +14,7 @@ from unified.lazy import needed_by
 from unified.threads import SerialWorker
 from unified.values import ClosedOnExit
 from unified.worker.context import current_worker
+from unified.worker.progress import WEIGHTS
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 class WeightsReceiver(ClosedOnExit):
     """Receives the weights that another role sends with `RoleGroup.sync_weights`. Make one when the worker starts.
+
+    A new receiver first gets the newest version that a member of its role has, if one has any: so a worker that starts
+    again answers no call with older weights than the others have.
 
     A version becomes visible in one moment, when it is complete. A version that was read stays unchanged. Only
     `load_into` loads a version into a model.
@@ -55,8 +59,13 @@ class WeightsReceiver(ClosedOnExit):
         self._lock = threading.Lock()
         self._is_closed = False
         self._notifier = SerialWorker("weights-news", self._notify)
+        if bus is None:
+            worker = current_worker()
+            bus, node, members = worker.bus, worker.actor_info.node, worker.actor_info.role_spec.workers
+        else:
+            node, members = "", [each.worker for each in bus.directory.entries]
         self._service = ReceiveService(
-            current_worker().bus if bus is None else bus, name, copy=copy, on_published=self._on_published
+            bus, name, copy=copy, node=node, members=members, on_published=self._on_published
         )
 
     @property
@@ -141,6 +150,7 @@ class WeightsReceiver(ClosedOnExit):
         """Stop receiving and drop all versions. Waiting calls raise WeightsError; senders are told that there is no
         receiver. Can be called twice."""
         self._service.close()
+        WEIGHTS.pop(self.name, None)
         with self._lock:
             self._is_closed = True
         self._notifier.close(threading.TIMEOUT_MAX)
@@ -149,6 +159,7 @@ class WeightsReceiver(ClosedOnExit):
         return self._service.wait(1 if min_version is None else min_version, timeout)
 
     def _on_published(self, version: int) -> None:
+        WEIGHTS[self.name] = version
         with self._lock:
             self._published = self._published[0] + 1, version
             if self._callbacks:

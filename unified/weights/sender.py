@@ -30,7 +30,16 @@ from unified.threads import start_thread
 from unified.weights.handshake import AGAIN, Attempt, Handshake, call_incarnations, left_s, method
 from unified.weights.state_dict import OutgoingStateDict, is_replicated
 from unified.weights.transfer_plan import Bucket
-from unified.weights.versions import GONE, LATE, SUPERSEDED, TransferFailure, failure_of
+from unified.weights.versions import (
+    ENDED,
+    GONE,
+    LATE,
+    LOST,
+    SUPERSEDED,
+    SyncedVersion,
+    TransferFailure,
+    failure_of,
+)
 from unified.worker.context import ActorInfo, current_worker
 
 IN_FLIGHT = 3
@@ -53,8 +62,11 @@ class SyncOptions(NamedTuple):
     bucket_bytes: int
     timeout: float
     wait: bool
-    force: bool
-    collective: bool | None
+    force: bool = False
+    collective: bool | None = None
+    require: int = 1
+    is_catch_up: bool = False
+    """A member of the role sends the version that it has."""
 
 
 def sync_weights(
@@ -63,7 +75,7 @@ def sync_weights(
     weights: torch.nn.Module | Mapping[str, Any],
     name: str,
     options: SyncOptions,
-) -> int:
+) -> SyncedVersion:
     """Send a version to the receivers called `name`; see `RoleGroup.sync_weights`."""
     if not actors:
         raise UsageError("No actors in the role group.")
@@ -71,6 +83,8 @@ def sync_weights(
         raise UsageError(f"version={options.version!r}: it must be a whole number from 1 up.")
     if options.bucket_bytes < 1 or options.timeout <= 0:
         raise UsageError("sync_weights: bucket_bytes and timeout must be above zero.")
+    if type(options.require) is not int or not 1 <= options.require <= len(actors):
+        raise UsageError(f"require={options.require!r}: the group has {len(actors)} workers; give a number from 1 up.")
     worker = current_worker()
     targets = {actor.name: actor.node for actor in actors}
     with _lock:
@@ -107,8 +121,8 @@ class WeightsSender:
 
     def send(
         self, weights: torch.nn.Module | Mapping[str, Any], targets: Mapping[str, str], options: SyncOptions
-    ) -> int:
-        """Bring a version to all targets; return its number.
+    ) -> SyncedVersion:
+        """Bring a version to all targets that have a receiver; return its number.
 
         Args:
             targets: node of each worker by its full name; empty: not known.
@@ -143,28 +157,37 @@ class WeightsSender:
         wanted = {0} | {bucket.rank for bucket in buckets}
         return tuple(sender for rank, (sender, _, _) in enumerate(said) if rank in wanted)
 
-    def _send(self, task: _SendTask, targets: Mapping[str, str]) -> int:
-        """Make attempts until all targets have the version; later attempts are for targets that failed."""
+    def _send(self, task: _SendTask, targets: Mapping[str, str]) -> SyncedVersion:
+        """Make attempts until all targets that have a receiver have the version, and `require` at least.
+
+        Later attempts are for targets that failed.
+        """
         version = task.options.version
         num_tries = 0
+        have: list[WorkerIncarnation] = []
+        left_out: dict[str, str] = {}
         while True:
-            attempt = self._begin(task, targets, version)
+            attempt = self._begin(task, targets, version, task.options.require - len(have))
             version = attempt.plan.version
             self._last = max(self._last, version)
+            left_out |= attempt.left_out
             pipeline = BucketPipeline(self._bus, self._name, attempt, task.deadline)
             if not task.options.wait:
                 self._send_later(task, attempt, pipeline)
-                return version
-            failures, again = self._send_now(task, attempt, pipeline)
+                return SyncedVersion(version, [], left_out)
+            failures = self._send_now(task, attempt, pipeline) if attempt.receivers else {}
+            have += [each for each in attempt.receivers if each.worker not in failures]
             if not failures:
-                return version
-            if not again:
+                if task.ranks.rank == 0:
+                    self._handshake.tell(left_out, version, have)
+                return SyncedVersion(version, [each.worker for each in have], left_out)
+            if not _are_lost(failures):
                 raise self._handshake.error(version, failures)
             targets = {worker: node for worker, node in targets.items() if worker in failures}
             time.sleep(AGAIN.delay_s(num_tries, SystemRandom()))
             num_tries += 1
 
-    def _begin(self, task: _SendTask, targets: Mapping[str, str], version: int | None) -> Attempt:
+    def _begin(self, task: _SendTask, targets: Mapping[str, str], version: int | None, require: int) -> Attempt:
         def begin() -> Attempt:
             return self._handshake.begin(
                 targets,
@@ -174,13 +197,15 @@ class WeightsSender:
                 version=version,
                 last=self._last,
                 force=task.options.force,
+                require=require,
+                is_catch_up=task.options.is_catch_up,
                 deadline=task.deadline,
             )
 
         return lead(task.ranks, begin, RANK_ERRORS)
 
-    def _send_now(self, task: _SendTask, attempt: Attempt, pipeline: BucketPipeline) -> tuple[dict[str, Any], bool]:
-        """Return the failures by worker, and whether to try again."""
+    def _send_now(self, task: _SendTask, attempt: Attempt, pipeline: BucketPipeline) -> dict[str, TransferFailure]:
+        """Return the failures by worker."""
         try:
             _convey(pipeline, self._stage(task, keep=False))
             found = task.ranks.gather(pipeline.failures)
@@ -188,9 +213,9 @@ class WeightsSender:
             self._give_up(attempt, error)
             raise
         failures = {worker: failure for each in [attempt.failures, *found] for worker, failure in each.items()}
-        verdict = lead(task.ranks, lambda: self._handshake.finish(attempt, failures, task.deadline), RANK_ERRORS)
+        failures = lead(task.ranks, lambda: self._handshake.finish(attempt, failures, task.deadline), RANK_ERRORS)
         self._pool.trim(IN_FLIGHT + 2)
-        return verdict.failures, verdict.again
+        return failures
 
     def _send_later(self, task: _SendTask, attempt: Attempt, pipeline: BucketPipeline) -> None:
         """Copy this rank's buckets now, and send them in a thread."""
@@ -207,10 +232,13 @@ class WeightsSender:
                 _convey(pipeline, kept)
                 failures = {**attempt.failures, **pipeline.failures}
                 if task.ranks.rank == 0:
-                    failures = self._handshake.finish(attempt, failures, task.deadline).failures
+                    failures = self._handshake.finish(attempt, failures, task.deadline)
                 else:
                     self._handshake.abort(attempt, failures, f"worker {self._bus.worker} could not deliver its part")
-                if failures:
+                have = [each for each in attempt.receivers if each.worker not in failures]
+                if task.ranks.rank == 0:
+                    self._handshake.tell([*attempt.left_out, *failures], attempt.plan.version, have)
+                if failures and not (_are_lost(failures) and len(have) >= task.options.require):
                     self._late_error = str(self._handshake.error(attempt.plan.version, failures))
             except Exception as error:
                 self._late_error = f"{type(error).__name__}: {error}"
@@ -316,7 +344,12 @@ class BucketPipeline:
     def _lose_children(self, root: WorkerIncarnation, failure: TransferFailure) -> None:
         for child in self.attempt.plan.children.get(root.worker, ()):
             text = f"worker {root.worker}, which should pass buckets on to it, failed: {failure.text}"
-            self.failures.setdefault(child.worker, TransferFailure(failure.kind, text))
+            kind = GONE if failure.kind == ENDED else failure.kind
+            self.failures.setdefault(child.worker, TransferFailure(kind, text))
+
+
+def _are_lost(failures: Mapping[str, TransferFailure]) -> bool:
+    return all(failure.kind in LOST for failure in failures.values())
 
 
 def _convey(pipeline: BucketPipeline, stream: Stream) -> None:

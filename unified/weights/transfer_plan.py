@@ -62,6 +62,8 @@ class TransferPlan(NamedTuple):
     """The sender can spare the shared memory of this version until the next one."""
     timeout_s: float
     force: bool
+    is_catch_up: bool = False
+    """A member of the role sends the version that it has to a member that a sync has left out."""
 
     @property
     def nbytes(self) -> int:

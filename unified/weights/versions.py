@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from unified.errors import (
     BusOverloadedError,
@@ -24,20 +24,22 @@ from unified.protocol.records import WorkerIncarnation
 from unified.values import Value
 
 MAX_OPEN = 2
-"""Number of sessions at a time: each takes the memory of one model."""
+"""Number of sessions at a time, besides that of a member: each takes the memory of one model."""
 MAX_REMEMBERED = 64
 """Number of ended sessions whose end can still be asked for."""
 
 
-GONE, LATE, FAILED, SUPERSEDED = "gone", "late", "failed", "superseded"
+GONE, ENDED, LATE, FAILED, SUPERSEDED = "gone", "ended", "late", "failed", "superseded"
+LOST = (GONE, ENDED)
+"""Kinds of failures of a receiver that is not there; it gets the version from a member of its role when it is."""
 
 
 class TransferFailure(NamedTuple):
     """The reason why one receiver did not get a version."""
 
     kind: str
-    """`GONE`: its next incarnation, or the next attempt, may get it. `LATE`: time was up. `FAILED`: another try is
-    useless. `SUPERSEDED`: it has a newer version, which is as good."""
+    """`GONE`: its next incarnation, or the next attempt, may get it. `ENDED`: it has no next incarnation. `LATE`: time
+    was up. `FAILED`: another try is useless. `SUPERSEDED`: it has a newer version, which is as good."""
     text: str
 
 
@@ -45,13 +47,35 @@ def failure_of(error: BaseException) -> TransferFailure:
     """Return the failure of the called worker that an error of a call means."""
     match error:
         case WorkerDiedError(is_final=is_final):
-            return TransferFailure(FAILED if is_final else GONE, str(error))
+            return TransferFailure(ENDED if is_final else GONE, str(error))
         case RpcTimeoutError():
             return TransferFailure(LATE, str(error))
         case RpcCancelledError() | RouteLostError() | RpcNotFoundError() | BusOverloadedError():
             return TransferFailure(GONE, str(error))
         case _:
             return TransferFailure(FAILED, f"{type(error).__name__}: {error}")
+
+
+class SyncedVersion(int):
+    """A version's number, as `RoleGroup.sync_weights` returns it, and who has the version.
+
+    Attributes:
+        receivers: full names of the workers that have it; empty after a call with ``wait=False``.
+        left_out: the other workers of the group, and why each had no receiver when the call began, or lost it. Each
+            gets the newest version from a member of its role as soon as it has a receiver again.
+    """
+
+    receivers: list[str]
+    left_out: dict[str, str]
+
+    def __new__(cls, version: int, receivers: list[str], left_out: dict[str, str]) -> Self:
+        """Return the number with what is known about it."""
+        made = super().__new__(cls, version)
+        made.receivers, made.left_out = receivers, left_out
+        return made
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)  # an argument of a call is the plain number
 
 
 class TransferOffer(Value, frozen=True, kw_only=True):
@@ -66,6 +90,8 @@ class TransferOffer(Value, frozen=True, kw_only=True):
     """Time after which no worker sends any more."""
     force: bool = False
     """The version is accepted even if a newer one is there."""
+    is_catch_up: bool = False
+    """A member of the role sends the version that it has. Such a session gives way to any other with that version."""
 
 
 class SessionOutcome(StrEnum):
@@ -138,8 +164,8 @@ class VersionTable:
         if refusal:
             return OfferReply(refusal, ended)
         first = offer.senders[0].worker
-        instead = f"its sender began version {offer.version} instead"
-        replaced = [each for each in self._open.values() if each.offer.senders[0].worker == first]
+        instead = f"{first} began version {offer.version} instead"
+        replaced = [each for each in self._open.values() if _is_replaced(each.offer, offer)]
         ended += [self._end(each, SessionOutcome.DROPPED, instead) for each in replaced]
         self._open[offer.session] = _Session(offer)
         return OfferReply("", ended)
@@ -217,7 +243,7 @@ class VersionTable:
     def check(self) -> list[str]:
         """Return the invariants that do not hold; none, unless this file has a defect."""
         broken = []
-        if len(self._open) > MAX_OPEN:
+        if sum(not each.offer.is_catch_up for each in self._open.values()) > MAX_OPEN:
             broken.append(f"{len(self._open)} sessions are open")
         if self._open.keys() & self._past.keys():
             broken.append("a session is both open and over")
@@ -243,12 +269,11 @@ class VersionTable:
             return "versions are numbered from 1"
         if offer.version < self.version and not offer.force:
             return f"version {self.version} is there already, and versions must increase"
-        first = offer.senders[0].worker
-        rest = [each.offer for each in self._open.values() if each.offer.senders[0].worker != first]
+        rest = [each.offer for each in self._open.values() if not _is_replaced(each.offer, offer)]
         for other in rest:
             if other.version == offer.version:
                 return f"the same version is on its way from {other.senders[0].worker}"
-        if len(rest) >= MAX_OPEN:
+        if not offer.is_catch_up and sum(not other.is_catch_up for other in rest) >= MAX_OPEN:
             return f"no more than {MAX_OPEN} are received at a time, and there are: {self.progress()}"
         return ""
 
@@ -270,3 +295,9 @@ class VersionTable:
         while len(self._past) > MAX_REMEMBERED:
             self._past.popitem(last=False)
         return ended
+
+
+def _is_replaced(old: TransferOffer, new: TransferOffer) -> bool:
+    """Return whether an open session ends because of a new offer, by its sender or of the version that it brings."""
+    is_same_sender = old.senders[0].worker == new.senders[0].worker
+    return is_same_sender or (old.is_catch_up and not new.is_catch_up and old.version == new.version)

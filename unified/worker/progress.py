@@ -40,6 +40,8 @@ another wait is on its way to the master: so waits that followed one another are
 QUEUE_USES: defaultdict[threading.Thread, QueueWaits] = defaultdict(lambda: defaultdict(int))
 QUEUE_STATS: dict[str, Callable[[], dict[str, Any]]] = {}
 """Functions that return the fields of `QueueStats`, by name of the queue: of the queues that this process owns."""
+WEIGHTS: dict[str, int] = {}
+"""Newest complete version of each of this process's weights receivers, by its name."""
 
 
 class Reporter:
@@ -132,6 +134,7 @@ class Reporter:
             cpu=_two_digits((cpu_s - cpu_before_s) / (now - before)),
             device_memory_mb=_device_memory_mb(),
             queues={each["name"]: (each["depth"], each["size"], put_at.get(each["name"], 0)) for each in queues},
+            weights={name[:MAX_METRIC_TEXT]: version for name, version in list(WEIGHTS.items())[:MAX_METRICS]},
         )
 
     def _change(self, metrics: dict[str, float | int | str], is_report: bool = False, **counts: Any) -> None:

@@ -17,7 +17,7 @@ from unified.weights.handshake import method
 from unified.weights.receiver import WeightsReceiver
 from unified.weights.state_dict import OutgoingStateDict
 from unified.weights.transfer_plan import TransferPlan
-from unified.weights.versions import SUPERSEDED
+from unified.weights.versions import SUPERSEDED, SyncedVersion
 
 
 def test_versions_reach_everybody_and_get_into_models(cast: Cast) -> None:
@@ -67,7 +67,7 @@ def test_the_sender_waits_for_receivers_that_are_not_there_yet(cast: Cast, pool:
         return call_many(*args, **kwargs)
 
     bus.call_many = spy  # type: ignore[method-assign]  # it looks on
-    sent = pool.submit(cast.send, sender, model_of(1), "r0", "r1", "r2")
+    sent = pool.submit(cast.send, sender, model_of(1), "r0", "r1", "r2", require=3)
     assert asked.acquire(timeout=DEADLINE_S)
     cast.receiver("r2")  # it begins only now
     assert asked.acquire(timeout=DEADLINE_S)
@@ -81,11 +81,65 @@ def test_a_worker_without_receiver_is_named(cast: Cast) -> None:
     first = cast.receiver("r0")
     cast.worker("r1")
     sender = cast.sender()
-    with pytest.raises(WeightsTimeoutError, match=r"did not reach r1: there is no WeightsReceiver\('default'\) there"):
-        cast.send(sender, model_of(1), "r0", "r1", timeout=3.0)  # so long that a busy machine can answer
-    with pytest.raises(WeightsTimeoutError, match=r"r2: worker r2 did not answer .* it has not started yet"):
+    no_receiver = r"r1: there is no WeightsReceiver\('default'\) there"
+    with pytest.raises(WeightsTimeoutError, match=rf"(?s)did not reach:.*{no_receiver}"):
+        cast.send(sender, model_of(1), "r0", "r1", timeout=3.0, require=2)  # so long that a busy machine can answer
+    with pytest.raises(WeightsTimeoutError, match=r"r2: it has not started yet"):
         cast.send(sender, model_of(1), "r2", timeout=missed(0.2))  # alone: another would have to answer in this time
     assert first.version == 0
+    sent = cast.send(sender, model_of(1), "r0", "r1", "r2")
+    assert (sent, sent.receivers, first.version) == (1, ["r0"], 1)
+    assert list(sent.left_out) == ["r1", "r2"]
+    assert sent.left_out["r2"] == "it has not started yet"
+
+
+@one_route
+def test_a_dead_receiver_does_not_hold_up_a_sync_and_catches_up(cast: Cast) -> None:
+    cast.receiver("r0")
+    cast.receiver("r1")
+    sender = cast.sender()
+    assert cast.send(sender, model_of(1)).left_out == {}
+    cast.die("r1")
+    sent = cast.send(sender, model_of(2), "r0", "r1")
+    assert sent.receivers == ["r0"]
+    assert sent.left_out == {"r1": "its incarnation 0 ended (it was killed) and the next has not begun"}
+    fresh = cast.receiver("r1", 1)
+    assert values_of(fresh.state_dict()) == {2}  # before anybody can use it
+    assert cast.send(sender, model_of(3), "r0", "r1").receivers == ["r0", "r1"]
+    assert values_of(fresh.state_dict()) == {3}
+
+
+def test_a_receiver_made_during_a_sync_that_left_it_out_gets_its_version(cast: Cast, pool: ThreadPoolExecutor) -> None:
+    cast.receiver("r0")
+    cast.receiver("r1")
+    sender = cast.sender()
+    cast.send(sender, model_of(1))
+    cast.die("r1")
+    holdup = Holdup(cast, "r0", "commit")
+    sent = pool.submit(cast.send, sender, model_of(2), "r0", "r1")
+    assert holdup.reached.wait(DEADLINE_S)
+    fresh = cast.receiver("r1", 1)
+    assert fresh.version == 1
+    holdup.release.set()
+    assert sent.result(DEADLINE_S).receivers == ["r0"]
+    assert fresh.wait(2, timeout=DEADLINE_S) == 2
+    assert values_of(fresh.state_dict()) == {2}
+
+
+@one_route
+def test_a_member_that_dies_while_another_catches_up_from_it_is_replaced(cast: Cast, pool: ThreadPoolExecutor) -> None:
+    for name in ("r0", "r1"):
+        cast.receiver(name)
+    cast.send(cast.sender(), model_of(1))
+    holdups = {name: Holdup(cast, name, "pull") for name in ("r0", "r1")}
+    caught_up = pool.submit(cast.receiver, "r2")
+    eventually(lambda: any(each.reached.is_set() for each in holdups.values()))
+    first = next(name for name, each in holdups.items() if each.reached.is_set())
+    for each in holdups.values():
+        each.release.set() if each is not holdups[first] else None
+    cast.die(first)
+    holdups[first].release.set()
+    assert values_of(caught_up.result(DEADLINE_S).state_dict()) == {1}
 
 
 @one_route
@@ -113,7 +167,7 @@ def test_numbers_go_on_after_a_restart_of_either_side(cast: Cast) -> None:
     assert cast.send(sender, model_of(2)) == 4
     cast.die("r1")
     fresh = cast.receiver("r1", 1)
-    assert fresh.version == 0
+    assert fresh.version == 4
     assert cast.send(sender, model_of(3)) == 5
     assert {receiver.version for receiver in cast.receivers.values()} == {5}
 
@@ -141,7 +195,9 @@ def set_up_fan_out(cast: Cast) -> None:
         cast.nodes[name] = "there"
 
 
-def begin_and_hold(cast: Cast, pool: ThreadPoolExecutor, worker: str, verb: str, at: int) -> tuple[Future[int], Holdup]:
+def begin_and_hold(
+    cast: Cast, pool: ThreadPoolExecutor, worker: str, verb: str, at: int
+) -> tuple[Future[SyncedVersion], Holdup]:
     """Version 2 is on its way, and stands still at `worker`."""
     sender = cast.sender()
     assert cast.send(sender, model_of(1)) == 1
@@ -173,9 +229,10 @@ def test_a_receiver_that_ends_for_good_is_named_and_the_others_have_it(cast: Cas
     sent, holdup = begin_and_hold(cast, pool, "r1", "bucket", 3)
     cast.die("r1", Reachability.ENDED)
     holdup.release.set()
-    with pytest.raises(WeightsError, match=r"(?s)version 2 .*|r1: worker r1 has ended for good"):
-        sent.result(DEADLINE_S)
+    assert sent.result(DEADLINE_S).left_out == {"r1": "it has ended for good (it was killed)"}
     assert first.version == 2
+    with pytest.raises(WeightsError, match=r"did not reach:\n  r1: it has ended for good \(it was killed\)"):
+        cast.send(cast.sender("other"), model_of(3), "r0", "r1", require=2)
 
 
 @one_route

@@ -20,6 +20,7 @@ from unified.client.report import (
     state_lines,
     summarise,
     time_text,
+    weights_lines,
 )
 from unified.protocol.client_master import EndReport, JobStatus, RoleStatus, WorkerStatus
 from unified.protocol.records import (
@@ -248,6 +249,19 @@ def test_a_stalled_job_names_the_queues_in_which_workers_wait_and_a_next_command
     shown = state_lines(odd, 148.0)[1:]
     assert shown[0] == r"  queue    q\n0: trainer-0 waits for an item"
     assert shown[-2:] == ["  queue    and 2 more: the page has them all", "  next     unified stack gpt-1"]
+
+
+def test_the_versions_of_the_weights_and_their_workers_have_a_line_each() -> None:
+    def having(rank: int, **weights: int) -> WorkerStatus:
+        return worker(rank, progress=Progress(load=WorkerLoad(weights=weights)))
+
+    workers = [having(0, default=5), having(1, default=4, judge=2), having(2, default=5), worker(3)]
+    lines = weights_lines(msgspec.structs.replace(ended(None), workers=workers))
+    assert [line.split(maxsplit=1)[1] for line in lines] == [
+        "default: version 5: trainer-0, trainer-2",
+        "default: version 4: trainer-1",
+        "judge: version 2: trainer-1",
+    ]
 
 
 def test_a_job_without_a_step_for_long_is_stalled_and_says_for_how_long() -> None:

@@ -1,5 +1,6 @@
 """Versions are put together from buckets that come in any order, more than once, or never, from senders that die."""
 
+import pickle
 from typing import Any
 
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from unified.weights.versions import (
     BucketVerdict,
     SessionEnd,
     SessionOutcome,
+    SyncedVersion,
     TransferOffer,
     VersionTable,
 )
@@ -115,7 +117,32 @@ def test_a_sender_that_begins_anew_drops_what_it_had_begun() -> None:
     assembly = begun(VersionTable(), opening("s1", 1))
     answer = assembly.begin(0, opening("s2", 1, sender=WorkerIncarnation("a", 1)))
     assert answer.refusal == ""
-    assert answer.ended == [SessionEnd("s1", SessionOutcome.DROPPED, 1, "its sender began version 1 instead")]
+    assert answer.ended == [SessionEnd("s1", SessionOutcome.DROPPED, 1, "a began version 1 instead")]
+
+
+def test_a_members_transfer_gives_way_to_a_sync_of_the_same_version() -> None:
+    table = begun(VersionTable(), opening("m", 1, sender=A, is_catch_up=True), opening("s1", 1, sender=B))
+    assert table.outcome("m") == SessionEnd("m", SessionOutcome.DROPPED, 1, "b began version 1 instead")
+    refusal = table.begin(0, opening("m", 1, sender=A, is_catch_up=True))
+    assert refusal.refusal == "this attempt is over: b began version 1 instead"
+    assert (
+        table.begin(0, opening("n", 1, sender=A, is_catch_up=True)).refusal == "the same version is on its way from b"
+    )
+
+
+def test_a_members_transfer_takes_no_place_of_a_sync() -> None:
+    table = begun(VersionTable(), opening("m", 1, 0, sender=C, is_catch_up=True))
+    begun(table, opening("s2", 2, sender=A), opening("s3", 3, sender=B))
+    assert table.commit("m") == [published("m", 1)]
+    begun(table, opening("n", 1, sender=C, is_catch_up=True))
+    assert table.check() == []
+
+
+def test_the_result_of_a_sync_is_a_plain_number_elsewhere() -> None:
+    synced = SyncedVersion(3, ["a"], {"b": "it has not started yet"})
+    assert synced + 1 == 4
+    assert (synced.receivers, synced.left_out) == (["a"], {"b": "it has not started yet"})
+    assert type(pickle.loads(pickle.dumps(synced))) is int
 
 
 def test_so_many_at_a_time() -> None:
@@ -224,15 +251,19 @@ class Senders(RuleBasedStateMachine):
         version=st.integers(0, 6),
         num_buckets=st.integers(0, 3),
         force=st.booleans(),
+        is_catch_up=st.booleans(),
         lasts=st.integers(1, 9),
     )
-    def begin(self, senders: list[str], version: int, num_buckets: int, force: bool, lasts: int) -> None:
+    def begin(
+        self, senders: list[str], version: int, num_buckets: int, force: bool, is_catch_up: bool, lasts: int
+    ) -> None:
         new = opening(
             f"s{len(self.openings)}",
             version,
             num_buckets,
             senders=tuple(WorkerIncarnation(name, self.incarnations[name]) for name in senders),
             force=force,
+            is_catch_up=is_catch_up,
             expires_at=self.now + lasts,
         )
         self.openings[new.session] = new

@@ -29,6 +29,8 @@ from unified.weights.transfer_plan import BUCKET_BYTES
 if TYPE_CHECKING:
     import torch
 
+    from unified.weights.versions import SyncedVersion
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -269,11 +271,13 @@ class RoleGroup(Sequence[RoleActor]):
         wait: bool = True,
         force: bool = False,
         collective: bool | None = None,
-    ) -> int:
-        """Send a model to all workers of the group, each of which has a `WeightsReceiver`.
+        require: int = 1,
+    ) -> SyncedVersion:
+        """Send a model to all workers of the group that have a `WeightsReceiver`.
 
-        One rank calls this; or all ranks of an FSDP2 or DDP model call it together, like a collective. If a worker dies
-        meanwhile, its next incarnation gets the version as soon as it has its receiver, if there is time left.
+        One rank calls this; or all ranks of an FSDP2 or DDP model call it together, like a collective. A worker that
+        has no receiver, since it starts or has died, is left out, and the call does not wait for it. It gets the newest
+        version from a member of its role when it makes its receiver, before the receiver can be used.
 
         Args:
             weights: a module, or a state dict. Wrappers of DDP and torch.compile are ignored. Sharded tensors (FSDP2,
@@ -288,20 +292,22 @@ class RoleGroup(Sequence[RoleActor]):
             force: True: the version may be lower than that of a worker.
             collective: True: all ranks of the process group call this together. None: True if the model is a
                 DistributedDataParallel or sharded.
+            require: number of workers that must have the version: the call waits for so many receivers. For all of the
+                group, give its length.
 
         Returns:
-            The version, the same on every rank.
+            The version, the same on every rank: an int that knows its `receivers` and who was `left_out`, and why.
 
         Raises:
             WeightsVersionError: a worker has a newer version, or gets this one from another sender.
-            WeightsTimeoutError: not all workers had it in time; the message says which, and why.
+            WeightsTimeoutError: a worker did not have it in time; the message says which, and why.
             WeightsError: a worker cannot have it; or the previous version, sent with ``wait=False``, did not arrive.
             UsageError: (a ValueError) ``No actors in the role group.``, or `weights` cannot be sent.
         """
         with needed_by("RoleGroup.sync_weights()"):
             from unified.weights.sender import SyncOptions, sync_weights  # imports torch
 
-        order = SyncOptions(version, dtype, bucket_bytes, timeout, wait, force, collective)
+        order = SyncOptions(version, dtype, bucket_bytes, timeout, wait, force, collective, require)
         return sync_weights(self.name, [actor.info for actor in self.actors], weights, name, order)
 
     def _begin_all(

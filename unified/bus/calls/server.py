@@ -21,7 +21,7 @@ from unified.bus.calls.concurrency import ConcurrencyLimit, SenderOrder
 from unified.bus.calls.deadlock.monitor import DeadlockMonitor
 from unified.bus.calls.future import RpcFuture
 from unified.bus.calls.inbound import CURRENT, InboundCall, RecentReplies
-from unified.bus.calls.registry import Method, MethodRegistry, describe_method
+from unified.bus.calls.registry import EARLY, Method, MethodRegistry, describe_method
 from unified.bus.calls.remote_errors import HandlerErrors, describe_ours
 from unified.bus.calls.sender import Sender
 from unified.bus.codec.codec import SerializedValue, decode, encode
@@ -91,7 +91,7 @@ class CallServer:
     def accept(self, call: InboundCall) -> None:
         """Accept a call. Blocks no longer than an inline handler does."""
         self._known[call.sender, call.call_id] = call
-        if self._early is not None and call.method != "unified.attach":  # a breakpoint may come before `open`
+        if self._early is not None and not call.method.startswith(EARLY):
             with self._lock:
                 if self._early is not None:
                     self._early.append(call)
