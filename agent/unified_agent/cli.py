@@ -21,6 +21,7 @@ from unified.config.addresses import parse_flag
 from unified.config.logging import log_to_stderr, logging_level
 from unified.config.ports import address_towards, port_range
 from unified.errors import UnifiedError, UsageError
+from unified.job.names import check_modules
 from unified.probes import parse_bind
 from unified.protocol.records import NodeResources
 from unified.sd_notify import ServiceNotifier
@@ -30,7 +31,7 @@ from unified_agent import host_resources
 from unified_agent.daemon import AgentDaemon, AgentOptions
 from unified_agent.environment import NodeFacts
 from unified_agent.orphans import NodeClaim, claim
-from unified_agent.spawn import ENTRY, ENTRY_FLAG, EarlyStart
+from unified_agent.spawn import ENTRY, ENTRY_FLAG, PRELOAD_FLAG, EarlyStart
 
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")
 _MB = 1024 * 1024
@@ -72,6 +73,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="answer GET /metrics there, for Prometheus; needs the extra `metrics` (default: none)")  # fmt: skip
     add("--metrics-file", type=Path, metavar="FILE",
         help="write the metrics there, for the textfile collector of node_exporter (default: none)")  # fmt: skip
+    add(PRELOAD_FLAG, action="append", default=[], metavar="MODULE[,MODULE]",
+        help="import these, too, before the first fork of workers; may be given several times")  # fmt: skip
     add("--connect-timeout", type=float, metavar="S", help="give up after so long without a master (default: never)")
     add("--leave-after", type=float, metavar="S",
         help="end after so long without a word of the master, also once registered (default: never)")  # fmt: skip
@@ -165,6 +168,7 @@ def _facts(arguments: argparse.Namespace, node: str, own: NodeClaim, master: str
         device_ids=device_ids,
         inherited=dict(os.environ),
         python=settings.python(),
+        preload=tuple(check_modules(arguments.preload)),
     )
 
 

@@ -20,6 +20,7 @@ from unified.config import cgroups
 from unified.config.addresses import HostPort
 from unified.config.settings import Intervals
 from unified.core.timers import earliest
+from unified.errors import UsageError
 from unified.probes import Probes
 from unified.protocol.agent_master import DesiredWorkers, LogRead, OutputTails
 from unified.protocol.records import Evidence, Failure, JobWorkerIncarnation
@@ -39,6 +40,7 @@ from unified_agent.master_channel import MasterChannel
 from unified_agent.measure.evidence import EvidenceCollector, ProcessEnd
 from unified_agent.measure.profiles import Profiler
 from unified_agent.poll_loop import PollLoop
+from unified_agent.ports import HeldPorts
 from unified_agent.processes import Processes
 from unified_agent.snapshots import SnapshotProcess
 from unified_agent.spawn import Spawned, child_environment
@@ -122,7 +124,7 @@ class AgentDaemon:
         child_env = child_environment(env, facts.node, facts.incarnation)
         self._processes = Processes(
             self._loop,
-            python=facts.python,
+            own=facts.zygote,
             entry=options.entry,
             run_dir=Path(facts.run_dir),
             env=child_env,
@@ -142,6 +144,7 @@ class AgentDaemon:
         self._processes.add_helper(self._keeper.pid, self._keeper.reaped)
         self._descriptions = Descriptions()
         self._preparation = Preparation(self._processes, facts, child_env, self._events.append)
+        self._ports = HeldPorts(facts.node)
         self._held = HeldStacks(self._processes.run_program)
         self._profiler = Profiler(Path(facts.log_dir), self._processes.run_program, self._output.read)
         self._snapshots = SnapshotProcess(
@@ -210,6 +213,7 @@ class AgentDaemon:
             self._snapshots.close()
             self._processes.close()
             self._preparation.keep(())
+            self._ports.close()
             if not is_orderly:
                 self._keeper.close(is_orderly=False)
             self._output.close()
@@ -252,6 +256,7 @@ class AgentDaemon:
                 self._perform(action)
         self._descriptions.keep(self._core.specs.job_ids)
         self._preparation.keep(self._core.specs.job_ids)
+        self._ports.keep(time.monotonic(), lambda: (*self._core.desired, *self._processes.incarnations()))
         ended, self._ended = self._ended, []
         for incarnation, code in ended:
             self._output.finish(incarnation, code)
@@ -274,8 +279,10 @@ class AgentDaemon:
                 self._processes.tell(action.incarnation, action.message)
             case messages.SignalWorker():
                 self._processes.signal(action.incarnation, action.how)
-            case messages.KeepInterpreters():
-                self._processes.keep(action.pythons)
+            case messages.KeepZygotes():
+                self._processes.keep(action.keys)
+            case messages.HoldPorts():
+                self._processes.tell(action.incarnation, self._ports.answer(action))
             case messages.ReadHeldStacks():
                 self._held.read(action, self._processes.pidfd(action.incarnation))
             case messages.SendLog():
@@ -311,6 +318,7 @@ class AgentDaemon:
 
     def _start(self, order: messages.StartWorker) -> None:
         try:
+            order = self._ports.given(order)
             streams = self._output.open(order.incarnation, *output.destinations(order.launch))
             token = self._snapshots.token(order.incarnation.job_id)
             code_dir = self._preparation.code_dir(order.incarnation.job_id)
@@ -319,8 +327,9 @@ class AgentDaemon:
             self._processes.start(order, *self._descriptions.without_spec(launch), streams, is_held=is_held)
             if is_held:
                 self._preparation.release_when_met(order.incarnation)
-        except OSError as error:
-            failure = Failure(category="crash", summary=f"could not be started: {error.strerror}")
+        except (OSError, UsageError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            failure = Failure(category="crash", summary=f"could not be started: {why}")
             self._events.append(messages.WorkerNotStarted(incarnation=order.incarnation, failure=failure))
 
     def _on_output(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 from unified.job.driver import is_read_at_start
 from unified.job.spec import JobSpec
@@ -24,7 +25,22 @@ RECORDER, RECORDED = "TORCH_FR_BUFFER_SIZE", "2000"
 """Number of collectives that torch's flight recorder keeps: `unified stack` sees there which rank did not enter one. It
 is the default of newer releases. Its cost beside a collective is too small to measure."""
 
+_IMPORTED_ANYWAY = ("numpy", "omegaconf", "torch.distributed")
+"""Modules that users may name and that each zygote imports."""
+_NOT_AT_IMPORT = ("UNIFIED_", "PYTHONPATH")
+"""Beginnings of variables that a job's zygote does not get: a worker reads them, and relative paths are its own."""
+
 _TORCH_NAME = {"cuda": "cuda", "rocm": "cuda", "npu": "npu"}
+
+
+class ZygoteKey(NamedTuple):
+    """The properties of a zygote that decide which workers it can fork."""
+
+    python: str
+    modules: tuple[str, ...] = ()
+    """Modules that it imports for a job, or by the agent's flag."""
+    env: tuple[tuple[str, str], ...] = ()
+    """Variables with which it imports them, above the agent's environment."""
 
 
 class NodeFacts(Value, frozen=True, dict=True):
@@ -53,6 +69,13 @@ class NodeFacts(Value, frozen=True, dict=True):
     log_archive: str = ""
     """Address at which whole logs are archived; empty: nowhere."""
     python: str = ""
+    preload: tuple[str, ...] = ()
+    """Modules that the agent's own zygote imports."""
+
+    @property
+    def zygote(self) -> ZygoteKey:
+        """Key of the agent's own zygote."""
+        return ZygoteKey(self.python, self.preload)
 
     @cached_property
     def devices(self) -> dict[int, Device]:
@@ -120,6 +143,16 @@ def starting_variables(envs: Mapping[str, str], inherited: Mapping[str, str]) ->
     differ from the zygote's: workers of the role need new interpreters.
     """
     return {name: value for name, value in envs.items() if is_read_at_start(name) and inherited.get(name) != value}
+
+
+def zygote_of(spec: JobSpec, node: NodeFacts) -> ZygoteKey:
+    """Return the zygote of a job's workers: the agent's own if it has the interpreter, modules and variables."""
+    python, modules = spec.python or node.python, tuple(spec.preload) if spec.start_method == "fork" else ()
+    common = set.intersection(*(set(role.envs.items()) for role in spec.roles)) if modules else set()
+    env = {name: value for name, value in common - node.inherited.items() if not name.startswith(_NOT_AT_IMPORT)}
+    imported = [f"{name}." for name in (*_IMPORTED_ANYWAY, *node.preload)]  # with the packages that they are in
+    is_own = not env and all(any(each.startswith(f"{name}.") for each in imported) for name in modules)
+    return node.zygote if is_own and python == node.python else ZygoteKey(python, modules, tuple(sorted(env.items())))
 
 
 def _network_environment(node: NodeFacts) -> dict[str, str]:

@@ -29,10 +29,11 @@ from unified.core.timers import earliest
 from unified.errors import ProtocolError
 from unified.protocol.agent_zygote import ChildExited, Fork, Forked, ForkFailed, ZygoteToAgent, ZygoteUp
 from unified.protocol.framing import PROTOCOL_VERSION
-from unified.protocol.records import Evidence, Failure, JobWorkerIncarnation
-from unified.protocol.worker_agent import AgentToWorker, Hello, Launch, worker_to_agent
+from unified.protocol.records import MAX_METRIC_TEXT, Evidence, Failure, JobWorkerIncarnation, Progress
+from unified.protocol.worker_agent import AgentToWorker, Hello, Launch, Reported, worker_to_agent
 from unified_agent.child_channel import ChannelOverflowError, ChildChannel
 from unified_agent.core.messages import AgentEvent, StartWorker, WorkerNotStarted, WorkerSaid, WorkerStarted
+from unified_agent.environment import ZygoteKey
 from unified_agent.measure.evidence import ProcessEnd
 from unified_agent.orphans import sweep
 from unified_agent.poll_loop import PollLoop
@@ -56,7 +57,7 @@ class Processes:
         self,
         loop: PollLoop,
         *,
-        python: str,
+        own: ZygoteKey,
         entry: str,
         run_dir: Path,
         env: Mapping[str, str],
@@ -67,27 +68,27 @@ class Processes:
         """Make the handle; nothing is started.
 
         Args:
-            python: the interpreter of workers that name none.
+            own: the agent's own zygote, which is always kept.
             entry: ``module:function`` that a worker runs.
             fork_s: time for which a zygote may be silent while it has to report a fork or an end.
             on_event: called with events for the core.
             on_end: called when a worker's process has ended, after all its messages were handed on.
         """
         self._loop = loop
-        self._python = python
+        self._own = own
         self._entry = entry
         self._run_dir = run_dir
         self._env = dict(env)
         self._fork_s = fork_s
         self._on_event = on_event
         self._on_end = on_end
-        self._zygotes: dict[str, ZygoteHandle] = {}
-        """Zygotes that take orders, by interpreter."""
+        self._zygotes: dict[ZygoteKey, ZygoteHandle] = {}
+        """Zygotes that take orders."""
         self._running: dict[int, ZygoteHandle] = {}
         """Zygotes that take orders or are ending, by pid."""
         self._helpers: dict[int, Callable[[int], None]] = {}
         """Callbacks for the ends of other children of the agent, by pid."""
-        self._kept: set[str] = {python}
+        self._kept: set[ZygoteKey] = {own}
         self._children: dict[int, ForkedWorker] = {}
         self._by_incarnation: dict[JobWorkerIncarnation, ForkedWorker] = {}
         self._ends = select.epoll()
@@ -106,18 +107,18 @@ class Processes:
         process.become_subreaper()
 
     def preload(self, zygote: Spawned | None = None) -> None:
-        """Start, or take over, a zygote of the agent's own interpreter, so that the first worker need not wait."""
+        """Start, or take over, the agent's own zygote, so that the first worker need not wait."""
         if zygote is None:
-            self._zygote(self._python).import_at_leisure()
+            self._zygote(self._own).import_at_leisure()
         else:
-            self._add(ZygoteHandle(zygote))
+            self._add(ZygoteHandle(zygote, self._own))
             self.reap()  # it may have ended before there was a handler of SIGCHLD
 
-    def keep(self, pythons: list[str]) -> None:
-        """Close the zygotes of all interpreters but these and the agent's own, once they have no children."""
-        self._kept = {self._python, *pythons}
-        for python in [python for python in self._zygotes if python not in self._kept]:
-            self._close_if_idle(python)
+    def keep(self, keys: list[ZygoteKey]) -> None:
+        """Close all zygotes but these and the agent's own, once they have no children."""
+        self._kept = {self._own, *keys}
+        for key in [key for key in self._zygotes if key not in self._kept]:
+            self._close_if_idle(key)
 
     def start(
         self,
@@ -138,7 +139,7 @@ class Processes:
         Raises:
             OSError: there are no descriptors left.
         """
-        incarnation, python = order.incarnation, order.python or self._python
+        incarnation = order.incarnation
         try:
             ours, theirs = socket.socketpair()
         except OSError:
@@ -148,37 +149,42 @@ class Processes:
         channel = ChildChannel(ours)
         self._count += 1
         fork = Fork(child=self._count, fresh=order.is_fresh, env=order.env)
-        child = ForkedWorker(
-            incarnation, channel, fork, [theirs.detach(), *streams], held_for=python if is_held else ""
-        )
+        held_for = order.zygote if is_held else None
+        child = ForkedWorker(incarnation, channel, fork, [theirs.detach(), *streams], held_for=held_for)
         child.memory_mb = memory_of(order.launch)
         self._children[fork.child] = self._by_incarnation[incarnation] = child
         self._loop.watch_channel(channel, lambda: self._hear(child))
         channel.send(launch, passed)
         if not is_held:
-            self._fork(child, python)
+            self._fork(child, order.zygote)
 
-    def _fork(self, child: ForkedWorker, python: str) -> None:
-        """Let a zygote of the interpreter fork a worker as soon as the zygote is up."""
+    def _fork(self, child: ForkedWorker, key: ZygoteKey) -> None:
+        """Let a zygote fork a worker as soon as the zygote is up."""
         try:
-            zygote = self._zygote(python)
+            zygote = self._zygote(key)
         except (OSError, ValueError) as error:  # ValueError: a name that no file can have
             is_passing = isinstance(error, OSError) and error.errno in _PASSING
             why = error.strerror if isinstance(error, OSError) else error
-            text = f"the interpreter {python} cannot be started: {why}"
+            text = f"the interpreter {key.python} cannot be started: {why}"
             self._fail(child, "crash" if is_passing else "setup", text)
             return
         child.zygote = zygote
         zygote.hurry()
         if zygote.is_up:
             self._order(child)
+        elif key.modules:  # said, so that nobody takes a long import for a start that failed
+            self._report_wait(child, f"the preload of {', '.join(key.modules)}"[:MAX_METRIC_TEXT])
+
+    def _report_wait(self, child: ForkedWorker, waits_for: str) -> None:
+        word = Reported(progress=Progress(waits_for=waits_for))
+        self._on_event(WorkerSaid(incarnation=child.incarnation, word=word))
 
     def release(self, incarnation: JobWorkerIncarnation) -> None:
         """Start the process of a held worker, unless the worker was stopped meanwhile."""
         child = self._by_incarnation.get(incarnation)
         if child is not None and child.held_for:
-            python, child.held_for = child.held_for, ""
-            self._fork(child, python)
+            key, child.held_for = child.held_for, None
+            self._fork(child, key)
 
     def refuse(
         self, incarnation: JobWorkerIncarnation, reason: str, category: Literal["crash", "setup"] = "setup"
@@ -341,17 +347,18 @@ class Processes:
 
     # Zygotes
 
-    def _zygote(self, python: str) -> ZygoteHandle:
-        known = self._zygotes.get(python)
+    def _zygote(self, key: ZygoteKey) -> ZygoteHandle:
+        known = self._zygotes.get(key)
         if known is not None:
             return known
+        env, number = {**self._env, **dict(key.env)}, self._num_zygotes + 1
         return self._add(
-            ZygoteHandle(spawn_zygote(python, self._entry, self._run_dir, self._env, self._num_zygotes + 1))
+            ZygoteHandle(spawn_zygote(key.python, self._entry, self._run_dir, env, number, key.modules), key)
         )
 
     def _add(self, zygote: ZygoteHandle) -> ZygoteHandle:
         self._num_zygotes += 1
-        self._zygotes[zygote.python] = self._running[zygote.pid] = zygote
+        self._zygotes[zygote.key] = self._running[zygote.pid] = zygote
         self._loop.watch_channel(zygote.channel, lambda: self._hear_zygote(zygote))
         return zygote
 
@@ -382,7 +389,7 @@ class Processes:
                 self._fail(child, "crash", f"could not be started: {word.error}")
             case ChildExited():
                 self._end(child, word.code, word.peak_kb)
-                self._close_if_idle(zygote.python)
+                self._close_if_idle(zygote.key)
                 self._kill_if_unused(zygote)
 
     def _on_zygote_up(self, zygote: ZygoteHandle, word: ZygoteUp) -> None:
@@ -390,6 +397,8 @@ class Processes:
         zygote.is_up = word.protocol_version == PROTOCOL_VERSION
         for child in [child for child in self._children.values() if child.zygote is zygote]:
             if zygote.is_up:
+                if zygote.key.modules:
+                    self._report_wait(child, "")
                 self._order(child)
             else:
                 versions = f"its unified speaks protocol version {word.protocol_version}, the agent {PROTOCOL_VERSION}"
@@ -444,9 +453,9 @@ class Processes:
                 self._fail(child, "crash", f"could not be started: its zygote was {how}", zygote.cause)
         if code == 0:
             zygote.remove_log()
-        if zygote.is_up and zygote.python in self._kept and zygote.is_settled:
+        if zygote.is_up and zygote.key in self._kept and zygote.is_settled:
             with contextlib.suppress(OSError):
-                self._zygote(zygote.python)
+                self._zygote(zygote.key)
 
     def _adopt(self, child: ForkedWorker) -> None:
         """Kill a child of a dead zygote; the agent reaps it now, unless the zygote did so without a report."""
@@ -472,7 +481,7 @@ class Processes:
         fault = f"its zygote (pid {zygote.pid}) hangs: it has said nothing for {self._fork_s:g} s"
         log.error("event=zygote-hangs pid=%d python=%s reason=%r", zygote.pid, zygote.python, fault)
         zygote.is_given_up = True
-        del self._zygotes[zygote.python]
+        del self._zygotes[zygote.key]
         for child in [child for child in self._children.values() if child.zygote is zygote]:
             if not child.pid:
                 self._fail(child, "crash", f"could not be started: {fault}", zygote.cause)
@@ -481,9 +490,9 @@ class Processes:
             else:
                 self._end_unreaped(child)
         self._kill_if_unused(zygote)
-        if zygote.python in self._kept:
+        if zygote.key in self._kept:
             with contextlib.suppress(OSError):
-                self._zygote(zygote.python)
+                self._zygote(zygote.key)
 
     def _on_processes_ended(self) -> None:
         for pidfd, _ in self._ends.poll(0):
@@ -502,21 +511,22 @@ class Processes:
             self._end(child, code)
 
     def _kill_if_unused(self, zygote: ZygoteHandle) -> None:
-        """Kill a zygote that hangs, once it has no workers."""
+        """Kill a zygote that hangs, or that imports what nobody waits for, once it has no workers."""
         is_used = any(child.zygote is zygote for child in self._children.values())
-        if zygote.is_given_up and not is_used and zygote.pid in self._running:
+        if (zygote.is_given_up or not zygote.is_up) and not is_used and zygote.pid in self._running:
             os.kill(zygote.pid, signal.SIGKILL)
 
-    def _close_if_idle(self, python: str) -> None:
-        zygote = self._zygotes.get(python)
+    def _close_if_idle(self, key: ZygoteKey) -> None:
+        zygote = self._zygotes.get(key)
         is_idle = all(child.zygote is not zygote for child in self._children.values())
-        if zygote is not None and python not in self._kept and is_idle:
+        if zygote is not None and key not in self._kept and is_idle:
             self._dismiss(zygote)
+            self._kill_if_unused(zygote)
 
     def _dismiss(self, zygote: ZygoteHandle) -> None:
         """Send a zygote no more orders; `reap` sees its end."""
-        if self._zygotes.get(zygote.python) is zygote:
-            del self._zygotes[zygote.python]
+        if self._zygotes.get(zygote.key) is zygote:
+            del self._zygotes[zygote.key]
         self._loop.unwatch_channel(zygote.channel)
         zygote.close()
 

@@ -25,6 +25,7 @@ TUNABLES = "GLIBC_TUNABLES"
 _PAST_CACHES = "glibc.cpu.x86_non_temporal_threshold"
 RUN_DIR_PREFIX = "a-"
 ENTRY_FLAG, ENTRY = "--worker-entry", "unified.worker.main:main"
+PRELOAD_FLAG = "--preload"
 
 
 class Spawned(NamedTuple):
@@ -76,9 +77,12 @@ def last_cache_bytes(caches: Path = Path("/sys/devices/system/cpu/cpu0/cache")) 
     return max((int(size) * 1024 for size in sizes if size.isdecimal()), default=0)
 
 
-def spawn_zygote(python: str, entry: str, run_dir: Path, env: Mapping[str, str], number: int) -> Spawned:
+def spawn_zygote(
+    python: str, entry: str, run_dir: Path, env: Mapping[str, str], number: int, preload: Sequence[str] = ()
+) -> Spawned:
     """Start a zygote, whose workers run `entry`. OSError: the interpreter cannot be started."""
-    return spawn(python, "unified.worker.zygote", ["--entry", entry], log=run_dir / f"zygote-{number}.log", env=env)
+    arguments = ["--entry", entry, *(["--preload", ",".join(preload)] if preload else [])]
+    return spawn(python, "unified.worker.zygote", arguments, log=run_dir / f"zygote-{number}.log", env=env)
 
 
 def spawn(

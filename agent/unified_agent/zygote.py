@@ -10,6 +10,7 @@ from unified import process
 from unified.protocol.agent_zygote import Fork, ZygoteToAgent, zygote_to_agent
 from unified.protocol.records import JobWorkerIncarnation
 from unified_agent.child_channel import ChildChannel
+from unified_agent.environment import ZygoteKey
 from unified_agent.helper_process import HelperProcess
 from unified_agent.spawn import Spawned
 
@@ -25,9 +26,9 @@ HURRY_AGAIN_S = 0.1
 class ZygoteHandle(HelperProcess):
     """A running zygote process; `Processes` starts, reaps and forgets it."""
 
-    def __init__(self, spawned: Spawned) -> None:
+    def __init__(self, spawned: Spawned, key: ZygoteKey) -> None:
         super().__init__(spawned)
-        self.python = spawned.python
+        self.key, self.python = key, key.python
         self.cause = f"zygote {self.pid} of {time.time():.6f}"
         """Id of its end or hang, unique in the cluster: a fault of its workers that is charged once."""
         self.is_up = False
@@ -81,6 +82,8 @@ class ZygoteHandle(HelperProcess):
         hint = ""
         if "No module named 'unified" in words:
             hint = f" Install it there: {self.python} -m pip install unified-runtime."
+        elif self.key.modules:
+            hint = f" It was told to preload {', '.join(self.key.modules)}."
         return f"the interpreter {self.python} cannot start workers: {words} ({how}).{hint}"
 
 
@@ -96,8 +99,8 @@ class ForkedWorker:
     """None while the worker is held."""
     pid: int = 0
     pidfd: int = -1
-    held_for: str = ""
-    """Interpreter that will run the worker once its job's needs are met; empty: it is not held."""
+    held_for: ZygoteKey | None = None
+    """Zygote that will fork the worker once its job's needs are met; None: it is not held."""
     is_kill_asked: bool = False
     killed_for: str = ""
     """Reason of a kill by `Processes` rather than by the core."""

@@ -22,7 +22,7 @@ from unified_agent.core.messages import (
     AgentAction,
     AgentEvent,
     AgentTick,
-    KeepInterpreters,
+    KeepZygotes,
     MasterSaid,
     SendMaster,
     StartWorker,
@@ -102,7 +102,7 @@ class Driver:
         return taken
 
     def notable(self) -> list[AgentAction]:
-        return [action for action in self.take() if not isinstance(action, SendMaster | WriteLog | KeepInterpreters)]
+        return [action for action in self.take() if not isinstance(action, SendMaster | WriteLog | KeepZygotes)]
 
     def observed(self) -> dict[str, ObservedWorker]:
         """The last observed set that was sent, once what was going to be sent has been."""

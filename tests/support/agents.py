@@ -151,7 +151,7 @@ class AgentProcess:
         command = [sys.executable, "-m", "unified_agent", "--master", master, "--node-id", "n1"]
         command += ["--state-dir", str(folder / "state"), "--worker-entry", entry, *flags]
         env = {"UNIFIED_VACATE_S": "0.5", **os.environ, "UNIFIED_RUN_DIR": str(self.run_root)}
-        env["PYTHONPATH"] = str(ROOT / "tests/support/programs")
+        env["PYTHONPATH"] = f"{ROOT / 'tests/support/programs'}:{folder}"
         with self._stderr.open("ab") as stderr:
             self.process = subprocess.Popen(command, env=env, stderr=stderr, stdin=stdin, start_new_session=True)
 

@@ -6,7 +6,7 @@ import os
 import re
 import time
 from argparse import ArgumentParser, ArgumentTypeError, _ActionsContainer
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -102,7 +102,7 @@ def _plain(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-")[:50] or "run"
 
 
-def begin_cluster(preload: Preload) -> Callable[[], None]:
+def begin_cluster(preload: Preload, modules: Sequence[str] = ()) -> Callable[[], None]:
     """Begin to start a cluster for the job that this command will submit; the cluster ends with this process.
 
     Return a function that ends the cluster at once, unless a job has taken it.
@@ -110,7 +110,7 @@ def begin_cluster(preload: Preload) -> Callable[[], None]:
     from unified.client.embedded import EmbeddedCluster
 
     cluster = EmbeddedCluster()
-    cluster.preload = preload
+    cluster.preload, cluster.modules = preload, list(modules)
     cluster.begin()
     from unified.client import submission  # imported while the cluster starts
 

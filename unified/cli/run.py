@@ -36,7 +36,7 @@ from unified.config.addresses import LOCAL, find_master
 from unified.config.settings import PRELOAD, Intervals
 from unified.errors import UsageError
 from unified.job.driver import DEBUGPY, WORKING_DIR, Driver, asked_for, passed_on
-from unified.job.names import check_job_name
+from unified.job.names import check_job_name, check_modules
 from unified.job.report_to import check_report_to
 from unified.job.spec import Blob, Communication, EntryPoint, JobSpec, Resources, RoleSpec
 
@@ -54,7 +54,7 @@ _NOT_OPTIONS = {
 }
 _NO_CONFIG = Blob(codec="msgpack", data=b"\x80")
 _ROLE = "ELASTIC"
-OWN = ("master", "name", "detach", "no_wait", "env", "debugpy", "prefix", "hang_timeout", "ship", "exclude")
+OWN = ("master", "name", "detach", "no_wait", "env", "debugpy", "prefix", "hang_timeout", "ship", "exclude", "preload")
 _ENV_HELP = "A variable of the workers, several times if need be; without a value, this shell's."
 _MASTER_HELP = (
     "The master's address; else $UNIFIED_MASTER; else that of `unified up`. local, or none of these: a cluster of its "
@@ -63,6 +63,7 @@ _MASTER_HELP = (
 _PREFIX_HELP = (
     "Put [ROLE-RANK] before each line that a worker prints; auto: on a terminal, and of several workers elsewhere, too."
 )
+_PRELOAD_HELP = "Import these once on each node, before the ranks are forked; several times if need be."
 _HANG_HELP = "Seconds without a report, a collective or a call after which a hang is diagnosed, and the ranks fail."
 
 
@@ -85,9 +86,9 @@ def run(argv: Sequence[str]) -> int:
     with ExitStack() as stack:
         if master is None:
             stack.enter_context(_hold_world(arguments, parser.prog))
-            from unified.client.preload import guess
+            from unified.client.preload import guess, own_modules
 
-            begin_cluster(guess(spec))
+            begin_cluster(guess(spec), own_modules(spec))
         from unified.client.submission import run_job, submit_job
         from unified.client.terminal import own_stdin
 
@@ -151,9 +152,11 @@ def described(
     driver = _driver(arguments, own["env"], is_on_cluster=master is not None)
     hang_timeout = own["hang_timeout"]
     spec = quick_spec(arguments, parser, name, driver, os.environ) if hang_timeout is None else None
+    modules = check_modules(own["preload"])
     if spec is not None:
-        return Described(spec, not own["no_wait"], own["ship"], own["exclude"])
+        return Described(structs.replace(spec, preload=modules), not own["no_wait"], own["ship"], own["exclude"])
     spec, config = full_spec(arguments, parser, name, driver, master, hang_timeout)
+    spec = structs.replace(spec, preload=modules)
     waits, ship = not own["no_wait"] and config.wait, own["ship"] or config.ship
     return Described(spec, waits, ship, [*own["exclude"], *config.exclude])
 
@@ -191,6 +194,7 @@ def run_parser(env: Mapping[str, str], prog: str = "unified run") -> ArgumentPar
         help="An error at once if the job does not fit now, as always without a master.",
     )
     add_ship(own)
+    own.add_argument("--preload", metavar="MODULE[,MODULE]", action="append", default=[], help=_PRELOAD_HELP)
     own.add_argument("--debugpy", type=at_least(1), metavar="PORT", help=DEBUGPY_HELP)
     own.add_argument("--hang-timeout", type=at_least(0.1), metavar="S", help=_HANG_HELP)
     own.add_argument("--prefix", choices=("auto", "always", "never"), default="auto", help=_PREFIX_HELP)

@@ -66,8 +66,9 @@ def submit(
     if debugpy:
         os.environ[DEBUGPY] = str(debugpy)
     with ExitStack() as stack:
-        if find_master(master) is None and (path := _parts(file)[0]).is_file():
-            stack.callback(begin_cluster(guess_of(path.read_text(errors="replace"))))  # the import may take seconds
+        text = path.read_text(errors="replace") if (path := _parts(file)[0]).is_file() else ""
+        if find_master(master) is None and text and ".preload(" not in text:  # else only the job says what to import
+            stack.callback(begin_cluster(guess_of(text)))  # the import may take seconds
         job = load_job(file)
         options: dict[str, object] = {"master": master} if master else {}
         if no_wait:

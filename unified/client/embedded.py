@@ -21,6 +21,7 @@ from typing import Self
 
 import msgspec
 
+from unified.bus.shm.files import Sweeper
 from unified.client.daemons import Daemon, kill_marked, marked_processes
 from unified.client.preload import Preload
 from unified.config import clusters, settings
@@ -80,7 +81,7 @@ class EmbeddedCluster:
         address: ``tcp://127.0.0.1:PORT`` of the master.
         cluster_id: the value of ``UNIFIED_CLUSTER_ID`` in all its processes.
         problem: why the cluster is of no use any more, or None.
-        preload: what the zygotes import before they fork; it counts at `begin`.
+        preload, modules: what the zygotes import before they fork, and further modules; they count at `begin`.
         environ: what the daemons and workers inherit.
         left_behind: after `stop`: processes that had to be killed and sockets that nobody removed.
     """
@@ -103,6 +104,7 @@ class EmbeddedCluster:
         self.devices_per_node = devices_per_node
         self.cpus_per_node = cpus_per_node
         self.preload: Preload = ""
+        self.modules: list[str] = []
         self.environ = dict(os.environ)
         self.problem: str | None = None
         self.left_behind: list[str] = []
@@ -295,20 +297,23 @@ class EmbeddedCluster:
         return Daemon("unified_master", arguments, self.home / "master.log", self._environment())
 
     def _start_early(self, name: str) -> Daemon:
-        arguments = ["--early", str(self._owner), name]
+        arguments = ["--early", str(self._owner), name, *self._preload_flag()]
         return Daemon("unified_agent", arguments, self.home / f"{name}.log", self._environment(), has_input=True)
 
     def _start_agent(self, name: str) -> Daemon:
         return Daemon("unified_agent", self._agent_flags(name), self.home / f"{name}.log", self._environment())
 
     def _agent_flags(self, name: str) -> list[str]:
-        arguments = ["--master", self.address, "--node-id", name]
+        arguments = ["--master", self.address, "--node-id", name, *self._preload_flag()]
         arguments += ["--state-dir", str(self.home / name), "--die-with-parent", str(self._owner)]
         if self.devices_per_node is not None:
             arguments += ["--devices", str(self.devices_per_node)]
         if self.cpus_per_node is not None:
             arguments += ["--cpus", str(self.cpus_per_node)]
         return arguments
+
+    def _preload_flag(self) -> list[str]:
+        return ["--preload", ",".join(self.modules)] if self.modules else []
 
     def _environment(self) -> dict[str, str]:
         own = {
@@ -356,6 +361,7 @@ class EmbeddedCluster:
             f"process {process}" for process in kill_marked(f"{CLUSTER_VARIABLE}={self.cluster_id}", LEFTOVER_S)
         ]
         self.left_behind += [f"socket {path}" for path in _sockets(self._run_dir)]
+        Sweeper().sweep(time.monotonic(), time.time(), is_last=True)  # a killed agent leaves its workers' shared memory
         shutil.rmtree(self._run_dir, ignore_errors=True)
         if self._lock_file is not None:
             os.close(self._lock_file)

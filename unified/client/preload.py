@@ -34,6 +34,12 @@ def guess(spec: JobSpec) -> Preload:
     return "none" if all(_is_of_the_library(text) for _, text in texts) else "torch"
 
 
+def own_modules(spec: JobSpec) -> list[str]:
+    """Return the job's preload if zygotes with the interpreter and environment of its cluster can import it."""
+    has_own = any(not name.startswith("UNIFIED_") for role in spec.roles for name in role.envs)
+    return [] if has_own or spec.python or spec.requirements or spec.start_method == "spawn" else spec.preload
+
+
 def guess_of(text: str) -> Preload:
     """Guess for a job of which only the text of its file is known."""
     return "all" if _TRAINS.search(text) else ""

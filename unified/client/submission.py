@@ -14,7 +14,7 @@ from msgspec import structs
 
 from unified.client.connection import connect_to
 from unified.client.handle import JobHandle
-from unified.client.preload import guess
+from unified.client.preload import guess, own_modules
 from unified.client.terminal import PASSED_ON, ending_at_once, is_watched
 from unified.config.addresses import find_master
 from unified.config.settings import python_path
@@ -188,7 +188,7 @@ def _started(spec: JobSpec, cluster: EmbeddedCluster | None) -> EmbeddedCluster:
         from unified.client.embedded import EmbeddedCluster
 
         cluster = EmbeddedCluster()
-        cluster.preload = guess(spec)
+        cluster.preload, cluster.modules = guess(spec), own_modules(spec)
     least = with_nodes(spec, 1)
     # One agent may have the host's real devices; several would each take all of them.
     is_real = spec.accelerator_type == "GPU" and least.node_num == 1 and has_accelerator()

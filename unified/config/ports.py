@@ -12,6 +12,10 @@ from typing import TypeVar
 from unified.errors import UsageError, listed
 
 PORT_RANGE = "UNIFIED_PORT_RANGE"
+HELD_PORTS = range(20_000, 30_000)
+"""Ports that agents hold for workers without ``UNIFIED_PORT_RANGE``: below those that Linux gives by itself."""
+_GUARD = "127.255.255.254"
+"""Address that no connection has: a bind there fails on a held port, and not on one with connections in TIME_WAIT."""
 T = TypeVar("T")
 
 
@@ -46,11 +50,14 @@ def bind_free(bind: Callable[[int], T], port: int = 0) -> T:
     if port or allowed is None:
         return bind(port)
     for each in random.sample(allowed, len(allowed)):
-        try:
-            return bind(each)
-        except Exception as error:  # ZeroMQ's error is no OSError
-            if getattr(error, "errno", None) != errno.EADDRINUSE:
-                raise
+        with socket.socket() as guard:  # a port that an agent holds for a worker is left alone
+            try:
+                guard.bind((_GUARD, each))
+                guard.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                return bind(each)
+            except Exception as error:  # ZeroMQ's error is no OSError
+                if getattr(error, "errno", None) != errno.EADDRINUSE:
+                    raise
     raise UsageError(f"no port of {PORT_RANGE}={os.environ[PORT_RANGE]} is free on this host: make it wider.")
 
 

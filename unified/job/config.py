@@ -22,7 +22,7 @@ from unified.errors import listed, nearest
 from unified.job.description import Description, Envs, Seconds
 from unified.job.enums import AcceleratorType, DLStreamType, DLType, MasterStateBackendType
 from unified.job.job_info import JobInfo
-from unified.job.names import MAX_NAME, check_job_name
+from unified.job.names import MAX_NAME, check_job_name, check_modules
 from unified.job.workloads import ResourceDesc, WorkloadDesc
 
 _ROLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
@@ -66,6 +66,8 @@ class DLConfig(Description):
     """Sets of roles that share groups and, in equal parts, devices."""
     restart_window: Seconds = Field(default=0.0, ge=0)
     """Default of the option `restart_window`."""
+    preload: list[str] = Field(default_factory=list)
+    """Modules that each node imports once, before it forks the job's workers; see `DLJobBuilder.preload`."""
 
     @field_validator("user_config", mode="plain")
     @classmethod
@@ -83,6 +85,11 @@ class DLConfig(Description):
         if omegaconf is not None and isinstance(value, omegaconf.DictConfig):
             return omegaconf.OmegaConf.to_object(value)
         return value
+
+    @field_validator("preload")
+    @classmethod
+    def _modules_have_names(cls, value: list[str]) -> list[str]:
+        return check_modules(value)
 
     @field_validator("workloads")
     @classmethod

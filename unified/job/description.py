@@ -21,6 +21,7 @@ from pydantic import (
 
 from unified.errors import JobError, nearest
 from unified.job.driver import is_text
+from unified.job.names import num_ports
 
 if TYPE_CHECKING:
     Checked = type
@@ -60,6 +61,7 @@ def _check_envs(envs: dict[str, str]) -> dict[str, str]:
             raise ValueError(f"the value of {name} has the character NUL.")  # it may be a secret: not repeated
         if not is_text(name + value):
             raise ValueError(f"the variable {name!r} or its value is not UTF-8.")
+    num_ports(envs.values())
     return envs
 
 

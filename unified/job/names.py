@@ -1,16 +1,20 @@
-"""Names of jobs and workers, and ranges of nodes, as users write them: building, checks and parsing."""
+"""Names of jobs, workers, modules and ports, and ranges of nodes, as users write them: building, checks and parsing."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from unified.errors import JobNameError, UsageError
 
 MAX_NAME = 63
+MAX_PORTS = 64
+"""Most ports of one worker."""
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 _WORKER = re.compile(r"(?P<role>.+)_(?P<world>\d+)-(?P<rank>\d+)_(?P<local_world>\d+)-(?P<local_rank>\d+)\Z")
 _SHORT = re.compile(r"(?P<role>.+)-(?P<rank>\d+)\Z")
+_PORT = re.compile(r"(?<!\$)\{port([0-9]{0,9})\}")  # not ${port}, a variable of a shell
 
 
 class WorkerRef(NamedTuple):
@@ -29,6 +33,15 @@ def check_job_name(name: str) -> str:
             f"job name {name!r} is not allowed: letters, digits and ._- only, beginning with a letter or digit."
         )
     return name
+
+
+def check_modules(texts: Iterable[str]) -> list[str]:
+    """Return the modules to preload, each once, of names or lists with commas; UsageError: a name is not allowed."""
+    names = [name.strip() for text in texts for name in text.split(",")]
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise UsageError(f"{name!r} is no name of a module to preload: write it as in an import, with dots.")
+    return list(dict.fromkeys(names))
 
 
 def parse_worker(name: str) -> WorkerRef:
@@ -53,3 +66,16 @@ def parse_nnodes(nnodes: int | str) -> tuple[int, int]:
     if not 1 <= low <= high:
         raise ValueError(f"nnodes={nnodes!r}: at least one node is needed, and a range begins with its lower end.")
     return low, high
+
+
+def num_ports(texts: Iterable[str]) -> int:
+    """Return how many ports texts need: 1 for ``{port}``, 3 for ``{port2}``; UsageError: more than a worker has."""
+    num = max((int(number or 0) + 1 for text in texts for number in _PORT.findall(text)), default=0)
+    if num > MAX_PORTS:
+        raise UsageError(f"{{port{num - 1}}} is no port of a worker: the last is {{port{MAX_PORTS - 1}}}.")
+    return num
+
+
+def with_ports(text: str, ports: Sequence[int]) -> str:
+    """Return the text with the names of ports replaced by their numbers."""
+    return _PORT.sub(lambda name: str(ports[int(name[1] or 0)]), text)

@@ -273,6 +273,8 @@ class JobSpec(Value, frozen=True, kw_only=True):
     python: str | None = None
     """Interpreter of the workers; None means the agent's own."""
     start_method: Literal["fork", "spawn"] = "fork"
+    preload: list[str] = []
+    """Modules that a node imports once, before it forks the job's workers."""
     working_dir: str | None = None
     code: ShippedCode | None = None
     """Code that travels with the job; None: each node has it at the submitter's path."""

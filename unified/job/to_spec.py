@@ -54,6 +54,7 @@ def to_spec(config: JobConfig, driver: Driver | None = None) -> JobSpec:
         call_timeout_s=config.call_timeout_s,
         python=config.python,
         start_method=config.start_method,
+        preload=job.preload,
         working_dir=working_dir,
         requirements=requirements.read(config.requirements, working_dir),
         sys_path=driver.sys_path,

@@ -19,7 +19,7 @@ from pydantic import (
 from unified.job import entrypoint
 from unified.job.description import Description, Envs, PlainConfig, Seconds
 from unified.job.enums import WorkloadEntrypointType
-from unified.job.names import parse_nnodes
+from unified.job.names import num_ports, parse_nnodes
 
 RAY_KEEPS_DEVICES = "RAY_EXPERIMENTAL_NOSET_"
 """Prefix of variables in upstream's jobs whose workers see every device of their node."""
@@ -185,7 +185,9 @@ class BaseWorkloadDesc(Description):
     @classmethod
     def _entry_point_has_a_form(cls, value: Any) -> Any:
         is_pair = isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(part, str) for part in value)
-        return entrypoint.normalized("::".join(value) if is_pair else value)
+        found = entrypoint.normalized("::".join(value) if is_pair else value)
+        num_ports([found] if isinstance(found, str) else [])
+        return found
 
     @field_serializer("entry_point")
     def _entry_point_as_text(self, value: Any) -> str:

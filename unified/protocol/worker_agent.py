@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec.msgpack import Decoder
 
+from unified.job.names import MAX_PORTS
 from unified.job.spec import JobSpec, WorkerPlace
 from unified.protocol import records
 from unified.protocol.agent_master import RoundNotice, RunOrder
@@ -50,6 +51,8 @@ class Launch(AgentOrder, tag="launch", frozen=True, kw_only=True):
     directory: list[records.DirectoryEntry] = []
     spec_bytes: int = 0
     """Size of the memory file with the description; its descriptor comes with this message. 0: no file."""
+    ports: list[int] = []
+    """TCP ports that the agent holds for the worker: those that its role names, and those of earlier incarnations."""
     code_dir: str = ""
     """Folder of the code that travels with the job; empty: it has none."""
     snapshot_token: str = ""
@@ -106,6 +109,16 @@ class RecordStep(AgentOrder, tag="record-step", frozen=True, kw_only=True):
     """Request to record the next step with ``torch.profiler`` beside the log; answered by `StepRecorded`."""
 
     within_s: float
+
+
+class PortsHeld(AgentOrder, tag="ports-held", frozen=True, kw_only=True):
+    """Answer to `PortsWanted` with the same `num`."""
+
+    num: int
+    ports: list[int] = []
+    """All ports of the worker."""
+    error: str = ""
+    """Reason why there are no more ports."""
 
 
 class WorkerWord(Value, tag_field="type", frozen=True, kw_only=True):
@@ -181,6 +194,12 @@ class StacksDumped(WorkerWord, tag="stacks-dumped", frozen=True, kw_only=True):
     report: StackReport
 
 
+class PortsWanted(WorkerWord, tag="ports-wanted", frozen=True, kw_only=True):
+    """Request for so many ports in all; answered by `PortsHeld`."""
+
+    num: Annotated[int, msgspec.Meta(ge=1, le=MAX_PORTS)]
+
+
 class StepRecorded(WorkerWord, tag="step-recorded", frozen=True, kw_only=True):
     """Answer to `RecordStep`."""
 
@@ -188,7 +207,7 @@ class StepRecorded(WorkerWord, tag="step-recorded", frozen=True, kw_only=True):
     """Reason why there is no record; empty: there is."""
 
 
-AgentToWorker = Launch | Run | Notice | DirectoryNews | Stop | KeyReplaced | DumpStacks | RecordStep
+AgentToWorker = Launch | Run | Notice | DirectoryNews | Stop | KeyReplaced | DumpStacks | RecordStep | PortsHeld
 WorkerToAgent = (
     Hello
     | Running
@@ -201,6 +220,7 @@ WorkerToAgent = (
     | Saving
     | StacksDumped
     | StepRecorded
+    | PortsWanted
 )
 agent_to_worker: Decoder[AgentToWorker] = Decoder(AgentToWorker)
 worker_to_agent: Decoder[WorkerToAgent] = Decoder(WorkerToAgent)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import asdict
 
-from unified.errors import NotInWorkerError
+from unified.errors import NotInWorkerError, UsageError
 from unified.job.job_info import JobInfo
+from unified.job.names import MAX_PORTS
 from unified.job.spec import ENDS_AT, JobSpec, RoleSpec, has_range
 from unified.protocol.agent_master import RoundNotice, RunOrder
 from unified.protocol.records import NameClaims
@@ -77,11 +78,14 @@ class Worker:
         device: str,
         rounds: Rounds | None = None,
         claim: Callable[[NameClaims], None] = lambda claims: None,
+        hold_ports: Callable[[int], list[int]] | None = None,
     ) -> None:
         self._launch = launch
         self._spec: JobSpec = launch.spec
         self._stop = stop
         self._reporter = reporter
+        self._ports = launch.ports
+        self._hold_ports = hold_ports
         self._pid = os.getpid()
         self._finishers: list[Callable[[], None]] = []
         from unified.worker.rounds import (
@@ -135,6 +139,29 @@ class Worker:
             for rank in range(spec.total)
             if not has_range(spec) or self._is_there(spec.worker(rank))
         ]
+
+    def ports(self, num: int = 1) -> list[int]:
+        """Return TCP ports of this host that the agent holds for this worker. Blocks for some milliseconds.
+
+        They are of ``UNIFIED_PORT_RANGE`` if the site sets it, else from 20000 to 29999. Each call returns the same
+        ones, also after a restart on the same node: ``ports(2)`` the first two of ``ports(3)``. They are free again
+        60 s after the job has left the node. Concepts (*Ports*) has a table of servers that can listen on them.
+
+        Args:
+            num: 1 to 64.
+
+        Raises:
+            UsageError: the node has too few free ports; `num` is out of range; or a forked process, or a callback of
+                `names.on_change`, asks for more than this worker has.
+            RpcTimeoutError: the agent did not answer within 60 s.
+        """
+        if num not in range(1, MAX_PORTS + 1):
+            raise UsageError(f"ports({num!r}): a worker may have 1 to {MAX_PORTS}.")
+        if num > len(self._ports):
+            if self._hold_ports is None:
+                raise UsageError(f"ports({num}): {self!r} has no agent, which would hold them: run it in a job.")
+            self._ports = self._hold_ports(num)
+        return self._ports[:num]
 
     @property
     def should_stop(self) -> bool:

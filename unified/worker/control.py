@@ -7,6 +7,7 @@ while its main thread is busy.
 from __future__ import annotations
 
 import os
+import queue
 import socket
 import sys
 import threading
@@ -16,7 +17,7 @@ from typing import NamedTuple, NoReturn
 import msgspec
 from msgspec import structs
 
-from unified.errors import ProtocolError
+from unified.errors import ProtocolError, RpcTimeoutError, UsageError
 from unified.job.shared_spec import map_spec
 from unified.protocol import worker_agent
 from unified.protocol.agent_master import RoundNotice, RunOrder
@@ -26,6 +27,7 @@ from unified.security.keys import learn
 from unified.threads import call_guarded, start_thread
 
 _CHUNK = 256 * 1024
+PORTS_WITHIN_S = 60.0
 
 
 class Handlers(NamedTuple):
@@ -52,6 +54,9 @@ class ControlChannel:
         """Descriptors that came with messages."""
         self._sending = threading.Lock()
         self._is_disowned = False
+        self._thread: threading.Thread | None = None
+        self._asking = threading.Lock()
+        self._held: queue.SimpleQueue[worker_agent.PortsHeld] = queue.SimpleQueue()
         self.before_exit: Callable[[], None] = lambda: None
         """Called, from the control thread, when the agent is gone; it must be quick and must not block."""
 
@@ -71,7 +76,7 @@ class ControlChannel:
 
     def start(self, handlers: Handlers) -> None:
         """Hand every further order to `handlers`, in a daemon thread."""
-        start_thread("unified-control", self._serve, handlers)
+        self._thread = start_thread("unified-control", self._serve, handlers)
 
     def disown(self) -> None:
         """Close the channel in a process that user code forked: it has no agent, and `send` does nothing."""
@@ -89,6 +94,25 @@ class ControlChannel:
         except OSError:
             self._give_up(None)
 
+    def hold_ports(self, num: int) -> list[int]:
+        """Have the agent hold TCP ports for this worker, `num` in all; return them. `Worker.ports` has the errors."""
+        if self._is_disowned or threading.current_thread() is self._thread:
+            where = "a process that was forked from a worker" if self._is_disowned else "an on_change callback"
+            raise UsageError(
+                f"ports({num}): {where} cannot ask the agent. Ask in the worker itself, in another thread."
+            )
+        with self._asking:
+            self.send(worker_agent.PortsWanted(num=num))
+            try:
+                while (answer := self._held.get(timeout=PORTS_WITHIN_S)).num != num:
+                    pass  # it is late
+            except queue.Empty:
+                text = f"ports({num}): the agent did not answer within {PORTS_WITHIN_S:g} s. See its log."
+                raise RpcTimeoutError(text) from None
+        if answer.error:
+            raise UsageError(answer.error)
+        return answer.ports
+
     def _serve(self, handlers: Handlers) -> None:
         while True:
             for order in self._waiting:
@@ -105,6 +129,8 @@ class ControlChannel:
                         call_guarded("stacks-unread", handlers.on_dump, order)
                     case worker_agent.RecordStep():
                         call_guarded("step-not-recorded", handlers.on_record, order)
+                    case worker_agent.PortsHeld():
+                        self._held.put(order)
                     case worker_agent.Notice():
                         call_guarded("notice-failed", handlers.on_notice, order.notice)
             self._waiting = self._receive()

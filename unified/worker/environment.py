@@ -19,7 +19,8 @@ from unified import error_file
 from unified.config.settings import python_path
 from unified.errors import EntryPointError
 from unified.job.driver import WORKING_DIR, user
-from unified.job.spec import RoleSpec, WorkerPlace
+from unified.job.names import with_ports
+from unified.job.spec import EntryPoint, RoleSpec, WorkerPlace
 from unified.protocol.agent_master import RunOrder
 from unified.protocol.worker_agent import Launch
 from unified.worker.fork_setup import enter
@@ -67,7 +68,14 @@ def variables(launch: Launch, inherited: Mapping[str, str] = MappingProxyType({}
     if role.entry_point.kind in _PROGRAMS:
         users = {**inherited, **role.envs}
         who = {name: value for name, value in who.items() if name not in _SHORT_NAMES or name not in users}
-    return {**launch.env, **role.envs, **who}
+    envs = {name: with_ports(value, launch.ports) for name, value in role.envs.items()}
+    return {**launch.env, **envs, **who}
+
+
+def entry_point(launch: Launch) -> EntryPoint:
+    """Return the code that the worker runs, with the numbers of its ports in the arguments."""
+    entry = launch.spec.role(launch.role).entry_point
+    return structs.replace(entry, argv=[with_ports(word, launch.ports) for word in entry.argv])
 
 
 def identity(launch: Launch) -> dict[str, str]:

@@ -11,6 +11,7 @@ import importlib
 import io
 import operator
 import os
+import pkgutil
 import random
 import sys
 import tempfile
@@ -21,13 +22,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unified import process
 from unified.config import settings
 from unified.errors import OptionError
 
 if TYPE_CHECKING:
     from unified.protocol.worker_agent import Launch
 
-LIBRARY_GENERATORS = {"sympy.core.random": ("rng", "_assumptions_rng"), "sympy.core.symbol": ("Dummy._prng",)}
+LIBRARY_GENERATORS = {
+    "sympy.core.random": ("rng", "_assumptions_rng"),
+    "sympy.core.symbol": ("Dummy._prng",),
+    "datasets.fingerprint": ("fingerprint_rng",),  # of names of cache files; transformers and trl import it
+}
 """Random generators of libraries that a zygote imports, besides those of `random`, numpy and torch."""
 _SET_BLAS_THREADS = ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_", "openblas_set_num_threads")
 VARIABLE = "UNIFIED_KEEP_FREED_MB"
@@ -45,6 +51,9 @@ LATER = (
 """Modules that torch imports when a model is first wrapped in DDP or an optimizer takes its first step: 800 in all,
 more than a second, in every rank. In pieces of some tenths of a second, since no worker is forked meanwhile."""
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_CUDA_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""Variable with which `torch.cuda.is_available` asks NVML, and does not initialise CUDA."""
+AS_NEW = "So workers start as new interpreters and import everything again: take it out of the preload."
 
 
 def disown_finalizers() -> None:
@@ -90,8 +99,9 @@ def renew_randomness() -> None:
         for name in names if module in sys.modules else ():
             with contextlib.suppress(AttributeError):  # another release of the library lacks it
                 operator.attrgetter(name)(sys.modules[module]).seed()
-    if (processes := sys.modules.get("multiprocessing.process")) is not None:
-        processes.current_process().authkey = os.urandom(32)  # a secret of this process and its children
+    for name in ("multiprocessing.process", "multiprocess.process"):  # the latter is a copy that `datasets` uses
+        if (processes := sys.modules.get(name)) is not None:
+            processes.current_process().authkey = os.urandom(32)  # a secret of this process and its children
     tempfile.tempdir = None  # the zygote chose it by its own TMPDIR
 
 
@@ -171,13 +181,39 @@ def preload(entry_module: str) -> None:
     The variable `settings.PRELOAD` of a job's own cluster may ask for fewer of them, or for `PRELOAD_LATER`, too.
     """
     wanted = os.environ.get(settings.PRELOAD, "")
-    with _single_threaded():
+    with _guarded():
         entry = importlib.import_module(entry_module)
         for name in getattr(entry, "PRELOAD", ()):
             if wanted not in ("torch", "none") or (wanted == "torch" and name.partition(".")[0] in ("numpy", "torch")):
                 _try_import(name)
         for name in preload_later(entry_module) if wanted == "all" else ():
             _try_import(name)
+
+
+def preload_named(name: str) -> tuple[str, bool]:
+    """Import a module, or an attribute such as ``transformers.Trainer``.
+
+    Returns a line on what went wrong, or an empty text, and True if the import started threads.
+    """
+    before, note = process.num_threads(), ""
+    with _guarded(is_named=True):
+        try:
+            _resolve(name)
+        except BaseException as error:  # also SystemExit, which the module may raise
+            traceback.print_exc()
+            note = f"preload of {name!r} failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    if (num := process.num_threads() - before) > 0:
+        note = f"preload of {name!r} started {num} thread(s), which a fork lacks. {AS_NEW}"
+    return note, num > 0
+
+
+def _resolve(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name or "." not in name:
+            raise
+        pkgutil.resolve_name(name)
 
 
 def preload_later(entry_module: str) -> list[str]:
@@ -187,7 +223,7 @@ def preload_later(entry_module: str) -> list[str]:
 
 def import_if_there(name: str) -> None:
     """Import a module if it is there; a broken one must not prevent a fork."""
-    with _single_threaded():
+    with _guarded():
         _try_import(name)
 
 
@@ -202,18 +238,23 @@ def _try_import(name: str) -> None:
 
 
 @contextmanager
-def _single_threaded() -> Iterator[None]:
-    """Keep libraries from starting thread pools while they are imported; a pool does not survive a fork.
+def _guarded(*, is_named: bool = False) -> Iterator[None]:
+    """Keep libraries from starting thread pools and CUDA while they are imported; neither survives a fork.
 
-    Variables that the libraries set are undone: a library sets them again where a worker uses it.
+    Variables that the libraries set are undone: a library sets them again where a worker uses it. Those of a module
+    that was named (`is_named`) stay, as after the import in a worker.
     """
     before = dict(os.environ)
-    os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
+    guards = {**dict.fromkeys(_ONE_THREAD, "1"), _CUDA_CHECK: before.get(_CUDA_CHECK, "1")}
+    os.environ.update(guards)
     try:
         yield
     finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
+        with contextlib.suppress(OSError):  # a fork could not use the descriptors that NVML has open
+            nvml = ctypes.CDLL("libnvidia-ml.so.1", mode=os.RTLD_NOLOAD)
+            any(nvml.nvmlShutdown() for _ in range(100))  # it counts its users, and fails when it has none
+        for name in (guards if is_named else os.environ).keys() - before.keys():
+            os.environ.pop(name, None)
         os.environ.update(before)
 
 

@@ -192,6 +192,7 @@ class _WorkerProcess:
             bus=bus,
             device=environment.take_device(launch, os.environ),
             claim=lambda claims: self._channel.send(worker_agent.Claimed(claims=claims)),
+            hold_ports=self._channel.hold_ports,
         )
         if os.environ.get(REPORT_TO):
             from unified.trackers.feed import Trackers
@@ -229,6 +230,7 @@ class _WorkerProcess:
         late_variables.apply_at_import()
         with self._stop.user_code():
             waits = self._role.is_driver and not self._role.is_service
+            entry = environment.entry_point(self._launch)
             self._entry = load(entry, is_driver=waits, is_elastic=self._role.kind == "elastic")
         if self._role.kind == "elastic" and imports_elastic(entry, self._entry.module):
             import_module("unified.elastic")  # before the round's group: the program may import it only later

@@ -1,6 +1,6 @@
 """The zygote: a process that has imported everything a worker needs, and forks on demand.
 
-    python -m unified.worker.zygote FD [--parent PID] [--entry MODULE:FUNCTION]
+    python -m unified.worker.zygote FD [--parent PID] [--entry MODULE:FUNCTION] [--preload MODULE,…]
 
 `FD` is a Unix stream socket to the agent. The zygote has one thread and never touches an accelerator. When its agent
 goes away (end of file, or SIGTERM by parent-death signal), it kills every worker's process group and exits. If the
@@ -21,7 +21,7 @@ import socket
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -29,8 +29,9 @@ from unified import process
 from unified.errors import ProtocolError
 from unified.protocol.agent_zygote import ChildExited, Fork, Forked, ForkFailed, ZygoteUp, ZygoteWord, agent_to_zygote
 from unified.protocol.framing import PROTOCOL_VERSION, StreamBuffer, encode_stream
+from unified.worker import fork_setup
 from unified.worker.exit import exit_process
-from unified.worker.fork_setup import give_back_idle, import_if_there, open_output, preload, preload_later
+from unified.worker.fork_setup import AS_NEW, give_back_idle, open_output
 from unified.worker.stop import flush_output
 
 QUIET_S = 1.0
@@ -51,14 +52,18 @@ class _EndRequested(BaseException):
 class Zygote:
     """Serves one agent until it goes away."""
 
-    def __init__(self, control: socket.socket, entry: str, agent: int | None = None) -> None:
+    def __init__(
+        self, control: socket.socket, entry: str, agent: int | None = None, preloaded: Sequence[tuple[str, bool]] = ()
+    ) -> None:
         self._control = control
+        self._preloaded = preloaded
+        """For each named module, a line on what went wrong with it, and whether it started threads."""
         self._agent = agent
         self._module, _, self._function = entry.partition(":")
         self._buffer = StreamBuffer()
         self._descriptors: deque[int] = deque()
         self._children: dict[int, Fork] = {}
-        self._later = preload_later(self._module)
+        self._later = fork_setup.preload_later(self._module)
         """Modules to import after the first fork, or after `SPARE_S`: a starting cluster has more urgent work."""
         self._idle_work: deque[Callable[[], object]] = deque([give_back_idle])
         self._is_quiet = False
@@ -115,7 +120,7 @@ class Zygote:
 
     def _plan_imports(self) -> None:
         """Plan the imports for later jobs, to be done when it is quiet."""
-        self._idle_work.extend(partial(import_if_there, name) for name in self._later)
+        self._idle_work.extend(partial(fork_setup.import_if_there, name) for name in self._later)
         if self._later:
             self._idle_work.append(self._settle)
             self._later = []
@@ -175,10 +180,7 @@ class Zygote:
                 self._fork(order, given)
 
     def _fork(self, order: Fork, descriptors: list[int]) -> None:
-        is_fresh = order.fresh
-        if not is_fresh and process.num_threads() > 1:
-            print("zygote: an import started threads, so workers start as new interpreters.", file=sys.stderr)
-            is_fresh = True  # locks held by another thread would stay locked in a forked child
+        has_threads = process.num_threads() > 1  # locks that one of them holds would stay locked in a forked child
         sys.stdout.flush()
         sys.stderr.flush()
         own_pid = os.getpid()
@@ -187,7 +189,7 @@ class Zygote:
         try:
             pid = os.fork()
             if pid == 0:
-                self._run_child(order.env if is_fresh else None, descriptors, own_pid, mask)
+                self._run_child(order, descriptors, own_pid, mask, has_threads=has_threads)
         except OSError as error:
             self._send(ForkFailed(child=order.child, error=f"fork: {error.strerror}"))
         else:
@@ -200,10 +202,10 @@ class Zygote:
                 os.close(descriptor)
 
     def _run_child(
-        self, env: Mapping[str, str] | None, descriptors: list[int], zygote: int, mask: set[int]
+        self, order: Fork, descriptors: list[int], zygote: int, mask: set[int], *, has_threads: bool
     ) -> NoReturn:
-        """Go on as the forked child; with `env`, in a new interpreter with these variables, too. Never returns, because
-        none of the zygote's code may run afterwards."""
+        """Go on as the forked child, or as a new interpreter. Never returns, because none of the zygote's code may run
+        afterwards."""
         code = 1
         try:
             os.setsid()
@@ -214,8 +216,8 @@ class Zygote:
             signal.set_wakeup_fd(-1)
             control = self._keep_only(descriptors)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            if env is not None:
-                self._exec(control, env)
+            if order.fresh or not self._can_fork(has_threads=has_threads):
+                self._exec(control, order.env)
             code = self._run_entry(control)
         except BaseException:
             traceback.print_exc()
@@ -234,7 +236,18 @@ class Zygote:
         process.close_all_but([control])
         return control
 
-    def _exec(self, control: int, env: Mapping[str, str]) -> NoReturn:
+    def _can_fork(self, *, has_threads: bool) -> bool:
+        """Print, in the child, what went wrong with the preload. False: the child must be a new interpreter."""
+        notes = [note for note, is_of_threads in self._preloaded if note and (has_threads or not is_of_threads)]
+        if has_threads and not any(is_of_threads for _, is_of_threads in self._preloaded):
+            notes.append("an import of the zygote started threads, so workers start as new interpreters.")
+        if is_spoiled := getattr(sys.modules.get("torch.cuda"), "_is_in_bad_fork", bool)():
+            notes.append(f"preload used CUDA, which fails in a fork afterwards. {AS_NEW}")
+        for note in notes:
+            os.write(2, f"unified: {note}\n".encode(errors="backslashreplace"))
+        return not (has_threads or is_spoiled)
+
+    def _exec(self, control: int, env: dict[str, str]) -> NoReturn:
         if control != FDS_PER_FORK:
             os.dup2(control, FDS_PER_FORK)
             os.close(control)
@@ -306,6 +319,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m unified.worker.zygote", description="Forks workers for an agent.")
     parser.add_argument("fd", type=int, metavar="FD", help="socket to the agent")
     parser.add_argument("--parent", type=int, help="pid of the agent")
+    parser.add_argument("--preload", default="", metavar="MODULE,…", help="modules to import besides the entry's")
     parser.add_argument("--entry", default=DEFAULT_ENTRY, metavar="MODULE:FUNCTION", help="what a child runs")
     arguments = parser.parse_args()
     process.die_with_parent(signal.SIGTERM, arguments.parent)
@@ -316,10 +330,11 @@ def main() -> None:
     if sys.path and sys.path[0] in ("", os.getcwd()):
         del sys.path[0]  # put there by `-m`: workers must not import from the agent's working directory
     gc.disable()  # nearly all imported objects stay: collections would take a tenth of the import of torch
-    preload(arguments.entry.partition(":")[0])
+    fork_setup.preload(arguments.entry.partition(":")[0])
+    preloaded = [fork_setup.preload_named(name) for name in arguments.preload.split(",") if name]
     gc.freeze()  # a collection in a child must not touch, and so copy, shared pages
     gc.enable()
-    Zygote(control, arguments.entry, arguments.parent).serve()
+    Zygote(control, arguments.entry, arguments.parent, preloaded).serve()
     flush_output(within_s=1.0)
     os._exit(0)  # the end of an interpreter with torch takes 0.2 s
 

@@ -22,7 +22,7 @@ from unified_agent.core.stacks import StackReads
 from unified_agent.core.starting import StartQueue, max_starts
 from unified_agent.core.step import OBSERVE_EACH_S, AgentStep, AgentTimer
 from unified_agent.core.worker import LocalWorker
-from unified_agent.environment import NodeFacts
+from unified_agent.environment import NodeFacts, ZygoteKey, zygote_of
 
 OBSERVE_DELAY_S = 0.002
 """Time within which changes are reported in one message."""
@@ -64,7 +64,7 @@ class AgentCore:
         self._deaths: dict[str, list[DirectoryEntry]] = {}  # by job, for the dead workers' neighbours
         self._reconciled_at = float("-inf")
         self._floor = 0
-        self._pythons: list[str] = []
+        self._zygotes: list[ZygoteKey] = []
         self._observe_at: float | None = None
         self._observed_at = float("-inf")
 
@@ -236,7 +236,7 @@ class AgentCore:
                 self._start_next()
             else:
                 self._order_to_run(known)
-        self._keep_interpreters()
+        self._keep_zygotes()
         if self.shutdown.is_vacating and all(worker.is_ended for worker in self.workers.values()):
             self._begin_shutdown(self.shutdown.reason)
 
@@ -268,7 +268,7 @@ class AgentCore:
             relay=self.membership.relay,
             directory=self._directory(incarnation.job_id).entries,
         )
-        self.workers[incarnation] = LocalWorker(incarnation, wanted, spec, start.launch.log_file, start.python)
+        self.workers[incarnation] = LocalWorker(incarnation, wanted, spec, start.launch.log_file, start.zygote)
         self._running.add(incarnation[:2])
         self._step.act(start)
         self._starts.began(incarnation)
@@ -282,13 +282,13 @@ class AgentCore:
             for message in worker.orders(wanted):
                 self._step.act(messages.TellWorker(incarnation=worker.incarnation, message=message))
 
-    def _keep_interpreters(self) -> None:
-        wanted = {spec.python for spec in self.specs}
-        wanted |= {worker.python for worker in self.workers.values() if not worker.is_ended}
-        pythons = sorted(python for python in wanted if python is not None and python != self.facts.python)
-        if pythons != self._pythons:
-            self._pythons = pythons
-            self._step.act(messages.KeepInterpreters(pythons=pythons))
+    def _keep_zygotes(self) -> None:
+        wanted = {zygote_of(spec, self.facts) for spec in self.specs}
+        wanted |= {worker.zygote for worker in self.workers.values() if not worker.is_ended}
+        keys = sorted(wanted - {self.facts.zygote})
+        if keys != self._zygotes:
+            self._zygotes = keys
+            self._step.act(messages.KeepZygotes(keys=keys))
 
     def _observe_soon(self, delay_s: float = OBSERVE_DELAY_S) -> None:
         due = self._step.now + max(delay_s, OBSERVE_EACH_S * len(self.workers))
@@ -369,6 +369,9 @@ class AgentCore:
             return
         if isinstance(word, worker_agent.StepRecorded):
             self._on_recorded(incarnation, word.error)
+            return
+        if isinstance(word, worker_agent.PortsWanted):
+            self._step.act(messages.HoldPorts(incarnation=incarnation, num=word.num))
             return
         if isinstance(word, worker_agent.Reported) and word.points:
             self._step.act(messages.KeepReports(incarnation=worker.incarnation, reports=word.points))

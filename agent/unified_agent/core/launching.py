@@ -10,7 +10,7 @@ from unified.protocol.records import DirectoryEntry, JobWorkerIncarnation
 from unified.protocol.worker_agent import Launch
 from unified_agent.core.messages import StartWorker
 from unified_agent.core.step import AgentStep
-from unified_agent.environment import NodeFacts, devices_of, log_path, starting_variables, worker_environment
+from unified_agent.environment import NodeFacts, devices_of, log_path, starting_variables, worker_environment, zygote_of
 
 
 class JobSpecs:
@@ -92,11 +92,12 @@ def start_of(
         directory=directory,
     )
     envs = spec.role(wanted.role).envs if wanted.kind == "worker" else {}
-    env = starting_variables(envs, node.inherited)
+    zygote = zygote_of(spec, node)
+    env = starting_variables(envs, {**node.inherited, **dict(zygote.env)})
     return StartWorker(
         incarnation=JobWorkerIncarnation(wanted.job_id, wanted.name, wanted.worker_incarnation),
         launch=launch,
-        python=None if spec.python == node.python else spec.python,
+        zygote=zygote,
         is_fresh=spec.start_method == "spawn" or bool(env),
         env=env,
     )

@@ -9,6 +9,7 @@ from unified.protocol.records import Evidence, Failure, JobWorkerIncarnation, Wo
 from unified.protocol.stacks import StackReport, WorkerStacks
 from unified.protocol.worker_agent import AgentToWorker, Launch, WorkerToAgent
 from unified.values import Value
+from unified_agent.environment import ZygoteKey
 
 
 class MasterReached(Value, frozen=True):
@@ -138,7 +139,7 @@ class StartWorker(Value, frozen=True):
 
     incarnation: JobWorkerIncarnation
     launch: Launch
-    python: str | None = None
+    zygote: ZygoteKey
     is_fresh: bool = False
     """True: a new interpreter instead of a fork."""
     env: dict[str, str] = {}
@@ -158,10 +159,17 @@ class SignalWorker(Value, frozen=True):
     how: Literal["terminate", "interrupt", "kill"] | int
 
 
-class KeepInterpreters(Value, frozen=True):
-    """Close the zygotes of all other interpreters, except the agent's own."""
+class KeepZygotes(Value, frozen=True):
+    """Close all other zygotes, except the agent's own."""
 
-    pythons: list[str]
+    keys: list[ZygoteKey]
+
+
+class HoldPorts(Value, frozen=True):
+    """Hold TCP ports for a worker, `num` in all, and answer the worker with `PortsHeld`."""
+
+    incarnation: JobWorkerIncarnation
+    num: int
 
 
 class SendLog(Value, frozen=True):
@@ -224,7 +232,8 @@ AgentAction = (
     | StartWorker
     | TellWorker
     | SignalWorker
-    | KeepInterpreters
+    | KeepZygotes
+    | HoldPorts
     | SendLog
     | SampleWorker
     | ReadHeldStacks

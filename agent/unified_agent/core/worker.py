@@ -24,6 +24,7 @@ from unified.protocol.records import (
 from unified.protocol.worker_agent import AFTER_SAVE_S
 from unified_agent.core.ends import how
 from unified_agent.core.messages import WorkerExited
+from unified_agent.environment import ZygoteKey
 
 MAX_SUMMARY, MAX_TRACEBACK = 1_000, 32_000
 """Most characters of a failure that are kept; our own workers send 300 and 24 000 at most."""
@@ -38,7 +39,7 @@ class LocalWorker:
         desired: DesiredWorker,
         spec: JobSpec,
         log_file: str,
-        python: str | None,
+        zygote: ZygoteKey,
     ) -> None:
         self.incarnation = incarnation
         self.job_id = incarnation.job_id
@@ -50,7 +51,7 @@ class LocalWorker:
         self.grace_s = spec.stop_grace_s
         self.save_grace_s = spec.save_grace_s
         self.log_file = log_file
-        self.python = python
+        self.zygote = zygote
         self.state = WorkerState.STARTING
         self.pid = 0
         self.round = 0

@@ -495,6 +495,7 @@ def test_it_gives_up_where_nobody_answers_if_asked_to(start: Start, monkeypatch:
         (["--cpus", "-1"], "--cpus -1 is not a number of CPUs"),
         (["--cpus", "nan"], "--cpus nan is not a number of CPUs"),
         (["--memory-mb", "-5"], "--memory-mb -5 is not an amount of memory"),
+        (["--preload", "trl,", "--preload", "x"], "'' is no name of a module to preload"),
     ],
 )
 def test_bad_flags_are_refused_in_a_line(start: Start, flags: list[str], message: str) -> None:

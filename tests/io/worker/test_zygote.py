@@ -57,6 +57,8 @@ def main(control):
         sys.exit(6)
     elif order == "modules":
         print("early" in sys.modules, "late" in sys.modules)
+    elif order.startswith("tell "):
+        print(eval(order[5:]))
     elif order == "raise":
         raise ValueError("no such thing")
     elif order == "leave children":
@@ -102,7 +104,7 @@ class Child:
 
 
 class ZygoteProcess:
-    def __init__(self, folder: Path, *, early: str = "", late: str = "") -> None:
+    def __init__(self, folder: Path, *flags: str, early: str = "", late: str = "") -> None:
         (folder / "zygote_entry.py").write_text(ENTRY)
         for module in ("early", "late"):
             (folder / f"{module}.py").write_text(f"open({str(folder / module)!r}, 'w').close()\n")
@@ -116,7 +118,7 @@ class ZygoteProcess:
         self.children: list[Child] = []
         command = [sys.executable, "-m", "unified.worker.zygote", str(theirs.fileno())]
         self.process = subprocess.Popen(
-            [*command, "--parent", str(os.getpid()), "--entry", "zygote_entry:main"],
+            [*command, "--parent", str(os.getpid()), "--entry", "zygote_entry:main", *flags],
             pass_fds=[theirs.fileno()],
             env={**os.environ, "PYTHONPATH": str(folder)},
         )
@@ -378,7 +380,7 @@ import numpy, torch
 
 known = [random._inst, numpy.random.mtrand._rand, torch.default_generator]
 for module, names in LIBRARY_GENERATORS.items():
-    known += [attrgetter(name)(sys.modules[module]) for name in names]
+    known += [attrgetter(name)(sys.modules[module]) for name in names if module in sys.modules]
 kinds = (random.Random, numpy.random.RandomState, numpy.random.Generator, torch.Generator)
 for found in gc.get_objects():
     if issubclass(type(found), kinds) and type(found) is not random.SystemRandom:

@@ -10,7 +10,15 @@ from unified.job.spec import EntryPoint, JobSpec, RoleSpec
 from unified.protocol.agent_master import DesiredWorker
 from unified.protocol.records import Device, NodeResources
 from unified_agent.core.launching import start_of
-from unified_agent.environment import RESOLVER, NodeFacts, devices_of, starting_variables, worker_environment
+from unified_agent.environment import (
+    RESOLVER,
+    NodeFacts,
+    ZygoteKey,
+    devices_of,
+    starting_variables,
+    worker_environment,
+    zygote_of,
+)
 from unified_agent.spawn import tunables
 
 ENTRY = EntryPoint(kind="attribute", target="m")
@@ -160,3 +168,48 @@ def test_what_is_read_at_the_start_of_an_interpreter_needs_one_that_starts_with_
     }
     assert starting_variables({**early, **late}, {}) == early
     assert starting_variables({**early, **late}, {**early, "PYTHONHASHSEED": "1"}) == {"PYTHONHASHSEED": "0"}
+
+
+# Zygotes
+
+
+PYTHON = FACTS.python
+HF = "transformers"
+
+
+@pytest.mark.parametrize(
+    ("spec", "agents", "key"),
+    [
+        ({}, [], ZygoteKey(PYTHON)),
+        ({"preload": [HF]}, [], ZygoteKey(PYTHON, (HF,))),
+        ({"preload": [HF], "python": "/venv/bin/python"}, [HF], ZygoteKey("/venv/bin/python", (HF,))),
+        ({"python": "/venv/bin/python"}, [HF], ZygoteKey("/venv/bin/python")),
+        ({"preload": [HF], "python": PYTHON}, [HF, "trl"], ZygoteKey(PYTHON, (HF, "trl"))),
+        ({"preload": [HF, "trl"]}, [HF], ZygoteKey(PYTHON, (HF, "trl"))),
+        ({"preload": [HF]}, ["transformers.Trainer"], ZygoteKey(PYTHON, ("transformers.Trainer",))),
+        ({"preload": [HF]}, ["transformers_x"], ZygoteKey(PYTHON, (HF,))),
+        ({"preload": ["torch", "numpy"]}, [], ZygoteKey(PYTHON)),
+        ({"preload": [HF], "start_method": "spawn"}, [], ZygoteKey(PYTHON)),
+    ],
+)
+def test_a_job_has_the_agents_zygote_if_that_has_its_interpreter_and_modules(
+    spec: dict[str, Any], agents: list[str], key: ZygoteKey
+) -> None:
+    assert zygote_of(replace(job(), **spec), node(preload=tuple(agents))) == key
+
+
+def test_a_jobs_zygote_imports_with_the_variables_that_all_its_roles_have() -> None:
+    ours = {"HF_HOME": "/data", "SAME": "1", "UNIFIED_TRACE": "1", "PYTHONPATH": "lib"}
+    roles = [replace(ROLE, name=name, envs={**ours, "OF_ONE": name, name: "1"}) for name in ("a", "b")]
+    spec = replace(job(), roles=roles, preload=[HF])
+    facts = node(inherited={"SAME": "1", "HF_HOME": "/home"}, preload=(HF,))
+    assert zygote_of(spec, facts) == ZygoteKey(PYTHON, (HF,), (("HF_HOME", "/data"),))
+    assert zygote_of(replace(spec, preload=[]), facts) == facts.zygote, "no import of the job's reads them"
+
+
+def test_a_variable_that_a_jobs_zygote_starts_with_needs_no_new_interpreter() -> None:
+    role = replace(ROLE, envs={"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+    for preload, is_fresh in (([], True), ([HF], False)):
+        start = start_of(WORKER, replace(job(role), preload=preload), node(), num_neighbours=1, relay="", directory=[])
+        assert (start.is_fresh, bool(start.env)) == (is_fresh, is_fresh)
+        assert start.zygote == zygote_of(replace(job(role), preload=preload), node())

@@ -13,7 +13,7 @@ import pytest
 from unified.api.builder.torchrun import check_hosts, common_key, key_here
 from unified.cli.main import main
 from unified.cli.options import chosen_name, job_name
-from unified.cli.run import full_spec, quick_spec, run_parser
+from unified.cli.run import OWN, described, full_spec, quick_spec, run_parser
 from unified.errors import JobNameError, OptionError, UsageError
 from unified.job.driver import Driver
 from unified.job.names import check_job_name
@@ -46,6 +46,16 @@ def test_what_follows_the_script_is_the_script_s(line: str, script: str, rest: s
 def test_our_own_options_stand_among_torchrun_s() -> None:
     parsed = run_parser({}).parse_args(["--nnodes=1", "--name", "x", "--master=a", "--detach", "--no-wait", "t.py"])
     assert (parsed.name, parsed.master, parsed.detach, parsed.no_wait) == ("x", "a", True, True)
+
+
+@pytest.mark.parametrize("more", ["", "--hang-timeout 9"])
+def test_a_preload_is_the_jobs(more: str) -> None:
+    parser = run_parser({})
+    parsed = parser.parse_args(f"--preload transformers,trl --preload torch {more} train.py".split())
+    own = {name: vars(parsed).pop(name) for name in OWN}
+    assert described(parsed, parser, own, "name", master=None).spec.preload == ["transformers", "trl", "torch"]
+    with pytest.raises(UsageError, match="'tr-l' is no name of a module"):
+        described(parsed, parser, {**own, "preload": ["tr-l"]}, "name", master=None)
 
 
 @pytest.mark.parametrize("line", ["--name", "--nope train.py", "", "--nproc-per-nod3=2 train.py"])

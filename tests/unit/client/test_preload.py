@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from unified.client.preload import Preload, guess, guess_of
+from unified.client.preload import Preload, guess, guess_of, own_modules
 from unified.job.spec import Blob, EntryPoint, JobSpec, RoleSpec
 
 LAUNCH = Path(__file__).parents[3] / "benchmarks" / "launch"
@@ -66,3 +67,15 @@ def test_functions_are_read_where_workers_find_them_and_a_lost_file_is_no_error(
 def test_the_benchmark_s_scripts_are_what_they_stand_for(tmp_path: Path) -> None:
     texts = ((LAUNCH / name).read_text() for name in ("rank.py", "plain.py", "ddp.py"))
     assert [guess(job(tmp_path, text)) for text in texts] == ["torch", "none", "all"]
+
+
+def test_a_job_s_own_cluster_imports_its_preload_itself_unless_other_zygotes_must(tmp_path: Path) -> None:
+    """The agents have another zygote for a job with an interpreter or variables of its own."""
+    spec = replace(job(tmp_path, DDP), preload=["transformers"])
+    assert own_modules(spec) == ["transformers"]
+    ours, theirs = ([replace(spec.roles[0], envs={name: "1"})] for name in ("UNIFIED_TRACE", "HF_HOME"))
+    assert own_modules(replace(spec, roles=ours)) == ["transformers"]
+    assert own_modules(replace(spec, roles=theirs)) == []
+    assert own_modules(replace(spec, python="/venv/bin/python")) == []
+    assert own_modules(replace(spec, requirements=["trl"])) == []
+    assert own_modules(replace(spec, start_method="spawn")) == []

@@ -78,7 +78,9 @@ def test_all_of_a_job_arrives() -> None:
         dl_type="PRE",
         stream_type="DATA_STREAM",
         user_config={"k": 1},
+        preload=["transformers"],
     )
+    assert spec.preload == ["transformers"]
     assert (spec.name, spec.node_num, spec.device_per_node, spec.accelerator_type) == ("j", 2, 3, "TPU")
     assert (spec.dl_type, spec.stream_type) == ("PRE", "DATA_STREAM")
     assert (spec.node_max_restart, spec.job_max_restart, spec.master_max_restart) == (1, 2, 3)

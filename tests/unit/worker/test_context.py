@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from tests.support.runtime import ENTRY, launch_of
 from unified.core.directory import WorkerDirectory
-from unified.errors import NotInWorkerError
+from unified.errors import NotInWorkerError, UsageError
 from unified.job import ElasticWorkloadDesc
 from unified.job.payload import encode
 from unified.job.spec import Blob, JobSpec, Resources, RoleSpec
@@ -42,9 +43,10 @@ def launch(user_config: Blob | None = None) -> Launch:
     return launch_of(spec, 3, incarnation=2, log_file="/log/x.err")
 
 
-def make(given: Launch) -> Worker:
+def make(given: Launch, **options: Any) -> Worker:
     bus = cast(Any, SimpleNamespace(directory=WorkerDirectory()))
-    return Worker(given, stop=StopState(), reporter=Reporter(lambda progress: None), bus=bus, device="cuda:1")
+    reporter = Reporter(lambda progress: None)
+    return Worker(given, stop=StopState(), reporter=reporter, bus=bus, device="cuda:1", **options)
 
 
 @pytest.fixture
@@ -153,3 +155,30 @@ def test_callbacks_at_the_end_of_the_entry_point(worker: Worker, capsys: pytest.
     worker._finish()
     assert called == ["fail", "note"]
     assert "broken" in capsys.readouterr().err
+
+
+def test_the_agent_is_asked_for_the_ports_that_are_missing() -> None:
+    asked: list[int] = []
+
+    def hold(num: int) -> list[int]:
+        asked.append(num)
+        return list(range(20_100, 20_100 + num))
+
+    worker = make(msgspec.structs.replace(launch(), ports=[20_100]), hold_ports=hold)
+    assert (worker.ports(), worker.ports(1), asked) == ([20_100], [20_100], [])
+    assert worker.ports(3) == [20_100, 20_101, 20_102]
+    first = worker.ports(2)
+    assert (first, asked) == ([20_100, 20_101], [3])
+    first.clear()
+    assert worker.ports(2) == [20_100, 20_101], "the list is the caller's"
+    assert len(worker.ports(64)) == 64
+    for wrong in (0, -1, 65, 2.5, "2", None):
+        with pytest.raises(UsageError, match="a worker may have 1 to 64"):
+            worker.ports(cast(Any, wrong))
+
+
+def test_a_worker_without_an_agent_has_no_ports(worker: Worker) -> None:
+    with pytest.raises(
+        UsageError, match=r"ports\(2\): Worker\('trainer_4-3_2-1', job='job-1', incarnation=2\) has no agent"
+    ):
+        worker.ports(2)

@@ -171,3 +171,14 @@ def test_a_launcher_s_run_id_limit_and_error_file_reach_the_ranks() -> None:
     assert variables["TORCHELASTIC_ERROR_FILE"] == "/logs/job-1/w/1.error.json"
     plain = launch()
     assert environment.elastic(plain, plain.spec.role("trainer"), order, 1)["TORCHELASTIC_RUN_ID"] == "job-1"
+
+
+def test_ports_stand_in_the_values_and_in_the_arguments() -> None:
+    entry = EntryPoint(kind="script", target="serve-{port}.py", argv=["--port={port}", "{port1}", "{ports}"])
+    given = launch(
+        role={"entry_point": entry, "envs": {"URL": "http://h:{port1}", "{port}": "{}"}}, ports=[20100, 20200]
+    )
+    found = environment.variables(given)
+    assert (found["URL"], found["{port}"]) == ("http://h:20200", "{}")
+    assert environment.entry_point(given) == msgspec.structs.replace(entry, argv=["--port=20100", "20200", "{ports}"])
+    assert given.spec.role("trainer").entry_point == entry, "the description is as the user wrote it"

@@ -101,6 +101,15 @@ class DLJobBuilder:
         """Add environment variables of all workers; those of a role win over them."""
         return self._set(global_envs=merged(self._fields.get("global_envs"), env))
 
+    def preload(self, *modules: str) -> Self:
+        """Have each node import these modules once, before it forks the job's workers, which then need not import them.
+
+        Repeated calls add. Packages that import their parts when these are used need the names of the parts:
+        ``preload("transformers.Trainer", "trl.GRPOTrainer")``. The modules are installed ones, not files of the job. A
+        module that cannot be imported, or prevents a fork, is named in the workers' output. See Operations (*Preload*).
+        """
+        return self._set(preload=[*self._fields.get("preload", []), *modules])
+
     def dl_type(self, dl_type: str = "SFT") -> Self:
         """Set the kind of the job, for people only: ``"PRE"``, ``"SFT"``, ``"RL"`` or ``"MULTIMODAL"``."""
         return self._set(dl_type=dl_type)

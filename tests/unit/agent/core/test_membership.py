@@ -21,7 +21,7 @@ from unified.protocol.records import DirectoryEntry, Inbox, NameClaims, NameRefu
 from unified.protocol.worker_agent import Claimed, DirectoryNews, Reported, Running, worker_to_agent
 from unified_agent.core.messages import (
     Exit,
-    KeepInterpreters,
+    KeepZygotes,
     KeyRefused,
     MasterReached,
     MasterUnreadable,
@@ -32,6 +32,7 @@ from unified_agent.core.messages import (
     WorkerExited,
     WriteLog,
 )
+from unified_agent.environment import ZygoteKey
 
 # The directory
 
@@ -71,11 +72,25 @@ def test_an_interpreter_is_kept_while_its_job_or_a_worker_of_it_lives() -> None:
     driver = Driver()
     job = DesiredJob(job_id="job-1", spec=msgspec.structs.replace(SPEC, python="/venv/bin/python"))
     driver.desire(wanted(W0), jobs=[job])
-    assert KeepInterpreters(pythons=["/venv/bin/python"]) in driver.take()
+    assert KeepZygotes(keys=[ZygoteKey("/venv/bin/python")]) in driver.take()
     driver.hear(DesiredWorkers(generation=9, workers=[], jobs=[]))
-    assert not any(isinstance(action, KeepInterpreters) for action in driver.take())
+    assert not any(isinstance(action, KeepZygotes) for action in driver.take())
     driver.step(WorkerExited(incarnation=W0, code=-9))
-    assert KeepInterpreters(pythons=[]) in driver.take()
+    assert KeepZygotes(keys=[]) in driver.take()
+
+
+def test_a_preload_is_kept_while_its_job_or_a_worker_of_it_lives() -> None:
+    driver = Driver()
+    job = DesiredJob(job_id="job-1", spec=msgspec.structs.replace(SPEC, preload=["transformers"]))
+    driver.desire(wanted(W0), jobs=[job])
+    key = ZygoteKey(FACTS.python, ("transformers",))
+    actions = driver.take()
+    assert KeepZygotes(keys=[key]) in actions
+    assert [action.zygote for action in actions if isinstance(action, StartWorker)] == [key]
+    driver.hear(DesiredWorkers(generation=9, workers=[], jobs=[]))
+    assert not any(isinstance(action, KeepZygotes) for action in driver.take())
+    driver.step(WorkerExited(incarnation=W0, code=-9))
+    assert KeepZygotes(keys=[]) in driver.take()
 
 
 def test_the_agents_own_interpreter_is_no_other() -> None:
@@ -83,9 +98,9 @@ def test_the_agents_own_interpreter_is_no_other() -> None:
     job = DesiredJob(job_id="job-1", spec=msgspec.structs.replace(SPEC, python=FACTS.python, start_method="spawn"))
     driver.desire(wanted(W0), jobs=[job])
     actions = driver.take()
-    assert not any(isinstance(action, KeepInterpreters) for action in actions)
+    assert not any(isinstance(action, KeepZygotes) for action in actions)
     (start,) = (action for action in actions if isinstance(action, StartWorker))
-    assert (start.python, start.is_fresh) == (None, True)
+    assert (start.zygote, start.is_fresh) == (FACTS.zygote, True)
 
 
 # Telling the master

@@ -52,6 +52,12 @@ def test_settings_of_the_job() -> None:
     assert DLJobBuilder().as_data_stream().as_task_stream().train("m.f").build().stream_type == "TASK_STREAM"
 
 
+def test_preloads_add() -> None:
+    job = DLJobBuilder().preload("transformers.Trainer").preload("trl, torch", "trl").train("m.f").build()
+    assert job.preload == ["transformers.Trainer", "trl", "torch"]
+    assert DLJobBuilder().by_dlrover_run_cmd("torchrun train.py").preload("trl").build().preload == ["trl"]
+
+
 def test_config_without_an_argument_is_empty() -> None:
     assert DLJobBuilder().config().train("m.f").build().config == {}
     assert DLJobBuilder().config("text").train("m.f").build().config == "text"
@@ -199,6 +205,9 @@ THREE = DLJobBuilder().workload("a", "m.a").workload("b", "m.b").workload("c", "
         (r().role("b").run("nothing").role("c").run("m.f").total(-1).end(),
          ["role 'b': entry_point", "role 'c': total"]),
         (ROLE_A.with_collocation_all("cc"), ["'cc'"]),
+        (DLJobBuilder().preload("trl", "a-b").train("m.f").end(), ["preload: 'a-b' is no name of a module to preload"]),
+        (DLJobBuilder().preload("a..b").train("m.f").end(), ["preload: 'a..b' is no name of a module to preload"]),
+        (DLJobBuilder().preload("").train("m.f").end(), ["preload: '' is no name of a module to preload"]),
         (THREE.with_collocation("a", "b").with_collocation("b", "c"), ["already been assigned"]),
         (DLJobBuilder().workload("rollout", "m.a").with_collocation("rollout", "rolout2"),
          ["'rolout2' is named in a collocation, and is not defined. Did you mean 'rollout'?"]),
