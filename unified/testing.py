@@ -26,7 +26,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, Unpack
 
@@ -246,11 +246,10 @@ class Belongings:
             for number, target in sorted(self.descriptors.items())
             if before.descriptors.get(number) != target
         ]
-        shared = [f"{SHARED_MEMORY / name}" for name in sorted(self.shared_memory - before.shared_memory)]
         children = [
             f"process {self.children[child]}" for child in sorted(self.children.keys() - before.children.keys())
         ]
-        return threads + descriptors + [path for path in shared if not _is_in_use(path)] + children
+        return threads + descriptors + _unused(self.shared_memory - before.shared_memory) + children
 
 
 def _descriptors() -> dict[int, str]:
@@ -284,35 +283,43 @@ def _shared_memory() -> set[str]:
     return found
 
 
-def _is_in_use(path: str) -> bool:
-    """Return True if a living process, such as a program beside this test, has the file mapped or open.
+def _unused(names: Iterable[str]) -> list[str]:
+    """Return the paths of the files that no living process, such as a program beside this test, has mapped or open.
 
-    Files are compared by inode, not by name: glibc makes a semaphore under another name first.
+    Files are compared by inode, not by name: glibc makes a semaphore under another name first. One look at the
+    processes serves for all files, because a look takes seconds on a busy machine.
     """
-    try:
-        found = os.stat(path)
-    except OSError:  # gone already
-        return True
-    file = f" {os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x} {found.st_ino} "
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
+    files: dict[str, str] = {}
+    for path in (f"{SHARED_MEMORY / name}" for name in sorted(names)):
+        with contextlib.suppress(OSError):  # gone already
+            files[_as_in_maps(os.stat(path))] = path
+    for entry in filter(str.isdigit, os.listdir("/proc") if files else ()):
+        used = ""
         with contextlib.suppress(OSError):
-            if file in Path(f"/proc/{entry}/maps").read_text():
-                return True
+            used = Path(f"/proc/{entry}/maps").read_text()
             for number in os.listdir(f"/proc/{entry}/fd"):
                 with contextlib.suppress(OSError):
-                    if os.path.samestat(os.stat(f"/proc/{entry}/fd/{number}"), found):
-                        return True
-    return False
+                    used += _as_in_maps(os.stat(f"/proc/{entry}/fd/{number}"))
+        files = {file: path for file, path in files.items() if file not in used}
+    return [path for path in files.values() if os.path.exists(path)]  # its owner may have removed it and ended
+
+
+def _as_in_maps(file: os.stat_result) -> str:
+    return f" {os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x} {file.st_ino} "
 
 
 def left_behind(before: Belongings, settle_s: float = SETTLE_S) -> list[str]:
-    """Return what a test left after a wait of at most `settle_s`; empty if all is well."""
-    deadline = time.monotonic() + settle_s
-    while (left := Belongings().left_since(before)) and time.monotonic() < deadline:
+    """Return what a test left, as far as it is still there after `settle_s`; empty if all is well. What programs beside
+    the test leave for a moment does not count."""
+    began = time.monotonic()
+    since: dict[str, float] = {}
+    while True:
+        now = time.monotonic()
+        since = {thing: since.get(thing, now) for thing in Belongings().left_since(before)}
+        left = [thing for thing, at in since.items() if now - at >= settle_s]
+        if left or not since or now - began > 2 * settle_s:
+            return left
         time.sleep(POLL_S)
-    return left
 
 
 @pytest.fixture

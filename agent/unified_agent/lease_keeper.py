@@ -21,6 +21,7 @@ from typing import assert_never
 import zmq
 
 from unified import process
+from unified.bus.shm.files import Sweeper
 from unified.config.addresses import split_address
 from unified.errors import ProtocolError
 from unified.protocol.agent_master import (
@@ -37,7 +38,7 @@ from unified_agent.core.lease import NodeLease, request_id_at
 from unified_agent.core.lease_keeping import Contact, KeeperAction, Kill, LeaseKeeping, Probe, Renew, TellAgent
 from unified_agent.environment import NodeFacts
 from unified_agent.master_channel import make_socket
-from unified_agent.orphans import kill_processes
+from unified_agent.orphans import kill_processes, sweep
 
 log = logging.getLogger("unified_agent")
 DEATH_S = 5.0
@@ -280,8 +281,9 @@ class _Keeper:
             self._core.contact(time.monotonic(), found)
 
     def _tell_death(self) -> None:
-        """Kill the workers, then tell the master that the agent has ended."""
+        """Kill the workers and remove their shared memory, then tell the master that the agent has ended."""
         self._kill_workers()
+        sweep(Sweeper(), is_last=True)
         facts = self._facts
         word = AgentDied(node=facts.node, incarnation=facts.incarnation, reason=f"its agent (pid {facts.pid}) ended")
         began = time.monotonic()

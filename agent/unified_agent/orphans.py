@@ -4,7 +4,7 @@ A running agent locks `<run root>/agents/<node>-<cluster>.lock`, and writes ther
 the files of killed agents of all clusters, and ends the processes that have their incarnation in the environment.
 
 Shared memory of dead workers is removed when an agent starts, when one of its workers ends, again after a time for
-messages that were on their way, and when the agent stops.
+messages that were on their way, and when the agent stops. After a killed agent its lease keeper removes it.
 """
 
 from __future__ import annotations

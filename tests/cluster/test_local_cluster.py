@@ -1,5 +1,7 @@
 """The fixture for tests, on real daemons: a job from start to end, and that it notices what is left."""
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from unified.client.connection import MasterConnection
 from unified.client.handle import JobHandle
 from unified.job.spec import EntryPoint, JobSpec, Resources, RoleSpec
 from unified.protocol.records import Stage, WorkerState
-from unified.testing import LocalCluster, eventually
+from unified.testing import SHARED_MEMORY, LocalCluster, eventually
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("without_torch")]
 
@@ -29,6 +31,13 @@ def fail():
 def pause():
     while True:
         signal.pause()
+
+def share():
+    from unified import current_worker, shared_empty
+
+    shared = [shared_empty(300_000) for _ in range(3)]
+    print(f"shares {current_worker().bus.inbox_id}", flush=True)
+    pause()
 
 def detach():
     """Leave a process that is in nobody's group and forgets where it came from."""
@@ -115,6 +124,37 @@ def test_a_killed_agent_takes_its_workers_with_it(local_cluster: Cluster, make: 
     eventually(lambda: [node.state for node in cluster.nodes] == ["LOST", "ALIVE"], message="the node is not lost")
     handle.stop(force=True)
     assert handle.wait(timeout=200) == 130
+
+
+def sharing(cluster: LocalCluster, make: Callable[..., JobSpec]) -> Callable[[], list[Path]]:
+    """Start a worker with three segments of shared memory; return a function that lists those that are there."""
+    handle = cluster.submit(make("share", total=1))
+    (line,) = eventually(lambda: [*handle.logs()], timeout=100)
+    pattern = f"unified-{line.rpartition(' ')[2]}-*"
+    assert len([*SHARED_MEMORY.glob(pattern)]) == 3
+    return lambda: [*SHARED_MEMORY.glob(pattern)]
+
+
+def test_the_lease_keeper_of_a_killed_agent_removes_the_shared_memory_of_its_workers(
+    local_cluster: Cluster, make: Callable[..., JobSpec]
+) -> None:
+    cluster = local_cluster(nodes=1, devices=2)
+    segments = sharing(cluster, make)
+    cluster.kill_agent(0)
+    eventually(lambda: not segments(), timeout=100)
+    eventually(lambda: len(cluster.processes()) == 1, timeout=100, message="more than the master is left")
+
+
+def test_a_cluster_that_ends_removes_the_shared_memory_that_killed_agents_left(
+    local_cluster: Cluster, make: Callable[..., JobSpec]
+) -> None:
+    cluster = local_cluster(nodes=1, devices=2)
+    segments = sharing(cluster, make)
+    (keeper,) = [each for each in cluster.processes() if "lease keeper" in each]
+    os.kill(int(keeper.split()[0]), signal.SIGKILL)
+    cluster.kill_agent(0)
+    cluster.stop()
+    assert segments() == []
 
 
 @pytest.mark.slow

@@ -70,12 +70,22 @@ class Profiled:
         steps = [worker.progress.step or 0 for worker in self.handle.status().workers if worker.progress]
         return any(step > 3 for step in steps) and "ready" in "\n".join(self.handle.logs())
 
+    def run(self, *words: str) -> tuple[int, str, str]:
+        """Return the command's exit code, and what it printed on stdout and on stderr."""
+        self._capsys.readouterr()
+        code = main(["profile", self.handle.job_id, *words, "--master", self.cluster.address])
+        return code, *self._capsys.readouterr()
+
     def profile(self, *words: str, code: int = 0) -> str:
         """Return what the command printed; on stderr, if it is to fail."""
-        self._capsys.readouterr()
-        assert main(["profile", self.handle.job_id, *words, "--master", self.cluster.address]) == code
-        said = self._capsys.readouterr()
-        return said.err if code else said.out
+        ended, out, err = self.run(*words)
+        assert ended == code
+        return err if code else out
+
+    def refusal(self, *words: str) -> str:
+        """Return why there is no profile; empty if there is one."""
+        code, _, err = self.run(*words)
+        return err if code == 1 else ""
 
     def pid(self, role: str) -> int:
         return next(worker.pid for worker in self.handle.status().workers if worker.role == role)
@@ -107,12 +117,19 @@ def test_a_flame_graph_of_a_busy_worker(profiled: Profiled, tmp_path: Path) -> N
     printed = profiled.profile("trainer-0", "--seconds", "1", "-o", "of.json")
     assert json.loads(Path("of.json").read_text())["profiles"]
     assert "busy_loop (" in printed.splitlines()[3]
-    assert "ran no Python code" in profiled.profile("idler-0", "--seconds", "1", code=1)
 
     status = profiled.handle.status()
     folder = Path(next(worker.log_file for worker in status.workers if worker.role == "trainer")).parent
     assert sorted(path.name for path in folder.glob("*profile*")) == ["0.profile"]
     assert all(worker.state == "RUNNING" for worker in status.workers)
+
+
+@needs_py_spy
+def test_a_worker_that_runs_no_python_code_has_no_profile(profiled: Profiled) -> None:
+    """Timers of the worker run for a moment every few seconds: the test awaits a profile that meets none of them."""
+    for file in ("idle.svg", "idle.json"):
+        words = ("idler-0", "--seconds", "1", "-o", file)
+        assert "ran no Python code" in eventually(lambda words=words: profiled.refusal(*words), timeout=100)  # type: ignore[misc]
 
 
 def test_a_trace_of_one_step(profiled: Profiled) -> None:

@@ -4,10 +4,14 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.support.deadlines import missed
+from unified import testing
 from unified.testing import SHARED_MEMORY, Belongings, eventually, left_behind
 
 
@@ -75,6 +79,54 @@ def test_a_semaphore_of_a_program_that_runs_beside_is_not_ours() -> None:
         name = f"sem.{other.stdout.readline().decode().strip().removeprefix('/')}"
         assert (SHARED_MEMORY / name).exists()
         assert not [thing for thing in left_behind(before, settle_s=0.0) if name in thing]
+
+
+def test_shared_memory_that_its_owner_removes_while_the_check_looks_is_not_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a busy machine a look at all processes takes seconds, and programs beside the test end meanwhile."""
+    before = Belongings()
+    shared = [SHARED_MEMORY / f"unified-test-ends-{os.getpid()}-{number}" for number in range(2)]
+    for path in shared:
+        path.touch()
+    now, listdir = Belongings(), os.listdir
+
+    def end_of_owner(folder: str) -> list[str]:
+        if folder == "/proc":
+            for path in shared:
+                path.unlink(missing_ok=True)
+        return listdir(folder)
+
+    monkeypatch.setattr(os, "listdir", end_of_owner)
+    assert [thing for thing in now.left_since(before) if "unified-test-ends" in thing] == []
+
+
+class Checks:
+    """`Belongings` of checks that each take `seconds`, and what the first, second, … find left."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float, *found: list[str]) -> None:
+        self.now = 0.0
+        self._seconds = seconds
+        self._found = [*found]
+        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=time.sleep)
+        monkeypatch.setattr(testing, "time", clock)
+        monkeypatch.setattr(testing, "Belongings", lambda: self)
+
+    def left_since(self, before: Any) -> list[str]:
+        self.now += self._seconds
+        return self._found.pop(0) if len(self._found) > 1 else self._found[0]
+
+
+def test_no_check_that_takes_longer_than_the_wait_decides_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    before: Any = Checks(monkeypatch, 100.0, ["file of another test's worker, which just ended"], [])
+    assert left_behind(before) == []
+
+
+def test_what_is_left_for_a_moment_each_time_is_not_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    before: Any = Checks(monkeypatch, 7.0, *([f"file {number}", "ours"] for number in range(30)))
+    assert left_behind(before) == ["ours"]
+    before = Checks(monkeypatch, 7.0, *([f"file {number}"] for number in range(30)))
+    assert left_behind(before) == []
 
 
 def test_eventually_returns_what_came_true_and_says_what_did_not() -> None:

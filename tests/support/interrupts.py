@@ -22,23 +22,26 @@ class Interrupt(BaseException):
 
 
 class Interrupter:
-    """Raises `Interrupt` at one point of the code below a folder, in functions that are given to `run`.
+    """Raises `Interrupt` once in each `run`, at the first point of the code below a folder that had none yet.
+
+    A test repeats `run` until it passes no such point any more. So each point that was passed had its interrupt,
+    whatever way the runs went.
 
     Attributes:
-        seen: points that were passed, each a code object and the offset of an instruction; -1: where it begins.
-        target: point at which to raise; None again once that was done.
+        hit: points that had an interrupt, each a code object and the offset of an instruction; -1: where it begins.
     """
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._last: dict[FrameType, int] = {}
-        self.seen: dict[Point, None] = {}
-        self.target: Point | None = None
+        self._is_armed = False
+        self.hit: dict[Point, None] = {}
 
-    def run(self, function: Callable[[], object]) -> None:
-        """Call it on this thread; returns also when it was interrupted."""
+    def run(self, function: Callable[[], object]) -> Point | None:
+        """Call it on this thread; return the point of its interrupt, or None if it passed no new one."""
         sys._getframe().f_trace_opcodes = True  # from Python 3.12 on, `settrace` looks whether any frame has it, and
         # a function shows its instructions from its second call on
+        self._is_armed = True
         sys.settrace(self._on_call)
         try:
             function()
@@ -47,6 +50,7 @@ class Interrupter:
         finally:
             sys.settrace(None)
             self._last.clear()
+        return None if self._is_armed else [*self.hit][-1]
 
     def _on_call(self, frame: FrameType, event: str, value: Any) -> Any:
         if not frame.f_code.co_filename.startswith(self._folder):
@@ -69,7 +73,10 @@ class Interrupter:
         return self._on_event
 
     def _pass(self, point: Point) -> None:
-        self.seen[point] = None
-        if point == self.target:
-            self.target = None
-            raise Interrupt
+        if self._is_armed and point not in self.hit:
+            self._is_armed = False
+            self.hit[point] = None
+            self._interrupt()
+
+    def _interrupt(self) -> None:
+        raise Interrupt

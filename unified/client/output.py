@@ -3,7 +3,8 @@
 A file or a pipe gets the output byte for byte, line by line; on a terminal each line has its worker in front.
 `TracebackFilter` leaves out the tracebacks that were shown before.
 A partial line is shown after a pause. If another worker prints then, the partial line is broken off. When it goes on,
-it is written again from its beginning, so that each whole line stands together somewhere.
+it is written again from its beginning, so that each whole line stands together somewhere. If only its end was missing,
+it is not written again.
 """
 
 from __future__ import annotations
@@ -101,6 +102,11 @@ class OutputWriter:
             del self._partials[source]
 
     def _write_whole(self, source: OutputSource, partial: _Partial, text: str, is_raw: bool) -> None:
+        line, end, rest = text.partition("\n")
+        if end and partial.shown and self._open != source and partial.shown == (line if is_raw else seen(line)):
+            text, partial = rest, _Partial()  # broken off where it ends: an unbuffered print writes the end alone
+        if not text:
+            return
         if is_raw:
             self._draw(source, partial, text)
             if text[-1] == "\n":

@@ -81,7 +81,7 @@ class Profiler:
     def _samples(self, pid: int, seconds: int, form: str, made: int) -> None:
         options = ["--nonblocking", "--format", form, "--duration", str(seconds), "--output", f"/dev/fd/{made}"]
         said = self._call(["py-spy", "record", *options, "--pid", str(pid)], seconds + TOOL_S, [made])
-        if "No stack counts" in said:
+        if "No stack counts" in said or "Samples: 0 " in said:  # of a flame graph, of speedscope
             raise ProfileError("it ran no Python code in that time; `unified stack` shows where it waits")
         if "Error:" in said or not os.fstat(made).st_size:
             raise ProfileError(f"py-spy cannot read it: {_first_line(said)}")

@@ -84,6 +84,8 @@ def test_a_profile_lies_beside_the_log(bench: Bench) -> None:
 
 def test_each_failure_is_one_sentence_and_leaves_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ran no Python code" in bench.error(made=b"<svg/>", err=b"Error: Failed: No stack counts found\n")
+    empty = b"py-spy> Wrote speedscope file to '/dev/fd/9'. Samples: 0 Errors: 0\n"
+    assert "ran no Python code" in bench.error("speedscope", made=b'{"profiles":[]}', err=empty)
     assert bench.error(err=b"\nError: no such process\nStack backtrace:\n") == (
         "py-spy cannot read it: Error: no such process"
     )

@@ -219,6 +219,7 @@ def test_a_receiver_that_dies_on_the_way_gets_it_in_its_next_incarnation(
     holdup.release.set()
     fresh = cast.receiver("r1", 1)
     assert sent.result(DEADLINE_S) == 2
+    assert fresh.wait(2, timeout=DEADLINE_S) == 2  # also if it was left out, and catches up
     assert values_of(fresh.state_dict()) == values_of(first.state_dict()) == {2}
 
 
@@ -244,7 +245,9 @@ def test_one_of_those_that_share_a_node_may_die_too(cast: Cast, pool: ThreadPool
     holdup.release.set()
     cast.receiver(worker, 1)
     assert sent.result(DEADLINE_S) == 2
-    assert [values_of(receiver.state_dict()) for receiver in cast.receivers.values()] == [{2}] * 3
+    for receiver in cast.receivers.values():  # the new one may have been left out, and then catches up
+        assert receiver.wait(2, timeout=DEADLINE_S) == 2
+        assert values_of(receiver.state_dict()) == {2}
 
 
 def opened(

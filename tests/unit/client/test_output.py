@@ -72,6 +72,11 @@ CUT = Output(A, "half a li", is_end=True)
         ([*BEGUN, Output(A, "ing\n")], b"loading\n"),
         ([*BEGUN, Output(B, "uno\n"), Output(A, "ing\n")], b"load\nuno\nloading\n"),
         ([*BEGUN, Output(B, "uno\n")], b"load\nuno\n"),
+        # a line of which only the end came later is there once
+        ([*BEGUN, Output(B, "uno\n"), Output(A, "\n")], b"load\nuno\n"),
+        ([*BEGUN, Output(B, "uno\n"), Output(A, "\nnext\n")], b"load\nuno\nnext\n"),
+        ([*BEGUN, Output(B, "uno\nd", is_quiet=True), Output(A, "\n")], b"load\nuno\nd"),
+        ([*BEGUN, Output(A, "\n"), Output(B, "uno\n"), Output(A, "load\n")], b"load\nuno\nload\n"),
         # what a crash cut off is there, and others begin a line
         ([CUT], b"half a li"),
         ([CUT, Output(B, "uno\n")], b"half a li\nuno\n"),
@@ -128,7 +133,19 @@ def test_a_prefix_is_there_where_it_was_asked_for() -> None:
 def test_a_terminal_shows_a_progress_bar_in_place() -> None:
     bar = [Output(A, "\r10%", is_quiet=True), Output(A, "\r20%", is_quiet=True), Output(A, "\n")]
     assert drawn(*bar) == "[w-0] 10%\r\x1b[K[w-0] 20%\n"
-    assert drawn(*bar[:2], Output(B, "uno\n"), *bar[2:]) == "[w-0] 10%\r\x1b[K[w-0] 20%\n[w-1] uno\n[w-0] 20%\n"
+    assert drawn(*bar[:2], Output(B, "uno\n"), *bar[2:]) == "[w-0] 10%\r\x1b[K[w-0] 20%\n[w-1] uno\n"
+
+
+def test_a_line_that_a_sentence_of_ours_broke_off_where_it_ends_is_shown_once() -> None:
+    """A program without buffers, as workers are, writes a line and its end one after the other."""
+    for file in (File(), Terminal()):
+        output = WorkerOutput(File(), file)
+        output.update(status(1))
+        output.write([Output(ERR, "a warning")])
+        output.break_line()
+        output.write([Output(ERR, "\nmore\n")])
+        shown = file.content().decode() if isinstance(file, File) else file.getvalue()
+        assert shown.replace("[w-0] ", "") == "a warning\nmore\n"
 
 
 def test_a_terminal_is_not_told_what_it_should_not_do() -> None:
