@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from unified.job.driver import is_read_at_start
+from unified.job.names import num_ports
 from unified.job.spec import JobSpec
 from unified.protocol.agent_master import DesiredWorker
 from unified.protocol.records import Device, NodeResources
@@ -149,7 +150,8 @@ def zygote_of(spec: JobSpec, node: NodeFacts) -> ZygoteKey:
     """Return the zygote of a job's workers: the agent's own if it has the interpreter, modules and variables."""
     python, modules = spec.python or node.python, tuple(spec.preload) if spec.start_method == "fork" else ()
     common = set.intersection(*(set(role.envs.items()) for role in spec.roles)) if modules else set()
-    env = {name: value for name, value in common - node.inherited.items() if not name.startswith(_NOT_AT_IMPORT)}
+    given = {name: value for name, value in common - node.inherited.items() if not name.startswith(_NOT_AT_IMPORT)}
+    env = {name: value for name, value in given.items() if not num_ports([value])}  # each worker has its own ports
     imported = [f"{name}." for name in (*_IMPORTED_ANYWAY, *node.preload)]  # with the packages that they are in
     is_own = not env and all(any(each.startswith(f"{name}.") for each in imported) for name in modules)
     return node.zygote if is_own and python == node.python else ZygoteKey(python, modules, tuple(sorted(env.items())))

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import logging
 import math
+import resource
 import socket
 from collections.abc import Callable, Iterable
 
@@ -42,6 +43,12 @@ class HeldPorts:
     def hold(self, job_id: str, worker: str, num: int) -> list[int]:
         """Return all ports of the worker in their order, `num` at least; UsageError: there are not enough."""
         held = self._held.get((job_id, worker), {})
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if num > len(held) and 2 * (sum(map(len, self._held.values())) + num - len(held)) > limit:
+            raise UsageError(
+                f"node {self._node} holds no more ports: they would use half of its agent's open files (ulimit -n "
+                f"{limit}). Ask for fewer ports, or start the agent with a higher limit."
+            )
         if num > len(held):
             self._held[job_id, worker] = held = held | self._more(job_id, worker, num - len(held))
             log.info("event=ports-held job=%s worker=%s ports=%s", job_id, worker, ",".join(map(str, held)))

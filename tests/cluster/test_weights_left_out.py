@@ -36,23 +36,24 @@ def train():
     folder = pathlib.Path(current_worker().job_info.user_config.folder)
     rollout = RoleGroup("rollout")
     model = torch.nn.Linear(8, 8)
-    assert rollout.sync_weights(model, require=2).left_out == {}
+    assert rollout.sync_weights(model, require=2) == 1
+    assert rollout.synced.left_out == {}
     (folder / "first").touch()
     while True:  # until the other one is known to be dead
-        synced = rollout.sync_weights(model)
-        if synced.left_out:
+        version = rollout.sync_weights(model)
+        if rollout.synced.left_out:
             break
-    assert synced.receivers == [rollout[0].name], synced.receivers
-    (dead, why), = synced.left_out.items()
-    assert dead == rollout[1].name, synced.left_out
+    assert rollout.synced.receivers == (rollout[0].name,), rollout.synced
+    (dead, why), = rollout.synced.left_out.items()
+    assert dead == rollout[1].name, rollout.synced
     newest = rollout.sync_weights(model)
-    assert newest == synced + 1 and newest.receivers == [rollout[0].name]
+    assert newest == version + 1 and rollout.synced.receivers == (rollout[0].name,)
     (folder / "new").write_text(why)
     (folder / "new").rename(folder / "why")
     (folder / "come-back").touch()
     assert rollout[1].call("versions").result(60) == (newest, newest)
     newest = rollout.sync_weights(model)
-    assert newest.receivers == [rollout[0].name, rollout[1].name]
+    assert rollout.synced.receivers == (rollout[0].name, rollout[1].name)
     (folder / "new").write_text(str(newest))
     (folder / "new").rename(folder / "done")
     while not (folder / "stop").exists():

@@ -11,7 +11,7 @@ from unified.bus.endpoint import BusEndpoint
 from unified.protocol.records import DirectoryEntry, Inbox, Reachability
 from unified.weights.receiver import WeightsReceiver
 from unified.weights.sender import SyncOptions, WeightsSender
-from unified.weights.versions import SyncedVersion
+from unified.weights.versions import SyncReport
 
 ORDER = SyncOptions(
     version=None, dtype=None, bucket_bytes=1 << 20, timeout=DEADLINE_S, wait=True, force=False, collective=None
@@ -34,6 +34,7 @@ class Cast:
         self.entries: dict[str, DirectoryEntry] = {}
         self.receivers: dict[str, WeightsReceiver] = {}
         self.nodes: dict[str, str] = {}
+        self.synced = SyncReport(0, (), {})
 
     def worker(self, name: str, incarnation: int = 0) -> BusEndpoint:
         """A new incarnation of a worker, known to all and knowing all."""
@@ -63,9 +64,11 @@ class Cast:
         for bus in self.buses.values():
             bus.update_directory([self.entries[name]])
 
-    def send(self, sender: WeightsSender, weights: Any, *targets: str, **order: Any) -> SyncedVersion:
+    def send(self, sender: WeightsSender, weights: Any, *targets: str, **order: Any) -> int:
+        """Send a version; `synced` has the report."""
         nodes = {name: self.nodes.get(name, "here") for name in targets or self.receivers}
-        return sender.send(weights, nodes, ORDER._replace(**order))
+        self.synced = sender.send(weights, nodes, ORDER._replace(**order))
+        return self.synced.version
 
     def close(self) -> None:
         for receiver in self.receivers.values():

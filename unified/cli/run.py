@@ -36,7 +36,7 @@ from unified.config.addresses import LOCAL, find_master
 from unified.config.settings import PRELOAD, Intervals
 from unified.errors import UsageError
 from unified.job.driver import DEBUGPY, WORKING_DIR, Driver, asked_for, passed_on
-from unified.job.names import check_job_name, check_modules
+from unified.job.names import check_job_name, check_modules, quoted_ports
 from unified.job.report_to import check_report_to
 from unified.job.spec import Blob, Communication, EntryPoint, JobSpec, Resources, RoleSpec
 
@@ -261,7 +261,8 @@ def _entry_point(parsed: Namespace) -> EntryPoint | None:
     if not parsed.module and not parsed.training_script.endswith(".py"):
         return None
     kind: Literal["module", "script"] = "module" if parsed.module else "script"
-    return EntryPoint(kind=kind, target=parsed.training_script, argv=parsed.training_script_args)
+    argv = [quoted_ports(word) for word in parsed.training_script_args]  # as torchrun, which knows no {port}
+    return EntryPoint(kind=kind, target=parsed.training_script, argv=argv)
 
 
 def full_spec(

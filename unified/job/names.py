@@ -14,7 +14,7 @@ MAX_PORTS = 64
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 _WORKER = re.compile(r"(?P<role>.+)_(?P<world>\d+)-(?P<rank>\d+)_(?P<local_world>\d+)-(?P<local_rank>\d+)\Z")
 _SHORT = re.compile(r"(?P<role>.+)-(?P<rank>\d+)\Z")
-_PORT = re.compile(r"(?<!\$)\{port([0-9]{0,9})\}")  # not ${port}, a variable of a shell
+_PORT = re.compile(r"(?<!\$)(\{?)\{port([0-9]{0,9})\}(\}?)")  # not ${port}, a variable of a shell
 
 
 class WorkerRef(NamedTuple):
@@ -70,12 +70,20 @@ def parse_nnodes(nnodes: int | str) -> tuple[int, int]:
 
 def num_ports(texts: Iterable[str]) -> int:
     """Return how many ports texts need: 1 for ``{port}``, 3 for ``{port2}``; UsageError: more than a worker has."""
-    num = max((int(number or 0) + 1 for text in texts for number in _PORT.findall(text)), default=0)
+    found = [(int(each[2] or 0) + 1, each[1] and each[3]) for text in texts for each in _PORT.finditer(text)]
+    num = max((number for number, is_quoted in found if not is_quoted), default=0)
     if num > MAX_PORTS:
         raise UsageError(f"{{port{num - 1}}} is no port of a worker: the last is {{port{MAX_PORTS - 1}}}.")
     return num
 
 
 def with_ports(text: str, ports: Sequence[int]) -> str:
-    """Return the text with the names of ports replaced by their numbers."""
-    return _PORT.sub(lambda name: str(ports[int(name[1] or 0)]), text)
+    """Return the text with the names of ports replaced by their numbers, and ``{{port}}`` by ``{port}``."""
+    return _PORT.sub(
+        lambda each: each[0][1:-1] if each[1] and each[3] else f"{each[1]}{ports[int(each[2] or 0)]}{each[3]}", text
+    )
+
+
+def quoted_ports(text: str) -> str:
+    """Return a text of which `with_ports` makes this one."""
+    return _PORT.sub(r"{\g<0>}", text)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from unified.bus.calls.registry import rpc
 from unified.bus.endpoint import BusEndpoint
-from unified.errors import RpcError, WeightsError
+from unified.errors import RpcError, WeightsError, listed
 from unified.protocol.records import WorkerIncarnation
 from unified.threads import SerialWorker
 from unified.weights.handshake import ANSWER_S, call_incarnations, left_s, method
@@ -43,6 +43,7 @@ class CatchUp:
         node: the node of this worker; empty: not known.
         members: full names of all workers of the role.
         latest: returns the newest complete version here, or None.
+        await_coming: waits, so many seconds at most, while a version of at least this number is on its way here.
     """
 
     def __init__(
@@ -52,12 +53,16 @@ class CatchUp:
         node: str,
         members: Sequence[str],
         latest: Callable[[], VersionedStateDict | None],
+        await_coming: Callable[[int, float], object],
     ) -> None:
         self._bus = bus
         self._name = name
         self._node = node
         self._members = [worker for worker in members if worker != bus.worker]
         self._latest = latest
+        self._await_coming = await_coming
+        self._why = ""
+        """Reason why the last transfer failed."""
         self._puller: SerialWorker[tuple[int, list[WorkerIncarnation]]] = SerialWorker(
             "weights-catch-up", lambda news: self._pull(*news)
         )
@@ -65,8 +70,13 @@ class CatchUp:
         self.handlers: dict[str, Callable[..., object]] = {"news": self._take_news, "pull": self._answer_pull}
 
     def run(self) -> None:
-        """Ask members for their versions, and wait until the newest one is here."""
-        asked = [worker for worker in self._members if self._bus.directory.reachable(worker) is not None]
+        """Ask members for their versions, and wait until the newest one is here.
+
+        Raises:
+            WeightsError: members have it, and none of them could send it.
+        """
+        directory = self._bus.directory
+        asked = [worker for worker in self._members if directory.reachable(worker) is not None]
         asked = random.SystemRandom().sample(asked, min(len(asked), MAX_ASKED))
         try:
             calls = self._bus.call_many(asked, method(self._name, "version"), [], {}, timeout=ANSWER_S)
@@ -77,8 +87,12 @@ class CatchUp:
             if call.exception() is None:  # else it has no receiver
                 version, incarnation = call.result()
                 holders.setdefault(version, []).append(WorkerIncarnation(worker, incarnation))
-        for version in sorted(holders, reverse=True):
-            self._pull(version, holders[version])
+        newest = max(holders, default=0)
+        self._pull(newest, holders.get(newest, ()))
+        still = [each.worker for each in holders.get(newest, ()) if directory.reachable(each.worker) is not None]
+        if still and self._version() < newest:
+            who = f"worker {self._bus.worker} did not get version {newest} of weights {self._name!r}"
+            raise WeightsError(f"{who} from {listed(still)}: {self._why or 'it did not come'}")
 
     def close(self) -> None:
         for worker in (self._puller, self._passer):
@@ -95,7 +109,9 @@ class CatchUp:
                 (call,) = call_incarnations(self._bus, [holder], method(self._name, "pull"), args, timeout=timeout_s)
                 call.result()
             except RpcError as error:
-                logger.info("weights=%s event=not-caught-up from=%s reason=%r", self._name, holder.worker, str(error))
+                self._why = str(error)
+                logger.info("weights=%s event=not-caught-up from=%s reason=%r", self._name, holder.worker, self._why)
+                self._await_coming(version, left_s(deadline))  # a sync may have taken the place of the transfer
 
     def _version(self) -> int:
         latest = self._latest()

@@ -154,11 +154,10 @@ class Handshake(NamedTuple):
             call_incarnations(self.bus, receivers, method(self.name, "abort"), args, timeout=ANSWER_S)
 
     def tell(self, workers: Iterable[str], version: int, holders: Sequence[WorkerIncarnation]) -> None:
-        """Tell workers that were left out, and may be back, who has the version, without a wait."""
-        back = [worker for worker in workers if self.bus.directory.reachable(worker) is not None]
+        """Tell workers that were left out who has the version, without a wait; also those that are back very soon."""
         args = [version, holders[:MAX_HOLDERS]]
         with contextlib.suppress(RpcError):
-            for call in self.bus.call_many(back, method(self.name, "news"), args, {}, timeout=ANSWER_S):
+            for call in self.bus.call_many(list(workers), method(self.name, "news"), args, {}, timeout=ANSWER_S):
                 call.add_done_callback(lambda done: done.exception())  # one without a receiver asks when it makes one
 
     def error(self, version: int | None, failures: Mapping[str, TransferFailure]) -> WeightsError:

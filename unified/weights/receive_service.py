@@ -79,6 +79,7 @@ class ReceiveService:
         copy: copy tensors into memory of this process; None: only if the sender cannot spare its own memory.
         node: the node of this worker; empty: not known.
         members: full names of all workers of the role, which receive the same versions.
+        load: called with a complete version before its sender learns that it is here, one at a time.
         on_published: called, without a lock, on the thread that completed a version.
     """
 
@@ -90,12 +91,16 @@ class ReceiveService:
         copy: bool | None,
         node: str,
         members: Sequence[str],
+        load: Callable[[VersionedStateDict], object] | None = None,
         on_published: Callable[[int], object],
     ) -> None:
         self.name = name
         self._bus = bus
         self._me = bus.worker
         self._copy = copy
+        self._load = load
+        self._loaded = 0
+        self._loading = threading.Lock()
         self._on_published = on_published
         self._versions = VersionTable()
         self._coming: dict[str, IncomingVersion] = {}
@@ -107,7 +112,7 @@ class ReceiveService:
         self._buffers = BufferPool(one_size=True, max_idle=MAX_IDLE)
         self._changed = threading.Condition(threading.Lock())
         self._is_closed = False
-        self._catch_up = CatchUp(bus, name, node, members, lambda: self._latest)
+        self._catch_up = CatchUp(bus, name, node, members, lambda: self._latest, self._await_coming)
         self._stop_listening = bus.on_directory(self._learn)
         handlers: dict[str, Callable[..., Any]] = {
             "version": self._answer_version,
@@ -147,6 +152,10 @@ class ReceiveService:
                     f"{self.name!r}: newest complete: {there}; under way: {coming or 'nothing'}."
                 )
             return latest
+
+    def _await_coming(self, version: int, timeout_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or not self._versions.is_coming(version), timeout_s)
 
     def close(self) -> None:
         """Stop receiving and drop all versions. Can be called twice."""
@@ -242,8 +251,20 @@ class ReceiveService:
         self._settle(ended)
         return {}
 
-    def _commit(self, session: str) -> Future[TransferFailure | None]:
+    def _commit(self, session: str) -> Any:
         """Return a future of the session's end: None, or the reason why its version was not published."""
+        ended = self._publish_committed(session)
+        if self._load is None:
+            return ended
+        failure = ended.result()
+        with self._loading:
+            latest = self._latest
+            if failure is None and latest is not None and latest.version != self._loaded:
+                self._load(latest)
+                self._loaded = latest.version
+        return failure
+
+    def _publish_committed(self, session: str) -> Future[TransferFailure | None]:
         future: Future[TransferFailure | None] = Future()
         with self._changed:
             ended = self._versions.commit(session)
@@ -283,6 +304,7 @@ class ReceiveService:
         for each in ended:
             with self._changed:
                 self._coming.pop(each.session, None)
+                self._changed.notify_all()
                 awaited = self._awaited.pop(each.session, [])
             for future in awaited:
                 future.set_result(self._as_failure(each))

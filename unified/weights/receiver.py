@@ -39,6 +39,8 @@ class WeightsReceiver(ClosedOnExit):
         copy: True: copy each version into memory of this process as it comes. False: keep it where it arrives, which
             on the sender's host is shared memory of the sender. None: keep it, unless the sender says that its model is
             too large for that. See docs/weights.md for the costs.
+        load: called with each version before its sender learns that it is here: `sync_weights` returns when all
+            receivers have loaded it.
         bus: for tests; by default this worker's own.
 
     Raises:
@@ -46,7 +48,14 @@ class WeightsReceiver(ClosedOnExit):
         NotInWorkerError: this process is not a worker.
     """
 
-    def __init__(self, name: str = "default", *, copy: bool | None = None, bus: BusEndpoint | None = None) -> None:
+    def __init__(
+        self,
+        name: str = "default",
+        *,
+        copy: bool | None = None,
+        load: Callable[[VersionedStateDict], object] | None = None,
+        bus: BusEndpoint | None = None,
+    ) -> None:
         with needed_by("WeightsReceiver"):
             from unified.weights.receive_service import ReceiveService  # imports torch
 
@@ -65,7 +74,7 @@ class WeightsReceiver(ClosedOnExit):
         else:
             node, members = "", [each.worker for each in bus.directory.entries]
         self._service = ReceiveService(
-            bus, name, copy=copy, node=node, members=members, on_published=self._on_published
+            bus, name, copy=copy, node=node, members=members, load=load, on_published=self._on_published
         )
 
     @property

@@ -36,7 +36,7 @@ from unified.weights.versions import (
     LATE,
     LOST,
     SUPERSEDED,
-    SyncedVersion,
+    SyncReport,
     TransferFailure,
     failure_of,
 )
@@ -75,7 +75,7 @@ def sync_weights(
     weights: torch.nn.Module | Mapping[str, Any],
     name: str,
     options: SyncOptions,
-) -> SyncedVersion:
+) -> SyncReport:
     """Send a version to the receivers called `name`; see `RoleGroup.sync_weights`."""
     if not actors:
         raise UsageError("No actors in the role group.")
@@ -121,7 +121,7 @@ class WeightsSender:
 
     def send(
         self, weights: torch.nn.Module | Mapping[str, Any], targets: Mapping[str, str], options: SyncOptions
-    ) -> SyncedVersion:
+    ) -> SyncReport:
         """Bring a version to all targets that have a receiver; return its number.
 
         Args:
@@ -157,7 +157,7 @@ class WeightsSender:
         wanted = {0} | {bucket.rank for bucket in buckets}
         return tuple(sender for rank, (sender, _, _) in enumerate(said) if rank in wanted)
 
-    def _send(self, task: _SendTask, targets: Mapping[str, str]) -> SyncedVersion:
+    def _send(self, task: _SendTask, targets: Mapping[str, str]) -> SyncReport:
         """Make attempts until all targets that have a receiver have the version, and `require` at least.
 
         Later attempts are for targets that failed.
@@ -165,25 +165,25 @@ class WeightsSender:
         version = task.options.version
         num_tries = 0
         have: list[WorkerIncarnation] = []
-        left_out: dict[str, str] = {}
         while True:
             attempt = self._begin(task, targets, version, task.options.require - len(have))
             version = attempt.plan.version
             self._last = max(self._last, version)
-            left_out |= attempt.left_out
             pipeline = BucketPipeline(self._bus, self._name, attempt, task.deadline)
             if not task.options.wait:
                 self._send_later(task, attempt, pipeline)
-                return SyncedVersion(version, [], left_out)
+                return SyncReport(version, (), attempt.left_out)
             failures = self._send_now(task, attempt, pipeline) if attempt.receivers else {}
             have += [each for each in attempt.receivers if each.worker not in failures]
+            is_over = not failures or not _are_lost(failures)
+            if is_over and task.ranks.rank == 0:
+                self._handshake.tell(attempt.left_out, version, have)
             if not failures:
-                if task.ranks.rank == 0:
-                    self._handshake.tell(left_out, version, have)
-                return SyncedVersion(version, [each.worker for each in have], left_out)
-            if not _are_lost(failures):
+                return SyncReport(version, tuple(each.worker for each in have), attempt.left_out)
+            if is_over:
                 raise self._handshake.error(version, failures)
-            targets = {worker: node for worker, node in targets.items() if worker in failures}
+            with_it = {each.worker for each in have}
+            targets = {worker: node for worker, node in targets.items() if worker not in with_it}
             time.sleep(AGAIN.delay_s(num_tries, SystemRandom()))
             num_tries += 1
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from unified.errors import (
     BusOverloadedError,
@@ -56,26 +56,15 @@ def failure_of(error: BaseException) -> TransferFailure:
             return TransferFailure(FAILED, f"{type(error).__name__}: {error}")
 
 
-class SyncedVersion(int):
-    """A version's number, as `RoleGroup.sync_weights` returns it, and who has the version.
+class SyncReport(NamedTuple):
+    """Report of a sync: the workers that have the version, and those that do not."""
 
-    Attributes:
-        receivers: full names of the workers that have it; empty after a call with ``wait=False``.
-        left_out: the other workers of the group, and why each had no receiver when the call began, or lost it. Each
-            gets the newest version from a member of its role as soon as it has a receiver again.
-    """
-
-    receivers: list[str]
+    version: int
+    receivers: tuple[str, ...]
+    """Full names of the workers that have it; empty after a call with ``wait=False``."""
     left_out: dict[str, str]
-
-    def __new__(cls, version: int, receivers: list[str], left_out: dict[str, str]) -> Self:
-        """Return the number with what is known about it."""
-        made = super().__new__(cls, version)
-        made.receivers, made.left_out = receivers, left_out
-        return made
-
-    def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        return int, (int(self),)  # an argument of a call is the plain number
+    """The other workers of the group, and why each had no receiver. Each gets the newest version from a member of its
+    role as soon as it has a receiver."""
 
 
 class TransferOffer(Value, frozen=True, kw_only=True):
@@ -234,6 +223,10 @@ class VersionTable:
             for incoming in self._open.values()
             for offer in [incoming.offer]
         )
+
+    def is_coming(self, version: int) -> bool:
+        """Return whether a version of at least this number is on its way."""
+        return any(each.offer.version >= version for each in self._open.values())
 
     @property
     def open_sessions(self) -> list[str]:

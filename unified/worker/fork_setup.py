@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from unified import process
 from unified.config import settings
-from unified.errors import OptionError
+from unified.errors import OptionError, listed
 
 if TYPE_CHECKING:
     from unified.protocol.worker_agent import Launch
@@ -50,6 +50,8 @@ LATER = (
 )
 """Modules that torch imports when a model is first wrapped in DDP or an optimizer takes its first step: 800 in all,
 more than a second, in every rank. In pieces of some tenths of a second, since no worker is forked meanwhile."""
+OPENED: list[str] = []
+"""Lines on preloads that left files open in this zygote."""
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _CUDA_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Variable with which `torch.cuda.is_available` asks NVML, and does not initialise CUDA."""
@@ -195,7 +197,7 @@ def preload_named(name: str) -> tuple[str, bool]:
 
     Returns a line on what went wrong, or an empty text, and True if the import started threads.
     """
-    before, note = process.num_threads(), ""
+    before, files, note = process.num_threads(), _open_files(), ""
     with _guarded(is_named=True):
         try:
             _resolve(name)
@@ -204,7 +206,17 @@ def preload_named(name: str) -> tuple[str, bool]:
             note = f"preload of {name!r} failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     if (num := process.num_threads() - before) > 0:
         note = f"preload of {name!r} started {num} thread(s), which a fork lacks. {AS_NEW}"
+    elif opened := _open_files() - files:
+        OPENED.append(f"preload of {name!r} left {listed(sorted(opened))} open, which a fork lacks. {AS_NEW}")
     return note, num > 0
+
+
+def _open_files() -> set[str]:
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that lists them
+            found.add(os.readlink(f"/proc/self/fd/{number}"))
+    return found
 
 
 def _resolve(name: str) -> None:

@@ -243,9 +243,9 @@ class Zygote:
             notes.append("an import of the zygote started threads, so workers start as new interpreters.")
         if is_spoiled := getattr(sys.modules.get("torch.cuda"), "_is_in_bad_fork", bool)():
             notes.append(f"preload used CUDA, which fails in a fork afterwards. {AS_NEW}")
-        for note in notes:
+        for note in (*notes, *fork_setup.OPENED):
             os.write(2, f"unified: {note}\n".encode(errors="backslashreplace"))
-        return not (has_threads or is_spoiled)
+        return not (has_threads or is_spoiled or fork_setup.OPENED)
 
     def _exec(self, control: int, env: dict[str, str]) -> NoReturn:
         if control != FDS_PER_FORK:

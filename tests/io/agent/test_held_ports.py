@@ -368,3 +368,13 @@ def test_sockets_of_a_request_that_fails_are_closed(block: range) -> None:
     with holder() as held, pytest.raises(UsageError):
         held.hold("job-1", "a", 11)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_ports_use_no_more_than_half_of_the_agents_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (10, 10))
+    with holder() as held:
+        first = held.hold("job-1", "w0", 3)
+        with pytest.raises(UsageError, match=r"node n1 holds no more ports: .* half of its agent's open files .*-n 10"):
+            held.hold("job-1", "w1", 3)
+        assert len(held.hold("job-1", "w1", 2)) == 2
+        assert held.hold("job-1", "w0", 3) == first

@@ -17,7 +17,7 @@ from unified.weights.handshake import method
 from unified.weights.receiver import WeightsReceiver
 from unified.weights.state_dict import OutgoingStateDict
 from unified.weights.transfer_plan import TransferPlan
-from unified.weights.versions import SUPERSEDED, SyncedVersion
+from unified.weights.versions import SUPERSEDED
 
 
 def test_versions_reach_everybody_and_get_into_models(cast: Cast) -> None:
@@ -87,10 +87,10 @@ def test_a_worker_without_receiver_is_named(cast: Cast) -> None:
     with pytest.raises(WeightsTimeoutError, match=r"r2: it has not started yet"):
         cast.send(sender, model_of(1), "r2", timeout=missed(0.2))  # alone: another would have to answer in this time
     assert first.version == 0
-    sent = cast.send(sender, model_of(1), "r0", "r1", "r2")
-    assert (sent, sent.receivers, first.version) == (1, ["r0"], 1)
-    assert list(sent.left_out) == ["r1", "r2"]
-    assert sent.left_out["r2"] == "it has not started yet"
+    assert cast.send(sender, model_of(1), "r0", "r1", "r2") == 1
+    assert (cast.synced.receivers, first.version) == (("r0",), 1)
+    assert list(cast.synced.left_out) == ["r1", "r2"]
+    assert cast.synced.left_out["r2"] == "it has not started yet"
 
 
 @one_route
@@ -98,14 +98,16 @@ def test_a_dead_receiver_does_not_hold_up_a_sync_and_catches_up(cast: Cast) -> N
     cast.receiver("r0")
     cast.receiver("r1")
     sender = cast.sender()
-    assert cast.send(sender, model_of(1)).left_out == {}
+    assert cast.send(sender, model_of(1)) == 1
+    assert cast.synced.left_out == {}
     cast.die("r1")
-    sent = cast.send(sender, model_of(2), "r0", "r1")
-    assert sent.receivers == ["r0"]
-    assert sent.left_out == {"r1": "its incarnation 0 ended (it was killed) and the next has not begun"}
+    assert cast.send(sender, model_of(2), "r0", "r1") == 2
+    assert cast.synced.receivers == ("r0",)
+    assert cast.synced.left_out == {"r1": "its incarnation 0 ended (it was killed) and the next has not begun"}
     fresh = cast.receiver("r1", 1)
     assert values_of(fresh.state_dict()) == {2}  # before anybody can use it
-    assert cast.send(sender, model_of(3), "r0", "r1").receivers == ["r0", "r1"]
+    assert cast.send(sender, model_of(3), "r0", "r1") == 3
+    assert [*cast.synced.receivers] == ["r0", "r1"]
     assert values_of(fresh.state_dict()) == {3}
 
 
@@ -121,7 +123,8 @@ def test_a_receiver_made_during_a_sync_that_left_it_out_gets_its_version(cast: C
     fresh = cast.receiver("r1", 1)
     assert fresh.version == 1
     holdup.release.set()
-    assert sent.result(DEADLINE_S).receivers == ["r0"]
+    assert sent.result(DEADLINE_S) == 2
+    assert cast.synced.receivers == ("r0",)
     assert fresh.wait(2, timeout=DEADLINE_S) == 2
     assert values_of(fresh.state_dict()) == {2}
 
@@ -140,6 +143,66 @@ def test_a_member_that_dies_while_another_catches_up_from_it_is_replaced(cast: C
     cast.die(first)
     holdups[first].release.set()
     assert values_of(caught_up.result(DEADLINE_S).state_dict()) == {1}
+
+
+@one_route
+def test_a_worker_that_was_left_out_takes_the_place_of_one_that_is_lost(cast: Cast, pool: ThreadPoolExecutor) -> None:
+    cast.receiver("r0")
+    sender = cast.sender()
+    holdup = Holdup(cast, "r0", "bucket")
+    sent = pool.submit(cast.send, sender, model_of(1), "r0", "r1")
+    assert holdup.reached.wait(DEADLINE_S)
+    late = cast.receiver("r1")
+    cast.die("r0")
+    holdup.release.set()
+    assert sent.result(DEADLINE_S) == 1
+    assert cast.synced.receivers == ("r1",)
+    assert list(cast.synced.left_out) == ["r0"]
+    assert values_of(late.state_dict()) == {1}
+
+
+@one_route
+def test_a_receiver_beside_a_second_attempt_of_the_sync_is_made_with_its_version(
+    cast: Cast, pool: ThreadPoolExecutor
+) -> None:
+    """The attempt takes the place of the transfer from a member, so the constructor has to wait for the attempt."""
+    cast.receiver("r0")
+    cast.receiver("r1")
+    cast.send(cast.sender(), model_of(1))
+    cast.die("r1")
+    worker = cast.worker("r1", 1)
+    cast.worker("other")
+    pulled = Holdup(cast, "r0", "pull")
+    made = pool.submit(WeightsReceiver, bus=worker)
+    assert pulled.reached.wait(DEADLINE_S)
+    plan, buckets = opened(cast, 1, 1.0, "other", to="r1")
+    pulled.release.set()
+    with pytest.raises(TimeoutError):
+        made.result(missed(0.3))
+    for index, tensors in enumerate(buckets):
+        told(cast, "other", "bucket", plan.session, index, tensors, to="r1")
+    assert told(cast, "other", "commit", plan.session, to="r1") is None
+    receiver = cast.receivers["r1"] = made.result(DEADLINE_S)
+    assert receiver.version == 1
+
+
+@one_route
+def test_a_sync_that_fails_tells_those_it_left_out_who_has_the_version(cast: Cast, pool: ThreadPoolExecutor) -> None:
+    cast.receiver("r0")
+    cast.receiver("bad")
+    sender = cast.sender()
+    cast.send(sender, model_of(1))
+    registry = cast.buses["bad"].registry
+    registry[method("default", "commit")] = lambda session: 1 / 0
+    holdup = Holdup(cast, "r0", "commit")
+    sent = pool.submit(cast.send, sender, model_of(2), "r0", "bad", "r1")
+    assert holdup.reached.wait(DEADLINE_S)
+    late = cast.receiver("r1")
+    assert late.version == 1
+    holdup.release.set()
+    with pytest.raises(WeightsError, match="division by zero"):
+        sent.result(DEADLINE_S)
+    assert late.wait(2, timeout=DEADLINE_S) == 2
 
 
 @one_route
@@ -195,9 +258,7 @@ def set_up_fan_out(cast: Cast) -> None:
         cast.nodes[name] = "there"
 
 
-def begin_and_hold(
-    cast: Cast, pool: ThreadPoolExecutor, worker: str, verb: str, at: int
-) -> tuple[Future[SyncedVersion], Holdup]:
+def begin_and_hold(cast: Cast, pool: ThreadPoolExecutor, worker: str, verb: str, at: int) -> tuple[Future[int], Holdup]:
     """Version 2 is on its way, and stands still at `worker`."""
     sender = cast.sender()
     assert cast.send(sender, model_of(1)) == 1
@@ -230,7 +291,8 @@ def test_a_receiver_that_ends_for_good_is_named_and_the_others_have_it(cast: Cas
     sent, holdup = begin_and_hold(cast, pool, "r1", "bucket", 3)
     cast.die("r1", Reachability.ENDED)
     holdup.release.set()
-    assert sent.result(DEADLINE_S).left_out == {"r1": "it has ended for good (it was killed)"}
+    assert sent.result(DEADLINE_S) == 2
+    assert cast.synced.left_out == {"r1": "it has ended for good (it was killed)"}
     assert first.version == 2
     with pytest.raises(WeightsError, match=r"did not reach:\n  r1: it has ended for good \(it was killed\)"):
         cast.send(cast.sender("other"), model_of(3), "r0", "r1", require=2)
@@ -251,9 +313,9 @@ def test_one_of_those_that_share_a_node_may_die_too(cast: Cast, pool: ThreadPool
 
 
 def opened(
-    cast: Cast, version: int, value: float, sender: str = "trainer"
+    cast: Cast, version: int, value: float, sender: str = "trainer", to: str = "r0"
 ) -> tuple[TransferPlan, list[list[torch.Tensor]]]:
-    """A version that `sender` has begun to send to r0, and its buckets."""
+    """A version that `sender` has begun to send to a receiver, and its buckets."""
     source = OutgoingStateDict(model_of(value))
     plan = TransferPlan(
         session=f"{sender} {version}",
@@ -269,12 +331,12 @@ def opened(
         timeout_s=DEADLINE_S,
         force=False,
     )
-    assert told(cast, sender, "begin", plan) == ""
+    assert told(cast, sender, "begin", plan, to=to) == ""
     return plan, [[source.collect(entry) for entry in bucket.entries] for bucket in plan.buckets]
 
 
-def told(cast: Cast, sender: str, verb: str, *args: Any) -> Any:
-    return cast.buses[sender].call("r0", method("default", verb), args, {}).result(DEADLINE_S)
+def told(cast: Cast, sender: str, verb: str, *args: Any, to: str = "r0") -> Any:
+    return cast.buses[sender].call(to, method("default", verb), args, {}).result(DEADLINE_S)
 
 
 def test_a_sender_that_dies_on_the_way_leaves_no_trace(cast: Cast) -> None:

@@ -74,6 +74,16 @@ def test_a_failed_import_is_a_line_of_each_child(preload: Preload, name: str, te
         assert said[0].startswith(f"unified: preload of {name!r} failed: {reason}")
 
 
+def test_an_import_that_left_a_file_open_is_named_and_its_children_are_new_interpreters(
+    preload: Preload, tmp_path: Path
+) -> None:
+    log = tmp_path / "import.log"
+    zygote = preload("json.tool,mine", mine=f"log = open({str(log)!r}, 'w')\n")
+    child = zygote.fork("exit 5")
+    assert child.read(child.out) == "fresh\n"
+    assert child.read(child.err) == f"unified: preload of 'mine' left {log} open, which a fork lacks. {SO}\n"
+
+
 def test_an_import_that_started_threads_is_named_and_its_children_are_new_interpreters(preload: Preload) -> None:
     zygote = preload("json.tool,mine", mine=THREAD)
     child = zygote.fork("exit 5")

@@ -200,6 +200,7 @@ def test_a_job_has_the_agents_zygote_if_that_has_its_interpreter_and_modules(
 
 def test_a_jobs_zygote_imports_with_the_variables_that_all_its_roles_have() -> None:
     ours = {"HF_HOME": "/data", "SAME": "1", "UNIFIED_TRACE": "1", "PYTHONPATH": "lib"}
+    ours["PORT"] = "{port}"  # of each worker
     roles = [replace(ROLE, name=name, envs={**ours, "OF_ONE": name, name: "1"}) for name in ("a", "b")]
     spec = replace(job(), roles=roles, preload=[HF])
     facts = node(inherited={"SAME": "1", "HF_HOME": "/home"}, preload=(HF,))

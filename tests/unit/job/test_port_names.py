@@ -4,7 +4,7 @@ import pytest
 
 from unified.api.builder import DLJobBuilder
 from unified.errors import JobError, UsageError
-from unified.job.names import MAX_PORTS, num_ports, with_ports
+from unified.job.names import MAX_PORTS, num_ports, quoted_ports, with_ports
 
 PORTS = [20_100, 20_200, 20_300]
 
@@ -19,12 +19,22 @@ PORTS = [20_100, 20_200, 20_300]
         ("{port}{port}", 1, "2010020100"),
         ("port {ports} { port} {port } {port-1} {porta} {Port} {} {0}", 0, None),
         ("echo ${port} ${port1}", 0, None),  # variables of a shell
+        ("{{port}} {{port1}} {port}", 1, "{port} {port1} 20100"),
+        ("{{port} {port}}", 1, "{20100 20100}"),
         ("{port٣} {port12345678901}", 0, None),
     ],
 )
 def test_only_the_names_of_ports_are_replaced(text: str, num: int, there: str | None) -> None:
     assert num_ports([text]) == num
     assert with_ports(text, PORTS[:num]) == (text if there is None else there)
+
+
+@pytest.mark.parametrize(
+    "text", ["{port}", "x{{port}}y", "{{{port3}}}", "{{port}", "http://{host}:{port}/{port64}", "{}"]
+)
+def test_a_quoted_text_comes_out_as_it_was(text: str) -> None:
+    assert num_ports([quoted_ports(text)]) == 0
+    assert with_ports(quoted_ports(text), []) == text
 
 
 def test_the_highest_name_of_all_texts_counts() -> None:

@@ -13,8 +13,8 @@ from unified.worker.context import ActorInfo
 GOOD = SyncOptions(version=None, dtype=None, bucket_bytes=1, timeout=1.0, wait=True, force=False, collective=None)
 
 
-def call(actors: list[ActorInfo], **order: Any) -> int:
-    return sync_weights("rollout", actors, {}, "default", GOOD._replace(**order))
+def call(actors: list[ActorInfo], **order: Any) -> None:
+    sync_weights("rollout", actors, {}, "default", GOOD._replace(**order))
 
 
 def actor() -> ActorInfo:
@@ -32,6 +32,8 @@ def actor() -> ActorInfo:
         ({"version": True}, "version=True"),
         ({"bucket_bytes": 0}, "bucket_bytes and timeout must be above zero"),
         ({"timeout": 0}, "bucket_bytes and timeout must be above zero"),
+        ({"require": 0}, "require=0: the group has 1 workers"),
+        ({"require": 2}, "require=2: the group has 1 workers"),
     ],
 )
 def test_orders_that_make_no_sense(order: dict[str, Any], words: str) -> None:

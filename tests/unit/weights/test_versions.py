@@ -1,6 +1,5 @@
 """Versions are put together from buckets that come in any order, more than once, or never, from senders that die."""
 
-import pickle
 from typing import Any
 
 from hypothesis import strategies as st
@@ -13,7 +12,6 @@ from unified.weights.versions import (
     BucketVerdict,
     SessionEnd,
     SessionOutcome,
-    SyncedVersion,
     TransferOffer,
     VersionTable,
 )
@@ -136,13 +134,6 @@ def test_a_members_transfer_takes_no_place_of_a_sync() -> None:
     assert table.commit("m") == [published("m", 1)]
     begun(table, opening("n", 1, sender=C, is_catch_up=True))
     assert table.check() == []
-
-
-def test_the_result_of_a_sync_is_a_plain_number_elsewhere() -> None:
-    synced = SyncedVersion(3, ["a"], {"b": "it has not started yet"})
-    assert synced + 1 == 4
-    assert (synced.receivers, synced.left_out) == (["a"], {"b": "it has not started yet"})
-    assert type(pickle.loads(pickle.dumps(synced))) is int
 
 
 def test_so_many_at_a_time() -> None:

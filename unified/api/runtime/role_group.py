@@ -29,7 +29,7 @@ from unified.weights.transfer_plan import BUCKET_BYTES
 if TYPE_CHECKING:
     import torch
 
-    from unified.weights.versions import SyncedVersion
+    from unified.weights.versions import SyncReport
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -46,6 +46,7 @@ class RoleGroup(Sequence[RoleActor]):
 
     Attributes:
         options: options of its calls (`with_options`).
+        synced: of the last `sync_weights`: the version, its `receivers`, and who was `left_out`, and why; else None.
 
     Raises:
         UsageError: (a ValueError) ``No actors found for role 'x'.``
@@ -67,6 +68,7 @@ class RoleGroup(Sequence[RoleActor]):
             raise UsageError("RoleGroup got an empty list of roles.")
         self.name = name if name is not None else ",".join(wanted)
         self.options = DEFAULT_OPTIONS
+        self.synced: SyncReport | None = None
         self.actors = [RoleActor(info) for each in wanted for info in actors_of(each, optional=optional)]
 
     def with_options(self, *, timeout: float | None = None, retries: int | None = None) -> Self:
@@ -272,7 +274,7 @@ class RoleGroup(Sequence[RoleActor]):
         force: bool = False,
         collective: bool | None = None,
         require: int = 1,
-    ) -> SyncedVersion:
+    ) -> int:
         """Send a model to all workers of the group that have a `WeightsReceiver`.
 
         One rank calls this; or all ranks of an FSDP2 or DDP model call it together, like a collective. A worker that
@@ -296,7 +298,7 @@ class RoleGroup(Sequence[RoleActor]):
                 group, give its length.
 
         Returns:
-            The version, the same on every rank: an int that knows its `receivers` and who was `left_out`, and why.
+            The version, the same on every rank. `synced` says who has it.
 
         Raises:
             WeightsVersionError: a worker has a newer version, or gets this one from another sender.
@@ -308,7 +310,8 @@ class RoleGroup(Sequence[RoleActor]):
             from unified.weights.sender import SyncOptions, sync_weights  # imports torch
 
         order = SyncOptions(version, dtype, bucket_bytes, timeout, wait, force, collective, require)
-        return sync_weights(self.name, [actor.info for actor in self.actors], weights, name, order)
+        self.synced = sync_weights(self.name, [actor.info for actor in self.actors], weights, name, order)
+        return self.synced.version
 
     def _begin_all(
         self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, scatter: bool
