@@ -219,6 +219,10 @@ class LoaderTimeoutError(LoaderError, TimeoutError):
     """The next batch did not come within the loader's `timeout`."""
 
 
+class EngineError(UnifiedError, RuntimeError):
+    """The engine of a worker has failed or was not ready in time, or has refused a request."""
+
+
 class WeightsError(UnifiedError, RuntimeError):
     """Weights did not reach a receiver, or their transfer was given up; the message says why."""
 

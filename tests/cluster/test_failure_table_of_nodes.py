@@ -12,6 +12,7 @@ import msgspec
 import psutil
 import pytest
 
+from tests.cluster import test_engine_roles as engines
 from tests.cluster import test_failure_table as table
 from tests.cluster.test_failure_table import WITHIN_S, Bench, Check, check, documented, programs  # noqa: F401
 from tests.cluster.test_node_ranges import QUICK
@@ -236,7 +237,7 @@ ELSEWHERE = {"master-killed-too-often", "node-cut-off", "queue-journal-lost"}
 
 
 def test_the_document_has_the_rows_of_these_tests() -> None:
-    tested = [*table.SHARED, *table.OWN, *table.WITH_TORCH, *ROWS, *WITH_TORCH, *ELSEWHERE]
+    tested = [*table.SHARED, *table.OWN, *table.WITH_TORCH, *ROWS, *WITH_TORCH, *ELSEWHERE, *engines.ROWS]
     assert sorted(documented()) == sorted(tested)
 
 

@@ -269,6 +269,10 @@ class BusEndpoint:
             for target, payload in zip(targets, payloads, strict=True)
         ]
 
+    def num_open(self, worker: str) -> int:
+        """Return how many calls of this process to a worker have not ended."""
+        return self._client.table.num_open(worker)
+
     def allocate(self, nbytes: int) -> memoryview | None:
         """Return memory to write to, of which workers of this host get views when it is sent; None: none is available.
 

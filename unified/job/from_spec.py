@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from msgspec.structs import asdict
+
 from unified.job.entrypoint import NO_PYTHON
 from unified.job.payload import decode
 from unified.job.spec import EntryPoint, RoleSpec
@@ -12,6 +14,7 @@ from unified.job.to_spec import same_fields
 from unified.job.workloads import (
     CustomWorkloadDesc,
     ElasticWorkloadDesc,
+    EngineDesc,
     NodeGroupFailoverDesc,
     ResourceDesc,
     SimpleWorkloadDesc,
@@ -52,6 +55,8 @@ def workload_of(role: RoleSpec) -> WorkloadDesc:
             "comm_backend": role.communication.backend,
             "comm_timeout_s": role.communication.timeout_s,
         }
+    elif role.engine is not None:
+        fields["engine"] = EngineDesc.model_construct(**asdict(role.engine))
     elif role.kind == "custom":
         fields |= {"module_name": role.entry_point.target, "class_name": role.entry_point.attribute}
     return kind.model_construct(**fields)

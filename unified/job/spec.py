@@ -118,6 +118,17 @@ def stream_bits(stream: Literal["out", "err"]) -> int:
     return 1 if stream == "out" else 2
 
 
+class EngineOptions(Value, frozen=True, kw_only=True):
+    """An HTTP server that each worker of a role starts and watches. See `DLJobBuilder.engine`."""
+
+    command: list[str]
+    """Program and arguments, with `{port}` for the port that the server listens on."""
+    ready: str = "/health"
+    start_timeout: float = 1800.0
+    unhealthy_timeout: float = 15.0
+    stall_timeout: float = 120.0
+
+
 class WorkerPlace(Value, frozen=True, kw_only=True):
     """Ranks of a worker in its role and in its group."""
 
@@ -163,6 +174,8 @@ class RoleSpec(Value, frozen=True, kw_only=True):
     auto_visible_devices: bool = True
     communication: Communication = Communication()
     output_files: OutputFiles | None = None
+    engine: EngineOptions | None = None
+    """None: the worker runs the entry point alone."""
     min_nodes: int | None = None
     max_nodes: int | None = None
     failover_label: str | None = None

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec.structs import replace
+
 from unified.errors import UsageError
 from unified.job import entrypoint, payload, requirements
 from unified.job.config import JobConfig, device_share
 from unified.job.driver import WORKING_DIR, Driver
 from unified.job.report_to import REPORT_TO, check_report_to
-from unified.job.spec import Communication, EntryPoint, JobSpec, OutputFiles, Resources, RoleSpec
-from unified.job.workloads import BaseWorkloadDesc, ElasticWorkloadDesc, ResourceDesc
+from unified.job.spec import Communication, EngineOptions, EntryPoint, JobSpec, OutputFiles, Resources, RoleSpec
+from unified.job.workloads import BaseWorkloadDesc, ElasticWorkloadDesc, ResourceDesc, SimpleWorkloadDesc
 
-_CONVERTED = frozenset({"entry_point", "envs", "config", "output_files"})
+_CONVERTED = frozenset({"entry_point", "envs", "config", "output_files", "engine"})
 
 
 def to_spec(config: JobConfig, driver: Driver | None = None) -> JobSpec:
@@ -71,12 +73,15 @@ def _role(name: str, config: JobConfig, driver: Driver) -> RoleSpec:
     failover = workload.node_group_failover
     grouped = sum(other.group == workload.group for other in job.workloads.values()) if workload.group else 1
     elastic = workload if isinstance(workload, ElasticWorkloadDesc) else None
+    engine = workload.engine if isinstance(workload, SimpleWorkloadDesc) else None
+    entry_point = _entry_point(name, workload.entry_point)
     hang_timeout = config.hang_timeout if elastic and workload.hang_timeout is None else workload.hang_timeout
     return RoleSpec(
         **{field: getattr(workload, field) for field in same_fields(type(workload))},
         name=name,
         kind=workload.backend,
-        entry_point=_entry_point(name, workload.entry_point),
+        entry_point=replace(entry_point, argv=engine.command) if engine else entry_point,
+        engine=EngineOptions(**engine.model_dump()) if engine else None,
         collocation=workload.group,
         resources=_resources(workload.resource, grouped),
         envs=check_report_to({**driver.env, **trackers, **shared, **workload.envs}),

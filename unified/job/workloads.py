@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
@@ -276,6 +277,10 @@ class ElasticWorkloadDesc(BaseWorkloadDesc):
         return fields
 
 
+ENGINE = "unified.engine.worker.EngineWorker"
+"""Entry point of a role with an engine."""
+
+
 class IndependentWorkloadDesc(BaseWorkloadDesc):
     """Base of simple and custom workloads: their workers need not begin together."""
 
@@ -284,10 +289,50 @@ class IndependentWorkloadDesc(BaseWorkloadDesc):
     would restart its role (2) or the job (1)."""
 
 
+class EngineDesc(Description):
+    """An HTTP server that each worker of a role starts and watches."""
+
+    thing: ClassVar[str] = "engine"
+
+    command: list[str] = Field(min_length=1)
+    """Program and arguments, or one text as for a shell, with ``{port}`` for the port that the server listens on."""
+    ready: str = Field(default="/health", pattern="^/")
+    """Path that the server answers with a status of 200 to 299 when it can work, from its start to its end."""
+    start_timeout: Seconds = Field(default=1800.0, gt=0)
+    """Seconds from the start of the server to the first such answer."""
+    unhealthy_timeout: Seconds = Field(default=15.0, gt=0)
+    """Seconds without such an answer after which the server has failed."""
+    stall_timeout: Seconds = Field(default=120.0, ge=0)
+    """Seconds in which vLLM or SGLang has open requests and makes no token, after which it has failed; 0: never."""
+
+    @field_validator("command", mode="before")
+    @classmethod
+    def _words_of_a_text(cls, value: Any) -> Any:
+        return shlex.split(value) if isinstance(value, str) else value
+
+    @field_validator("command")
+    @classmethod
+    def _it_names_its_port(cls, value: list[str]) -> list[str]:
+        if num_ports(value) == 0:
+            raise ValueError("write {port} where the server is told its port: the agent holds one for each worker.")
+        return value
+
+
 class SimpleWorkloadDesc(IndependentWorkloadDesc):
     """Workers that run side by side; none waits for another unless their code does."""
 
     backend: Literal["simple"] = "simple"
+    engine: EngineDesc | None = None
+    """A server, in place of an entry point. The role is then a service, and its workers restart alone."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _engine_is_a_service(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping) or data.get("engine") is None:
+            return data
+        if (entry_point := data.get("entry_point", ENGINE)) != ENGINE:
+            raise ValueError(f"a role has an engine or an entry point ({entry_point}), not both.")
+        return {"entry_point": ENGINE, "is_service": True, "restart_alone": True, **data}
 
     @field_validator("backend", mode="before")
     @classmethod

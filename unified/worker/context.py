@@ -111,6 +111,8 @@ class Worker:
         """The elastic round it runs in; 0 before the order to run."""
         self.device = device
         """Device by torch's name: ``cuda:0``, ``npu:1``, ``cpu``."""
+        self.address = launch.address
+        """Address of this node for other hosts."""
         self.master_address = launch.master
         self.cluster_key = launch.key
         """Key with which this process speaks to other hosts, or None. Printed, a key shows its fingerprint only."""
@@ -215,6 +217,17 @@ class Worker:
         The change comes when all workers of the role have said so. Without an announced change, this does nothing.
         """
         self._changes.ready()
+
+    def grace_left(self) -> float:
+        """Return the seconds that are left of the grace period of a stop; all of it before a stop was asked for."""
+        return self._stop.left_s()
+
+    def fail(self, error: BaseException) -> None:
+        """End this worker with an error, from any thread, as if its entry point had raised it.
+
+        If the entry point has not returned, this comes into force when it does.
+        """
+        self._stop.fail(error)
 
     def on_finish(self, callback: Callable[[], None]) -> None:
         """Call `callback()` in the main thread once the entry point has returned; not if it raises. The callback should

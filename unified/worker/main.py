@@ -108,6 +108,7 @@ class _WorkerProcess:
             grace_s=launch.spec.stop_grace_s,
             save_grace_s=launch.spec.save_grace_s,
         )
+        self._stop.fail = self._fail_soon
         self._reporter = Reporter(channel.send)
         self._stacks = StackDumper(launch)
         self._recorder = StepRecorder(
@@ -127,6 +128,8 @@ class _WorkerProcess:
         self._category = "crash"
         """Category of an error that happens now: the runtime's until user code runs."""
         self._only_serves = self._is_service = False
+        self._late_error: BaseException | None = None
+        """Error that ends the worker once its entry point has returned."""
         self._pid = os.getpid()
         channel.before_exit = self._unlink_sockets
         os.register_at_fork(after_in_child=channel.disown)
@@ -307,6 +310,8 @@ class _WorkerProcess:
         """End in order when the job says so: `atexit` functions first, then the process group, then the bus."""
         self._stop.on_stop(lambda: self._main_thread.submit(None), is_users=False)
         self._main_thread.serve(self._stop.run_call)
+        if self._late_error is not None and not self._stop.is_asked:
+            self._fail(self._late_error)
         self._stop.wait()
 
         def last() -> None:
@@ -367,6 +372,10 @@ class _WorkerProcess:
         if is_stopped:
             exit_process(code, left_s=self._stop.left_s, last=last, clear=self._clear, on_cut=self._report_cut)
         exit_process(code, last=last, clear=self._clear)
+
+    def _fail_soon(self, error: BaseException) -> None:
+        self._late_error = self._late_error or error
+        self._main_thread.submit(None)
 
     def _report_unread(self, *, settle: bool) -> None:
         """Log and count the errors of calls that user code never read."""

@@ -65,6 +65,8 @@ class StopState:
         self.on_saving = on_saving
         self.grace_s = grace_s
         self.save_grace_s = save_grace_s
+        self.fail: Callable[[BaseException], None] = lambda error: None
+        """Function that ends the worker with an error, from any thread."""
         self._num_saves = 0
         self._saved_at = 0.0
         self._counting = threading.Lock()

@@ -31,9 +31,9 @@ MAX_FRUITLESS = 5
 """Charged failures in a row without a new step between them, after which the job is not restarted."""
 _MAY_PASS = (
     *("Connect", "Timeout", "Unavailable", "Unreachable", "URLError", "gaierror"),
-    *("AcceleratorError", "torch.distributed."),
+    *("AcceleratorError", "torch.distributed.", "EngineError"),
 )
-"""Parts of the type names of network and device errors, which may not recur."""
+"""Parts of the type names of errors of networks, devices and engines, which may not recur."""
 
 
 class Refusal(NamedTuple):

@@ -173,3 +173,41 @@ def test_a_segmentation_fault_prints_the_stack_of_its_thread_only(agent: Agent) 
     assert "Segmentation fault" in printed
     assert 'wp_code.py", line 2 in run' in printed
     assert printed.count("most recent call first") == 1
+
+
+SERVICE = """
+import threading
+from unified.api.runtime.worker import current_worker
+from unified import rpc
+
+class Service:
+    def __init__(self):
+        worker = current_worker()
+        worker.{when}(lambda: threading.Thread(target=worker.fail, args=[ValueError("the child ended")]).start())
+        worker.fail(KeyError("first")) if {is_first} else None
+
+    @rpc()
+    def ask(self): pass
+"""
+
+
+def test_a_service_can_be_ended_with_an_error_by_any_of_its_threads(agent: Agent) -> None:
+    child = agent.run(SERVICE.format(when="on_finish", is_first=False), "Service", is_service=True)
+    assert child.expect(Finished).is_serving
+    assert child.failure().summary == "ValueError: the child ended"
+    assert child.exit_code() == 1
+    assert child.errors.read_text() == "ValueError: the child ended\n"
+
+
+def test_the_first_of_such_errors_counts_once_the_entry_point_has_returned(agent: Agent) -> None:
+    child = agent.run(SERVICE.format(when="on_finish", is_first=True), "Service", is_service=True)
+    child.expect(Finished)
+    assert child.failure().summary == "KeyError: 'first'"
+
+
+def test_no_error_ends_a_worker_that_is_stopped(agent: Agent) -> None:
+    child = agent.run(SERVICE.format(when="on_stop", is_first=False), "Service", is_service=True)
+    child.expect(Finished)
+    child.stop()
+    assert child.exit_code() == 0
+    assert "the child ended" not in child.errors.read_text()

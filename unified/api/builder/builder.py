@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -139,6 +139,28 @@ class DLJobBuilder:
         if self._role is None:
             raise JobError("run() does not know which role it describes: call role(name) before it.")
         return self._add(SimpleRoleBuilder(self, self._role, entry_point_of(entrypoint, cls)))
+
+    def engine(
+        self, command: str | Sequence[str], *, ready: str = "/health", **options: float | timedelta
+    ) -> SimpleRoleBuilder[Self]:
+        """Add a role whose workers each run an HTTP server, under the name given to `role`: vLLM, SGLang, any other.
+
+            builder.role("rollout").engine("vllm serve my/model --port {port}").total(2).resource(accelerator=1)
+
+        A worker is SERVING once the server is ready, and watches it. A server that ends, or is not well, fails its
+        worker, which starts again alone. `RoleGroup("rollout").urls()` has the addresses. See Engines.
+
+        Args:
+            command: program and arguments, one text as for a shell, or a list. ``{port}`` becomes the port that the
+                agent holds for the worker. vLLM and SGLang get ``--host 127.0.0.1`` unless the command has a host.
+            ready: path that the server answers with a status of 200 to 299 when it can work.
+            options: seconds: ``start_timeout`` (1800) from the start to the first such answer, ``unhealthy_timeout``
+                (15) without one afterwards, and ``stall_timeout`` (120; 0: never) in which vLLM or SGLang has open
+                requests and makes no token.
+        """
+        if self._role is None:
+            raise JobError("engine() does not know which role it describes: call role(name) before it.")
+        return self._add(SimpleRoleBuilder(self, self._role, engine={"command": command, "ready": ready, **options}))
 
     def workload(self, role: str, entrypoint: EntryPoint, cls: str | None = None) -> SimpleRoleBuilder[Self]:
         """`role(role).run(entrypoint)` in one call."""

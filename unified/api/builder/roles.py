@@ -26,10 +26,12 @@ class RoleBuilder(Generic[ParentT]):
 
     backend = "simple"
 
-    def __init__(self, parent: ParentT, role: str, entry_point: EntryPoint) -> None:
+    def __init__(self, parent: ParentT, role: str, entry_point: EntryPoint | None = None, **fields: Any) -> None:
         self.role_name = role
         self._parent = parent
-        self._fields: dict[str, Any] = {"backend": self.backend, "entry_point": entry_point}
+        self._fields: dict[str, Any] = {"backend": self.backend, **fields}
+        if entry_point is not None:
+            self._fields["entry_point"] = entry_point
 
     def _set(self, **fields: Any) -> Self:
         self._fields.update(fields)

@@ -18,6 +18,7 @@ from unified.api.runtime.calling import (
     begin_each,
     check_stream,
 )
+from unified.api.runtime.engines import least_busy, urls_from_here
 from unified.api.runtime.role_actor import RoleActor, actors_of
 from unified.bus.calls.future import RpcFuture, gather
 from unified.bus.calls.registry import method_name
@@ -260,6 +261,39 @@ class RoleGroup(Sequence[RoleActor]):
         options = self.options.taken_from(kwargs)
         check_stream(options)
         return [PromisedStream(future) for future in self._begin_all(method, args, kwargs, options, scatter)]
+
+    def urls(self, *, require: int = 1, timeout: float = 1800.0) -> list[str]:
+        """Return the addresses, such as ``http://127.0.0.1:20417``, of the group's engines that are ready, by rank.
+
+        Engines listen on loopback unless their command has another ``--host``. An engine on another host is only
+        listed if it listens there; `next` reaches all of them. After a restart on its node an engine has its address
+        again.
+
+        Args:
+            require: number of engines to wait for.
+            timeout: seconds of that wait.
+
+        Raises:
+            EngineError: there are fewer; names those that are not ready.
+            UsageError: no engine can be reached from this host by its address.
+        """
+        return urls_from_here(self.actors, require, timeout)
+
+    def next(self, *, timeout: float = 1800.0) -> RoleActor:
+        """Return the worker of the group to which this process has the fewest open calls: a simple load balancer.
+
+            text = RoleGroup("rollout").next().call("request", "POST", "/v1/completions", {"prompt": "…"}).result()
+
+        Workers of engines count once their engine is ready.
+
+        Args:
+            timeout: seconds to wait until one of the engines is ready.
+
+        Raises:
+            EngineError: none was ready in time.
+        """
+        self._check_not_empty()
+        return least_busy(self.actors, timeout)
 
     def sync_weights(
         self,

@@ -382,6 +382,10 @@ class CallTable:
         if call.lost:
             self._timers.cancel(("lost", call.call_id))
 
+    def num_open(self, worker: str) -> int:
+        """Return the number of open calls to a worker."""
+        return len(self._by_target.get(worker, ()))
+
     def _calls_to(self, worker: str) -> list[_OpenCall]:
         return list(self._by_target.get(worker, {}).values())
 

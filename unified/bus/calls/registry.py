@@ -19,7 +19,7 @@ RPC_THREAD = "__unified_rpc_thread__"  # attribute of a class that `@rpc(thread=
 _RUNTIMES = ("unified.", "__queue__.")
 """Prefixes of the names of the runtime's own methods, which are not for users."""
 
-EARLY = ("unified.attach", "unified.weights.")
+EARLY = ("unified.attach", "unified.weights.", "unified.engine.")
 """Prefixes of methods that answer before the exports are complete: entry points have breakpoints, and load weights."""
 
 

@@ -297,8 +297,9 @@ def test_the_same_error_at_the_same_line_before_any_step_twice_is_permanent() ->
         structs.replace(BUG, category="crash"),
         structs.replace(BUG, exception_type="requests.exceptions.ConnectionError"),
         structs.replace(BUG, exception_type="torch.AcceleratorError"),
+        structs.replace(BUG, exception_type="unified.errors.EngineError"),
     ],
-    ids=["other line", "no traceback", "crash", "network", "device"],
+    ids=["other line", "no traceback", "crash", "network", "device", "engine"],
 )
 def test_other_failures_are_not_permanent(second: Failure) -> None:
     bench = Bench(simple(per_node_max_failure=9))

@@ -1,0 +1,143 @@
+"""Weights of an engine: a version that its worker has received is loaded by the engine's own processes.
+
+vLLM maps the shared memory in which the version is, through its backend `unified` (`vllm_plugin`). The engine is paused
+meanwhile, and requests under way go on with the new weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unified.weights.state_dict import VersionedStateDict
+from unified.weights.transfer_plan import Bucket, TensorEntry
+
+Ask = Callable[[str, str, Any], Any]
+"""Sends the engine a request: method, path, body; EngineError if the status is 400 or above."""
+LEAST_VLLM = (0, 28)
+PLUGIN = str(Path(__file__).parent / "vllm_plugin")
+_FIND_VERSION = """import importlib.util, runpy
+folder = importlib.util.find_spec("vllm").submodule_search_locations[0]
+print(runpy.run_path(folder + "/_version.py")["__version__"])"""
+_CONFIG = "--weight-transfer-config"
+
+
+class VllmWeights:
+    """Loads versions into vLLM, from 0.28 on."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+        self._is_set_up = False
+
+    def load(self, state: VersionedStateDict) -> None:
+        """Have the engine load a version; EngineError: it did not."""
+        # Tied tensors go under each of their names: vLLM may keep a packed copy of the output layer.
+        whole = {name: each for name, each in state.items() if isinstance(each, torch.Tensor) and each.numel()}
+        if not self._is_set_up:
+            self._ask("POST", "/init_weight_transfer_engine", {"init_info": {}})
+            self._is_set_up = True
+        with _locations(whole) as locations:
+            self._ask("POST", "/pause?mode=keep", None)
+            self._ask("POST", "/start_weight_update", None)
+            self._ask("POST", "/update_weights", {"update_info": {"tensors": locations}})
+            self._ask("POST", "/finish_weight_update", {"weight_version": str(state.version)})
+            self._ask("POST", "/resume", None)
+
+
+def prepare_vllm(command: list[str], environ: MutableMapping[str, str], *, is_open: bool) -> tuple[list[str], str]:
+    """Return the command of a vLLM that takes weights, and why it cannot take any, or an empty text.
+
+    What the user has set stays: another backend, or ``VLLM_SERVER_DEV_MODE``.
+
+    Args:
+        is_open: other hosts reach the engine.
+    """
+    given = [word for word in command if word.partition("=")[0] == _CONFIG]
+    if given:
+        return command, "" if any("unified" in word for word in command) else f"its command has a {_CONFIG} of its own"
+    if is_open and "VLLM_SERVER_DEV_MODE" not in environ:
+        return command, "other hosts reach it, so VLLM_SERVER_DEV_MODE, which anybody may call, is left to you"
+    program = shutil.which(command[0]) or command[0]
+    python = program if command[1:2] == ["-m"] else _interpreter(program)
+    found = subprocess.run([python, "-c", _FIND_VERSION], capture_output=True, text=True, timeout=60, check=False)
+    version = found.stdout.strip()
+    numbers = re.findall(r"\d+", version)
+    if not numbers:
+        return command, f"the version of vLLM is not known ({found.stderr.strip()[-200:]})"
+    if tuple(map(int, numbers[:2])) < LEAST_VLLM:
+        return command, f"vLLM {version} takes no weights: 0.28 or newer does"
+    environ.setdefault("VLLM_SERVER_DEV_MODE", "1")  # it has the routes for weights
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [PLUGIN, environ.get("PYTHONPATH")]))
+    return [*command, _CONFIG, '{"backend": "unified"}'], ""
+
+
+def _interpreter(program: str) -> str:
+    """Return the interpreter in the first line of a script, else this one."""
+    try:
+        with open(program, "rb") as file:
+            first = file.readline(4096).decode(errors="replace").strip()
+    except OSError:
+        return sys.executable
+    return first.removeprefix("#!").split()[0] if first.startswith("#!/") else sys.executable
+
+
+Location = tuple[str, str, list[int], str, int]
+"""Name, dtype, shape, file and offset of a tensor."""
+
+
+@contextlib.contextmanager
+def _locations(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[Location]]:
+    """Yield the locations of all tensors in files of shared memory, which are there until the context is left.
+
+    Tensors that are in no such file, as small ones are not, are copied into one that only this process's descriptor
+    names, so that nothing of it stays, whatever happens.
+    """
+    files = _SharedFiles()
+    found = {name: files.find(each.data_ptr()) for name, each in tensors.items() if each.is_contiguous()}
+    loose = [(name, each) for name, each in tensors.items() if found.get(name) is None]
+    bucket = Bucket(tuple(TensorEntry(name, "", tuple(each.shape), each.nbytes) for name, each in loose), 0)
+    descriptor = os.memfd_create("unified-weights")
+    try:
+        if loose:
+            os.truncate(descriptor, bucket.nbytes)
+            memory = mmap.mmap(descriptor, bucket.nbytes)
+            for (name, each), offset in zip(loose, bucket.offsets, strict=True):
+                flat = torch.frombuffer(memory, dtype=each.dtype, count=each.numel(), offset=offset)
+                flat.view(each.shape).copy_(each)
+                found[name] = f"/proc/{os.getpid()}/fd/{descriptor}", offset
+        yield [
+            (name, str(each.dtype).removeprefix("torch."), list(each.shape), *place)
+            for name, each in tensors.items()
+            if (place := found[name]) is not None
+        ]
+    finally:
+        os.close(descriptor)
+
+
+class _SharedFiles:
+    """The files of shared memory that this process has mapped now."""
+
+    def __init__(self) -> None:
+        self._mapped: list[tuple[int, int, int, str]] = []
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            span, _, offset, _, _, *path = line.split(maxsplit=5)
+            if path and path[0].startswith("/dev/shm/") and not path[0].endswith(" (deleted)"):
+                start, end = (int(number, 16) for number in span.split("-"))
+                self._mapped.append((start, end, int(offset, 16), path[0]))
+
+    def find(self, address: int) -> tuple[str, int] | None:
+        """Return the file that is mapped at an address, and the offset in the file; None if there is none."""
+        for start, end, offset, path in self._mapped:
+            if start <= address < end:
+                return path, offset + address - start
+        return None
