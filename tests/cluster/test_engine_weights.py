@@ -67,12 +67,17 @@ def train():
             print("not yet:", error)
     check(rollout[1], version, 2.0)
 
-    rollout[0].call("request", "POST", "/break").result(60)
-    version = sync(rollout, model, 3.0)
-    assert rollout.synced.receivers == (rollout[1].name,), rollout.synced
-    check(rollout[1], version, 3.0)
-    rollout.urls(require=2)
-    check(rollout[0], version, 3.0)  # a new process, which got the version from the other worker
+    assert sync(rollout, model, 2.5, version=version) == version  # the same number again
+    for actor in rollout:
+        check(actor, version, 2.5)
+
+    for value, how in ((3.0, "/break"), (4.0, "/freeze")):
+        rollout[0].call("request", "POST", how).result(60)
+        version = sync(rollout, model, value)
+        assert rollout.synced.receivers == (rollout[1].name,), rollout.synced
+        check(rollout[1], version, value)
+        rollout.urls(require=2)
+        check(rollout[0], version, value)  # a new process, which got the version from the other worker
 
 
 def refuse():
@@ -103,7 +108,8 @@ def submitted(cluster: Cluster, vllm: Path, entry: str, version: str, total: int
     (package / "vllm/_version.py").write_text(f"__version__ = version = {version!r}\n")
     builder = DLJobBuilder().device_type("CPU")
     builder.workload("trainer", f"engine_weights_job.{entry}")
-    engine = builder.role("rollout").engine(f"{vllm} serve a/model --port {{port}} {arguments}").total(total)
+    command = f"{vllm} serve a/model --port {{port}} {arguments}"
+    engine = builder.role("rollout").engine(command, unhealthy_timeout=3).total(total)
     engine.env({"PYTHONPATH": str(package)})
     return cluster().submit(builder.build(), "rl")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from unified.job.spec import EngineOptions
@@ -63,9 +63,11 @@ class EngineWatch:
             return f"{count}, and it has made no token for {self._options.stall_timeout:g} s"
         return ""
 
-    def pause(self, now: float) -> None:
-        """Count the time until now as well spent: the engine was paused, or this process was stopped."""
-        self._well_at = self._moved_at = now
+    def pause(self, now: float, *, is_well: bool = False) -> None:
+        """Count the time until now as no stall, for the engine was paused; with `is_well`, as good answers, too."""
+        self._moved_at = now
+        if is_well:
+            self._well_at = now
 
 
 def counted(metrics: str, names: tuple[str, ...]) -> float | None:
@@ -74,13 +76,14 @@ def counted(metrics: str, names: tuple[str, ...]) -> float | None:
     return sum(found) if found else None
 
 
-def weights_kind(command: list[str]) -> str:
-    """Return the kind of an engine whose weights can be replaced: ``vllm``, ``sglang``, or an empty text."""
-    program = command[2] if command[1:2] == ["-m"] else command[0].rpartition("/")[2]
-    return next((kind for kind, programs in KINDS.items() if program in programs), "")
+def engine_kind(command: list[str]) -> str:
+    """Return the kind of an engine that is known: ``vllm``, ``sglang``, or an empty text."""
+    for word, after in itertools.pairwise(command):
+        if word == "-m" and after in MODULES:
+            return after.partition(".")[0]
+        if after == "serve" and word.rpartition("/")[2] in ("vllm", "sglang"):
+            return word.rpartition("/")[2]
+    return ""
 
 
-KINDS: Mapping[str, tuple[str, ...]] = {
-    "vllm": ("vllm", "vllm.entrypoints.openai.api_server"),
-    "sglang": ("sglang", "sglang.launch_server"),
-}
+MODULES = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main", "sglang.launch_server")

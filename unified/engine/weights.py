@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ import torch
 from unified.weights.state_dict import VersionedStateDict
 from unified.weights.transfer_plan import Bucket, TensorEntry
 
-Ask = Callable[[str, str, Any], Any]
-"""Sends the engine a request: method, path, body; EngineError if the status is 400 or above."""
+Ask = Callable[[str, Any, float], Any]
+"""Function that posts to the engine: path, body, seconds; EngineError if the answer is no success."""
+LOAD_WITHIN_S = 240.0
+"""Time that an engine has to load a version, less than the default of `sync_weights`."""
 LEAST_VLLM = (0, 28)
 PLUGIN = str(Path(__file__).parent / "vllm_plugin")
 _FIND_VERSION = """import importlib.util, runpy
@@ -43,15 +46,18 @@ class VllmWeights:
         """Have the engine load a version; EngineError: it did not."""
         # Tied tensors go under each of their names: vLLM may keep a packed copy of the output layer.
         whole = {name: each for name, each in state.items() if isinstance(each, torch.Tensor) and each.numel()}
-        if not self._is_set_up:
-            self._ask("POST", "/init_weight_transfer_engine", {"init_info": {}})
-            self._is_set_up = True
+        deadline = time.monotonic() + LOAD_WITHIN_S
         with _locations(whole) as locations:
-            self._ask("POST", "/pause?mode=keep", None)
-            self._ask("POST", "/start_weight_update", None)
-            self._ask("POST", "/update_weights", {"update_info": {"tensors": locations}})
-            self._ask("POST", "/finish_weight_update", {"weight_version": str(state.version)})
-            self._ask("POST", "/resume", None)
+            for path, body in (
+                *([] if self._is_set_up else [("/init_weight_transfer_engine", {"init_info": dict[str, Any]()})]),
+                ("/pause?mode=keep", None),
+                ("/start_weight_update", None),
+                ("/update_weights", {"update_info": {"tensors": locations}}),
+                ("/finish_weight_update", {"weight_version": str(state.version)}),
+                ("/resume", None),
+            ):
+                self._ask(path, body, max(1.0, deadline - time.monotonic()))
+                self._is_set_up = True
 
 
 def prepare_vllm(command: list[str], environ: MutableMapping[str, str], *, is_open: bool) -> tuple[list[str], str]:
@@ -62,13 +68,15 @@ def prepare_vllm(command: list[str], environ: MutableMapping[str, str], *, is_op
     Args:
         is_open: other hosts reach the engine.
     """
-    given = [word for word in command if word.partition("=")[0] == _CONFIG]
-    if given:
-        return command, "" if any("unified" in word for word in command) else f"its command has a {_CONFIG} of its own"
+    text = " ".join(command)
+    if _CONFIG in text and not re.search(r'"backend"\s*:\s*"unified"', text):
+        return command, f"its command has a {_CONFIG} of its own"
+    if environ.get("VLLM_SERVER_DEV_MODE") == "0":
+        return command, "VLLM_SERVER_DEV_MODE=0 closes its routes for weights"
     if is_open and "VLLM_SERVER_DEV_MODE" not in environ:
         return command, "other hosts reach it, so VLLM_SERVER_DEV_MODE, which anybody may call, is left to you"
-    program = shutil.which(command[0]) or command[0]
-    python = program if command[1:2] == ["-m"] else _interpreter(program)
+    script = next((word for word in command if word.rpartition("/")[2] == "vllm"), "")
+    python = _interpreter(shutil.which(script) or script) if script else command[0]
     found = subprocess.run([python, "-c", _FIND_VERSION], capture_output=True, text=True, timeout=60, check=False)
     version = found.stdout.strip()
     numbers = re.findall(r"\d+", version)
@@ -78,17 +86,20 @@ def prepare_vllm(command: list[str], environ: MutableMapping[str, str], *, is_op
         return command, f"vLLM {version} takes no weights: 0.28 or newer does"
     environ.setdefault("VLLM_SERVER_DEV_MODE", "1")  # it has the routes for weights
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [PLUGIN, environ.get("PYTHONPATH")]))
-    return [*command, _CONFIG, '{"backend": "unified"}'], ""
+    if environ.get("VLLM_PLUGINS"):  # vLLM loads only those
+        environ["VLLM_PLUGINS"] += ",unified"
+    return command if _CONFIG in text else [*command, _CONFIG, '{"backend": "unified"}'], ""
 
 
 def _interpreter(program: str) -> str:
-    """Return the interpreter in the first line of a script, else this one."""
-    try:
-        with open(program, "rb") as file:
-            first = file.readline(4096).decode(errors="replace").strip()
-    except OSError:
-        return sys.executable
-    return first.removeprefix("#!").split()[0] if first.startswith("#!/") else sys.executable
+    """Return the interpreter beside a script, or in its first line, else this one."""
+    if (beside := Path(program).with_name("python")).exists():
+        return str(beside)
+    with contextlib.suppress(OSError), open(program, "rb") as file:
+        words = file.readline(4096).decode(errors="replace").removeprefix("#!").split()
+        if words and words[0].startswith("/"):
+            return words[-1] if words[0].endswith("/env") else words[0]
+    return sys.executable
 
 
 Location = tuple[str, str, list[int], str, int]

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from unified import process
 from unified.bus.calls.registry import rpc
 from unified.config import cgroups
-from unified.engine.watch import OPEN, TOKENS, EngineLook, EngineWatch, counted, weights_kind
+from unified.engine.watch import OPEN, TOKENS, EngineLook, EngineWatch, counted, engine_kind
 from unified.errors import EngineError
 from unified.threads import start_thread
 from unified.weights.receiver import WeightsReceiver
@@ -41,6 +42,8 @@ MAX_OPEN = 256
 LOOK_S = 1.0
 LOOK_WITHIN_S = 5.0
 START_LOOK_S = 0.1
+ENDS_WITHIN_S = 30.0
+"""Time after a failed load for the end of this process."""
 CUT_S = 10.0
 """A longer time between two looks means that this process was stopped: it says nothing about the engine."""
 
@@ -56,10 +59,10 @@ class EngineWorker:
         self._me = worker.actor_info.name
         self._options = role.engine
         self._command = sys.argv[1:]
-        self._kind = weights_kind(self._command)
+        self._kind = engine_kind(self._command)
         self.port = worker.ports(1)[0]
         self._pool = ThreadPoolExecutor(MAX_OPEN, thread_name_prefix="engine-call")
-        self._is_stopping = self._is_loading = False
+        self._is_stopping = self._is_loading = self._is_ready = False
         self._num_ooms = _count_ooms()
         self._tokens_at: tuple[float, float] | None = None
         if _answers(self.port):
@@ -70,10 +73,10 @@ class EngineWorker:
             from unified.engine.weights import VllmWeights, prepare_vllm  # imports torch
 
             command, self._takes_none = prepare_vllm(command, environ, is_open=self._is_open())
-            self._weights = VllmWeights(self._checked)
+            self._weights = VllmWeights(lambda path, body, within_s: self._checked("POST", path, body, NONE, within_s))
         self._began_at = time.monotonic()
         self._child = subprocess.Popen(
-            command, env=environ, preexec_fn=partial(process.die_with_parent, signal.SIGKILL)
+            command, env=environ, process_group=0, preexec_fn=partial(process.die_with_parent, signal.SIGKILL)
         )  # by the main thread, which lives as long as this process
         worker.on_stop(self._stop)
         self._await_ready()
@@ -81,6 +84,7 @@ class EngineWorker:
             WeightsReceiver(load=self._load)  # has the engine load the newest version that the role has
         if self._error is not None:
             raise self._error
+        self._is_ready = True
         worker.bus.registry.register("unified.engine.url", self._urls)
         start_thread("engine-end", self._await_end)
         start_thread("engine-watch", self._watch)
@@ -104,22 +108,23 @@ class EngineWorker:
             The answer: decoded, if it is JSON, else bytes.
 
         Raises:
-            EngineError: the status was 400 or above; the message has it and the answer.
+            EngineError: the status was 300 or above; the message has it and the answer.
         """
         ask = partial(self._checked, method, path, body, headers or {}, timeout)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, ask)
+            return await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(self._pool, ask), timeout)
         except (OSError, HTTPException) as error:
             await asyncio.sleep(LOOK_S)
             if self._child.returncode is not None:  # the engine has ended, so this worker ends: its callers learn why
                 await asyncio.Future[None]()
-            raise EngineError(f"the engine of {self._me} did not answer {method} {path}: {error}") from None
+            why = str(error) or f"no answer within {timeout:g} s"
+            raise EngineError(f"the engine of {self._me} did not answer {method} {path}: {why}") from None
 
     def _checked(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] = NONE, timeout_s: float = 600.0
     ) -> Any:
         status, kind, answer = self._ask(method, path, body, headers, timeout_s)
-        if status >= 400:
+        if status >= 300:
             text = answer[:2000].decode(errors="replace")
             raise EngineError(f"{method} {path} of {self._me} was answered with {status}: {text}")
         is_json = kind.partition(";")[0].strip() == "application/json"
@@ -133,9 +138,14 @@ class EngineWorker:
         try:
             self._weights.load(state)
         except (EngineError, OSError, HTTPException) as error:
-            failed = EngineError(f"the engine of {self._me} did not load version {state.version}: {error}")
-            self._fail(failed)
-            time.sleep(LOOK_S)  # the sender learns that this worker ends, and leaves it out
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(LOOK_S)
+            why = error if self._child.returncode is None else self._describe_end()
+            failed = EngineError(f"the engine of {self._me} did not load version {state.version}: {why}")
+            if not self._is_stopping:
+                self._fail(failed)
+            if self._is_ready:
+                threading.Event().wait(ENDS_WITHIN_S)  # the sender learns that this worker ends, and leaves it out
             raise failed from None
         finally:
             self._is_loading = False
@@ -209,15 +219,16 @@ class EngineWorker:
         """End this worker, and its engine at once, as this process would wait for the calls that it has passed on."""
         self._error = error
         self._worker.fail(error)
-        self._child.kill()
+        process.signal_group(self._child.pid, signal.SIGKILL)
 
     def _watch(self) -> None:
         last = time.monotonic()
         while not self._is_stopping:
             time.sleep(LOOK_S)
             look, now = self._look(), time.monotonic()
-            if self._is_loading or now > last + CUT_S + 2 * LOOK_WITHIN_S:
-                self._health.pause(now)
+            is_cut = now > last + CUT_S + 2 * LOOK_WITHIN_S
+            if self._is_loading or is_cut:
+                self._health.pause(now, is_well=is_cut)
             last = now
             if (reason := self._health.step(now, look)) and self._child.poll() is None and not self._is_stopping:
                 self._fail(EngineError(f"the engine is ended: {reason}."))
@@ -247,11 +258,11 @@ class EngineWorker:
         """End the engine in order, within the grace period."""
         self._is_stopping = True
         if self._child.poll() is None:
-            self._child.terminate()
+            process.signal_group(self._child.pid, signal.SIGTERM)
             try:
                 self._child.wait(0.9 * self._worker.grace_left())  # the rest is for the end of this process
             except subprocess.TimeoutExpired:
-                self._child.kill()
+                process.signal_group(self._child.pid, signal.SIGKILL)
 
 
 def _answers(port: int) -> bool:

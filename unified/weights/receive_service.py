@@ -99,7 +99,7 @@ class ReceiveService:
         self._me = bus.worker
         self._copy = copy
         self._load = load
-        self._loaded = 0
+        self._loaded: VersionedStateDict | None = None
         self._loading = threading.Lock()
         self._on_published = on_published
         self._versions = VersionTable()
@@ -259,9 +259,9 @@ class ReceiveService:
         failure = ended.result()
         with self._loading:
             latest = self._latest
-            if failure is None and latest is not None and latest.version != self._loaded:
+            if failure is None and latest is not None and latest is not self._loaded:
                 self._load(latest)
-                self._loaded = latest.version
+                self._loaded = latest
         return failure
 
     def _publish_committed(self, session: str) -> Future[TransferFailure | None]:

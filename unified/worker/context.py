@@ -225,7 +225,8 @@ class Worker:
     def fail(self, error: BaseException) -> None:
         """End this worker with an error, from any thread, as if its entry point had raised it.
 
-        If the entry point has not returned, this comes into force when it does.
+        If the entry point has not returned, this comes into force when it does. A worker that has finished, and serves
+        nobody, does not fail any more.
         """
         self._stop.fail(error)
 

@@ -269,6 +269,8 @@ class _WorkerProcess:
                     raise
                 print(f"unified: ended by the end of a stream: {error}", file=sys.stderr)
             self._exit_if_forked()
+            if self._late_error is not None:
+                raise self._late_error
         if late is not None:
             _export(self._entry, late)
 

@@ -201,8 +201,20 @@ def test_a_service_can_be_ended_with_an_error_by_any_of_its_threads(agent: Agent
 
 def test_the_first_of_such_errors_counts_once_the_entry_point_has_returned(agent: Agent) -> None:
     child = agent.run(SERVICE.format(when="on_finish", is_first=True), "Service", is_service=True)
-    child.expect(Finished)
     assert child.failure().summary == "KeyError: 'first'"
+
+
+def test_an_error_of_a_thread_is_that_of_an_entry_point_which_returns(agent: Agent) -> None:
+    child = agent.run(
+        """
+        from unified.api.runtime.worker import current_worker
+
+        def run():
+            current_worker().fail(ValueError("the child ended"))
+        """,
+    )
+    assert child.failure().summary == "ValueError: the child ended"
+    assert child.exit_code() == 1
 
 
 def test_no_error_ends_a_worker_that_is_stopped(agent: Agent) -> None:

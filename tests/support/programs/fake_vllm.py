@@ -1,19 +1,20 @@
 """A stand-in for vLLM: its routes for weights, which read shared memory as the backend `unified` does.
 
 ``GET /value?NAME`` answers the first number of a float32 tensor that was loaded last; ``POST /break`` has the next
-`/update_weights` fail.
+`/update_weights` fail, and ``POST /freeze`` has it stop the process.
 """
 
 import json
 import mmap
 import os
+import signal
 import struct
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 loaded: dict[str, float] = {}
-state: dict[str, Any] = {"version": "default", "broken": False, "calls": []}
+state: dict[str, Any] = {"version": "default", "broken": "", "calls": []}
 
 
 class Routes(BaseHTTPRequestHandler):
@@ -36,9 +37,11 @@ class Routes(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"null")
         state["calls"].append(self.path)
-        if self.path == "/break":
-            state["broken"] = True
+        if self.path in ("/break", "/freeze"):
+            state["broken"] = self.path
         elif self.path == "/update_weights":
+            if state["broken"] == "/freeze":
+                os.kill(os.getpid(), signal.SIGSTOP)
             if state["broken"]:
                 self.answer(500, {"error": "out of memory"})
                 return

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from unified.engine.watch import OPEN, TOKENS, EngineLook, EngineWatch, counted, weights_kind
+from unified.engine.watch import OPEN, TOKENS, EngineLook, EngineWatch, counted, engine_kind
 from unified.job.spec import EngineOptions
 
 WELL = EngineLook(200)
@@ -75,9 +75,11 @@ def test_a_pause_counts_for_nothing() -> None:
     watch = EngineWatch(0.0, EngineOptions(command=["x"]))
     stuck = EngineLook(200, "", 2, 100)
     watch.step(0.0, stuck)
-    watch.pause(1000.0)
+    watch.pause(1000.0, is_well=True)
     assert watch.step(1001.0, stuck) == ""
     assert watch.step(1002.0, SILENT) == ""
+    watch.pause(1100.0)
+    assert watch.step(1100.0, SILENT).endswith("for 15 s"), "a paused engine answers"
 
 
 METRICS = """# HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -104,8 +106,12 @@ def test_metrics_in_prometheus_text() -> None:
         (["/opt/env/bin/vllm", "serve", "m"], "vllm"),
         (["python", "-m", "vllm.entrypoints.openai.api_server"], "vllm"),
         (["python3", "-m", "sglang.launch_server", "--model", "vllm"], "sglang"),
+        (["env", "A=1", "python3", "-u", "/x/bin/vllm", "serve", "m"], "vllm"),
+        (["uv", "run", "vllm", "serve", "m"], "vllm"),
+        (["python", "-u", "-m", "sglang.launch_server"], "sglang"),
         (["python", "judge.py", "vllm"], ""),
+        (["python", "-m"], ""),
     ],
 )
 def test_the_kind_of_an_engine(command: list[str], kind: str) -> None:
-    assert weights_kind(command) == kind
+    assert engine_kind(command) == kind

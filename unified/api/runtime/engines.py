@@ -25,6 +25,10 @@ def ready_urls(actors: Sequence[RoleActor], require: int, timeout_s: float) -> d
     Raises:
         EngineError: they were not ready in time; names them.
     """
+    others = [actor.name for actor in actors if actor.info.role_spec.engine is None]
+    if others or not 1 <= require <= len(actors):
+        what = f"{others[0]} has no engine" if others else f"there are {len(actors)} engines"
+        raise UsageError(f"{require} ready engines of {len(actors)} workers are asked for, but {what}.")
     deadline = time.monotonic() + timeout_s
     while True:
         found = _look(actors)
@@ -50,7 +54,8 @@ def _look(actors: Sequence[RoleActor]) -> dict[str, tuple[str, str]]:
             _ready[name] = alive[name], call.result()
         except RpcError:  # its engine is not ready yet, or has just ended
             _ready.pop(name, None)
-    return {name: _ready[name][1] for name in alive if name in _ready}
+    known = {name: _ready.get(name) for name in alive}
+    return {name: each[1] for name, each in known.items() if each is not None and each[0] == alive[name]}
 
 
 def urls_from_here(actors: Sequence[RoleActor], require: int, timeout_s: float) -> list[str]:
@@ -72,8 +77,8 @@ def urls_from_here(actors: Sequence[RoleActor], require: int, timeout_s: float) 
 
 def least_busy(actors: Sequence[RoleActor], timeout_s: float) -> RoleActor:
     """Return the worker to which this process has the fewest open calls; of several, each in its turn."""
-    are_engines = any(actor.info.role_spec.engine is not None for actor in actors)
-    ready = ready_urls(actors, 1, timeout_s) if are_engines else {actor.name for actor in actors}
+    engines = [actor for actor in actors if actor.info.role_spec.engine is not None]
+    ready = ready_urls(engines, 1, timeout_s) if engines else {actor.name for actor in actors}
     bus, turn, usable = current_worker().bus, next(_turns), [actor for actor in actors if actor.name in ready]
     turned = usable[turn % len(usable) :] + usable[: turn % len(usable)]
     return min(turned, key=lambda actor: bus.num_open(actor.name))
