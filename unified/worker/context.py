@@ -262,7 +262,8 @@ class Worker:
 
         Args:
             state: is filled in place: tensors are copied into, objects with `load_state_dict` are given theirs, other
-                values are replaced. Without it a new state is returned, all in host memory.
+                values are replaced. If it is a dict with keys, only these are restored; dicts in it get all their keys.
+                Without it a new state is returned, all in host memory.
             step: the only step to restore; None: the newest.
 
         Returns:

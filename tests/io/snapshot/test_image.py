@@ -111,6 +111,20 @@ def test_values_that_are_replaced_are_in_memory_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
+    ("state", "filled"),
+    [
+        ({"used": {}, "step": 0}, {"used": {"a": 1, "b": {"c": [2]}}, "step": 3}),
+        ({"used": {"b": {}}}, {"used": {"a": 1, "b": {"c": [2]}}}),
+        ({"step": 0}, {"step": 3}),  # the caller wants the step only
+        ({}, {"used": {"a": 1, "b": {"c": [2]}}, "step": 3}),
+    ],
+)
+def test_a_dict_that_was_empty_at_the_start_has_all_its_keys_again(state: Any, filled: Any) -> None:
+    assert Image({"used": {"a": 1, "b": {"c": [2]}}, "step": 3}).read(state) is state
+    assert state == filled
+
+
+@pytest.mark.parametrize(
     ("state", "words"),
     [
         ({"weights": torch.ones(3)}, r"state\['weights'\] has the shape \[3\], and in the snapshot \[4\]"),

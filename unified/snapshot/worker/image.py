@@ -307,6 +307,8 @@ def fill(state: Any, found: Any, content: ImageContent) -> Any:
                 raise SnapshotError(f"the snapshot has no {path}[{missing[0]!r}]; there are {sorted(map(str, source))}")
             for key in target:
                 target[key] = put(target[key], source[key], f"{path}[{key!r}]")
+            if target is not state or not target:  # else the caller wants these keys only
+                target.update({key: owned(value) for key, value in source.items() if key not in target})
             return target
         if isinstance(target, list) and isinstance(source, list) and len(target) == len(source):
             target[:] = [
