@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +21,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 _KILL_WITHIN_S = 2.0
 _KILL_PAUSE_S = 0.002
 _COMM_BYTES = 15
+SHARED_MEMORY = "/dev/shm"
+_TRACKED = re.compile(r"psm_[0-9a-f]+|sem\.mp-\w+|torch_[0-9_]+")
+"""Names of files that `multiprocessing` and torch make there, and that are left if their resource tracker is killed."""
 
 
 def die_with_parent(sig: int, parent: int | None = None) -> None:
@@ -62,22 +66,6 @@ def set_command_line(text: str) -> None:
             ctypes.memmove(start, text.encode()[: size - 1].ljust(size, b"\0"), size)
 
 
-def nice_session(nice: int, pid: int) -> bool:
-    """Set the nice value of a process's whole session, if the kernel shares the CPU among sessions (autogroups).
-
-    With autogroups, a process's own nice value counts only within its session. A session's value can be lowered again,
-    a process's cannot. Without autogroups, nothing is done. Returns False if the caller must try again: the kernel
-    takes one value in 0.1 s.
-    """
-    try:
-        Path(f"/proc/{pid}/autogroup").write_text(str(nice))
-    except BlockingIOError:
-        return False
-    except OSError:  # no autogroups, or the process is gone
-        pass
-    return True
-
-
 def _prctl(option: int, argument: int | bytes) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, argument, 0, 0, 0) != 0:
@@ -95,6 +83,8 @@ class ProcessFacts(NamedTuple):
     session: int
     start_ticks: int
     """Start time in clock ticks since boot: with the pid, it identifies one process for ever."""
+    status: int
+    """Wait status of a zombie."""
 
     @property
     def is_alive(self) -> bool:
@@ -111,17 +101,7 @@ def facts(pid: int) -> ProcessFacts | None:
         return None
     # The name is in brackets and may itself hold brackets and spaces.
     fields = line[line.rindex(b")") + 2 :].split()
-    return ProcessFacts(pid, fields[0].decode(), int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]))
-
-
-def unreaped_code(pid: int) -> int | None:
-    """Return the exit code, or minus the signal, of a process that has ended; None if it has not, or was reaped."""
-    try:
-        line = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return None
-    fields = line[line.rindex(b")") + 2 :].split()
-    return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == b"Z" else None
+    return ProcessFacts(pid, fields[0].decode(), *(int(fields[index]) for index in (1, 2, 3, 19, 49)))
 
 
 def is_alive(pid: int) -> bool:
@@ -163,7 +143,9 @@ def close_all_but(keep: Iterable[int]) -> None:
 
 
 def signal_group(leader: int, sig: int) -> None:
-    """Signal a whole process group, if a process is left in it."""
+    """Signal a whole process group, if a process is left in it; SIGKILL as `kill_until_none` does."""
+    if sig == signal.SIGKILL:
+        kill_until_none(lambda: [each.pid for each in every_process() if each.group == leader])
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, sig)
 
@@ -187,24 +169,57 @@ def _is_in_mask(pid: int, mask: str, number: int) -> bool:
     return bool(int(masks[mask], 16) & 1 << (number - 1))
 
 
-def kill_until_none(find: Callable[[], Iterable[int]]) -> None:
+def used_files(paths: Iterable[str], pids: Iterable[int]) -> set[str]:
+    """Return those of this user's files in /dev/shm that one of the processes has mapped or open. Files are compared by
+    inode, not by name: glibc makes a semaphore under another name first."""
+    files, used = dict[str, str](), set[str]()
+    for path in paths:
+        with contextlib.suppress(OSError):  # gone already
+            if (found := os.stat(path, follow_symlinks=False)).st_uid == os.getuid():
+                files[_as_in_maps(found)] = path
+    for folder in [f"/proc/{pid}" for pid in pids] if files else ():
+        text = ""
+        with contextlib.suppress(OSError):  # the process has ended, or is another user's
+            text = Path(folder, "maps").read_text(errors="replace")
+            for each in os.scandir(f"{folder}/fd"):
+                with contextlib.suppress(OSError):
+                    if os.readlink(each.path).startswith(SHARED_MEMORY):
+                        text += _as_in_maps(os.stat(each.path))
+        used |= {path for file, path in files.items() if file in text}
+    return used
+
+
+def _as_in_maps(file: os.stat_result) -> str:
+    return f" {os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x} {file.st_ino} "
+
+
+def tracked_files(find: Callable[[], Iterable[int]]) -> set[str]:
+    """Return the files of `multiprocessing` and torch that the processes named by `find` have mapped or open."""
+    tracked = [f"{path}" for path in Path(SHARED_MEMORY).glob("*") if _TRACKED.fullmatch(path.name)]
+    return used_files(tracked, find()) if tracked else set()
+
+
+def kill_until_none(find: Callable[[], Iterable[int]], files: Iterable[str] = ()) -> None:
     """SIGKILL every process that `find` names, until all have ended: children of a dead parent may appear late.
+    Then remove their `tracked_files`, and those in `files`, unless another process uses them.
 
     A parent takes time to die: all its threads end first, and its memory is freed. After 2 s this gives up, because
     some processes cannot be killed, such as one that waits for a disk.
     """
     deadline = time.monotonic() + _KILL_WITHIN_S
-    ended: set[int] = set()
+    ended, left = set[int](), {*files}
     # `find` may miss the children of a parent that dies meanwhile, so call it once more after every end.
-    while not (named := set(find())) <= ended:
+    while not (named := set(find())) <= ended and time.monotonic() <= deadline:
         alive = {pid for pid in named if is_alive(pid)}
+        left |= tracked_files(alive.copy)
         for pid in alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # PermissionError: it became another user
                 os.kill(pid, signal.SIGKILL)
-        if time.monotonic() > deadline:
-            return
         ended = named - alive
         time.sleep(_KILL_PAUSE_S if alive else 0)
+    for path in left - used_files(left, (each.pid for each in every_process())):
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 def describe_end(code: int) -> str:

@@ -285,27 +285,12 @@ def _shared_memory() -> set[str]:
 
 def _unused(names: Iterable[str]) -> list[str]:
     """Return the paths of the files that no living process, such as a program beside this test, has mapped or open.
+    One look at the processes serves for all files, because a look takes seconds on a busy machine."""
+    from unified.process import every_process, used_files
 
-    Files are compared by inode, not by name: glibc makes a semaphore under another name first. One look at the
-    processes serves for all files, because a look takes seconds on a busy machine.
-    """
-    files: dict[str, str] = {}
-    for path in (f"{SHARED_MEMORY / name}" for name in sorted(names)):
-        with contextlib.suppress(OSError):  # gone already
-            files[_as_in_maps(os.stat(path))] = path
-    for entry in filter(str.isdigit, os.listdir("/proc") if files else ()):
-        used = ""
-        with contextlib.suppress(OSError):
-            used = Path(f"/proc/{entry}/maps").read_text()
-            for number in os.listdir(f"/proc/{entry}/fd"):
-                with contextlib.suppress(OSError):
-                    used += _as_in_maps(os.stat(f"/proc/{entry}/fd/{number}"))
-        files = {file: path for file, path in files.items() if file not in used}
-    return [path for path in files.values() if os.path.exists(path)]  # its owner may have removed it and ended
-
-
-def _as_in_maps(file: os.stat_result) -> str:
-    return f" {os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x} {file.st_ino} "
+    paths = [f"{SHARED_MEMORY / name}" for name in sorted(names)]
+    used = used_files(paths, (each.pid for each in every_process()))
+    return [path for path in paths if path not in used and os.path.exists(path)]  # its owner may have removed it
 
 
 def left_behind(before: Belongings, settle_s: float = SETTLE_S) -> list[str]:

@@ -84,7 +84,8 @@ def read_held(worker: WorkerStacks, pidfd: int, within_s: float, run: RunProgram
     """Return the stacks of a worker, and why its interpreter did not answer, as far as that is known."""
     until = time.monotonic() + within_s
     pid = worker.pid
-    state = _state(pid)
+    found = process.facts(pid)
+    state = found.state if found is not None else "Z"
     threads: list[Thread] = []
     source: StackSource = "none"
     note = _STATES.get(state, "its interpreter is held by a C function or a system call that has not returned")
@@ -94,14 +95,6 @@ def read_held(worker: WorkerStacks, pidfd: int, within_s: float, run: RunProgram
         (threads, why), source = _by_py_spy(pid, until, run), "py-spy"
         note += f"; {why}" if why else ""
     return add_threads(msgspec.structs.replace(worker, source=source if threads else "none", note=note), threads)
-
-
-def _state(pid: int) -> str:
-    """Return the state of a process by its letter in ``/proc/PID/stat``; Z if there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "Z"
 
 
 def _by_faulthandler(pid: int, pidfd: int, until: float) -> list[Thread]:

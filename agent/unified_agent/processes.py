@@ -109,7 +109,7 @@ class Processes:
     def preload(self, zygote: Spawned | None = None) -> None:
         """Start, or take over, the agent's own zygote, so that the first worker need not wait."""
         if zygote is None:
-            self._zygote(self._own).import_at_leisure()
+            self._zygote(self._own)
         else:
             self._add(ZygoteHandle(zygote, self._own))
             self.reap()  # it may have ended before there was a handler of SIGCHLD
@@ -169,7 +169,6 @@ class Processes:
             self._fail(child, "crash" if is_passing else "setup", text)
             return
         child.zygote = zygote
-        zygote.hurry()
         if zygote.is_up:
             self._order(child)
         elif key.modules:  # said, so that nobody takes a long import for a start that failed
@@ -212,7 +211,8 @@ class Processes:
             self.signal(incarnation, "kill")
 
     def signal(self, incarnation: JobWorkerIncarnation, how: Literal["terminate", "interrupt", "kill"] | int) -> None:
-        """Send SIGTERM or SIGINT to a worker's process, SIGKILL to its group, another signal only if it is handled."""
+        """Send a worker's process a signal: one given by number only if it is handled. A killed worker's zygote kills
+        the rest of its session."""
         child = self._by_incarnation.get(incarnation)
         if child is None:
             return
@@ -226,9 +226,8 @@ class Processes:
         child.is_kill_asked = True
         if child.descriptors:
             self._fail(child, "crash", "was stopped before it started")
-        elif child.pidfd >= 0 and self._signal_pidfd(child, signal.SIGKILL):
-            process.signal_group(child.pid, signal.SIGKILL)
-            self.groups.kill(incarnation)
+        else:
+            self._signal_pidfd(child, signal.SIGKILL)
 
     def pidfd(self, incarnation: JobWorkerIncarnation) -> int:
         """Return a descriptor of a worker's process, which the caller closes; -1: there is none."""
@@ -296,20 +295,12 @@ class Processes:
     @property
     def next_deadline(self) -> float | None:
         """Time at which `tick` is to be called, on the monotonic clock."""
-        zygotes = self._zygotes.values()
-        return earliest(
-            self._sweeper.due_at,
-            self.groups.due_at,
-            *map(self._deadline, zygotes),
-            *(each.hurry_at for each in zygotes),
-        )
+        return earliest(self._sweeper.due_at, self.groups.due_at, *map(self._deadline, self._zygotes.values()))
 
     def tick(self) -> None:
-        """Do what is due: hurry zygotes, give up zygotes that hang, and remove empty groups and shared memory."""
+        """Do what is due: give up zygotes that hang, and remove empty groups and shared memory."""
         now = time.monotonic()
         for zygote in list(self._zygotes.values()):
-            if zygote.hurry_at is not None and now >= zygote.hurry_at:
-                zygote.hurry()
             deadline = self._deadline(zygote)
             if deadline is None or now < deadline:
                 continue
@@ -505,10 +496,10 @@ class Processes:
 
     def _end_unreaped(self, child: ForkedWorker) -> None:
         """Handle the end of a child whose zygote hangs, if the child has ended."""
-        code = process.unreaped_code(child.pid)
-        if code is not None:
+        found = process.facts(child.pid)
+        if found is not None and found.state == "Z":
             process.signal_group(child.pid, signal.SIGKILL)
-            self._end(child, code)
+            self._end(child, os.waitstatus_to_exitcode(found.status))
 
     def _kill_if_unused(self, zygote: ZygoteHandle) -> None:
         """Kill a zygote that hangs, or that imports what nobody waits for, once it has no workers."""

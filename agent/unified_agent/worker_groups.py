@@ -77,16 +77,11 @@ class WorkerGroups:
         except OSError as error:
             log.warning("event=no-worker-group incarnation=%s reason=%r", incarnation, f"{group}: {error.strerror}")
 
-    def kill(self, incarnation: JobWorkerIncarnation) -> None:
-        """Kill all processes in a worker's group, in any session."""
-        if (group := self._groups.get(incarnation)) is not None:
+    def end(self, incarnation: JobWorkerIncarnation) -> None:
+        """Kill what an ended worker left, in any session, and remove its group once the group is empty."""
+        if (group := self._groups.pop(incarnation, None)) is not None:
             with contextlib.suppress(OSError):  # a kernel before 5.14 has no such file
                 (group / "cgroup.kill").write_text("1")
-
-    def end(self, incarnation: JobWorkerIncarnation) -> None:
-        """Kill what an ended worker left, and remove its group once the group is empty."""
-        self.kill(incarnation)
-        if (group := self._groups.pop(incarnation, None)) is not None:
             self._left.add(group)
         self.remove_empty()
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from unified import process
 from unified.protocol.agent_zygote import Fork, ZygoteToAgent, zygote_to_agent
 from unified.protocol.records import JobWorkerIncarnation
 from unified_agent.child_channel import ChildChannel
@@ -16,11 +15,6 @@ from unified_agent.spawn import Spawned
 
 SETTLED_S = 10.0
 """A zygote that ends younger than this is replaced only for the next worker: the cause may end its successor, too."""
-IMPORT_NICE = 10
-"""Nice value of imports that no worker waits for: beside a computing rank they get a tenth of a core."""
-
-HURRY_AGAIN_S = 0.1
-"""Time until a nice value that the kernel refused for a session is set again."""
 
 
 class ZygoteHandle(HelperProcess):
@@ -37,23 +31,9 @@ class ZygoteHandle(HelperProcess):
         self._owed: set[int | None] = set()
         """Children whose fork or end the zygote still has to report."""
         self._silent_since = 0.0
-        self._is_niced = False
-        self.hurry_at: float | None = None
-        """Time (monotonic) of the next call of `hurry`; None: it succeeded, or is not needed."""
 
     def receive(self) -> list[ZygoteToAgent]:
         return [zygote_to_agent.decode(body) for body in self.channel.receive()]
-
-    def import_at_leisure(self) -> None:
-        """Let the zygote import at low priority, until a worker needs it."""
-        self._is_niced = True
-        process.nice_session(IMPORT_NICE, self.pid)
-
-    def hurry(self) -> None:
-        """Let the zygote import at normal priority, because a worker needs it."""
-        if self._is_niced:
-            self._is_niced = not process.nice_session(0, self.pid)
-        self.hurry_at = time.monotonic() + HURRY_AGAIN_S if self._is_niced else None
 
     def expect(self, child: int) -> None:
         """Note that the zygote has to report a child, from now on."""

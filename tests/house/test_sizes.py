@@ -14,7 +14,6 @@ LINES = 500
 """Lines of a file above which it has to say what its one subject is."""
 TREES = ["unified", "agent", "master", "gateway", "simulator", "tests", "examples", "benchmarks", "docs"]
 LONG_FILES = {
-    "tests/io/agent/test_agent_daemon.py": "one agent as its master sees it",
     "agent/unified_agent/core/agent.py": "one `match` over all events of the agent, with what each does",
     "agent/unified_agent/processes.py": "one owner of child processes: starts, words, signals and ends meet in a table",
     "master/unified_master/core/state.py": "the records of the master's state, which refer to each other",

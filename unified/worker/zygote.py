@@ -31,7 +31,7 @@ from unified.protocol.agent_zygote import ChildExited, Fork, Forked, ForkFailed,
 from unified.protocol.framing import PROTOCOL_VERSION, StreamBuffer, encode_stream
 from unified.worker import fork_setup
 from unified.worker.exit import exit_process
-from unified.worker.fork_setup import AS_NEW, give_back_idle, open_output
+from unified.worker.fork_setup import give_back_idle, open_output
 from unified.worker.stop import flush_output
 
 QUIET_S = 1.0
@@ -241,11 +241,9 @@ class Zygote:
         notes = [note for note, is_of_threads in self._preloaded if note and (has_threads or not is_of_threads)]
         if has_threads and not any(is_of_threads for _, is_of_threads in self._preloaded):
             notes.append("an import of the zygote started threads, so workers start as new interpreters.")
-        if is_spoiled := getattr(sys.modules.get("torch.cuda"), "_is_in_bad_fork", bool)():
-            notes.append(f"preload used CUDA, which fails in a fork afterwards. {AS_NEW}")
         for note in (*notes, *fork_setup.OPENED):
             os.write(2, f"unified: {note}\n".encode(errors="backslashreplace"))
-        return not (has_threads or is_spoiled or fork_setup.OPENED)
+        return not (has_threads or fork_setup.OPENED)
 
     def _exec(self, control: int, env: dict[str, str]) -> NoReturn:
         if control != FDS_PER_FORK:
@@ -275,44 +273,39 @@ class Zygote:
 
     def _reap(self, pids: Iterable[int]) -> None:
         """Report which of these children (-1: any) ended, and kill what they left."""
-        ended: dict[int, Fork] = {}
+        ended: dict[int, ChildExited] = {}
         for wanted in list(pids):
             with contextlib.suppress(ChildProcessError):
                 while (found := os.wait4(wanted, os.WNOHANG))[0]:
                     pid, status, usage = found
-                    order = self._children.pop(pid, None)
-                    if order is None:
-                        continue  # an orphan that we had adopted
-                    process.signal_group(pid, signal.SIGKILL)
-                    code = os.waitstatus_to_exitcode(status)
-                    self._send(ChildExited(child=order.child, pid=pid, code=code, peak_kb=usage.ru_maxrss))
-                    ended[pid] = order
+                    if (order := self._children.pop(pid, None)) is not None:  # else an orphan that we had adopted
+                        code = os.waitstatus_to_exitcode(status)
+                        ended[pid] = ChildExited(child=order.child, pid=pid, code=code, peak_kb=usage.ru_maxrss)
         if ended:
-            self._kill_remains(ended)  # after the report: this looks at every process of the host
+            files = process.tracked_files(lambda: self._remains(ended))  # now: the agent may kill after the report
+            for report in ended.values():
+                self._send(report)
+            process.kill_until_none(lambda: self._remains(ended), files)
 
     def _kill_all(self) -> None:
-        for pid in self._children:
-            process.signal_group(pid, signal.SIGKILL)
         ended, self._children = self._children, {}
-        self._kill_remains(ended)
+        process.kill_until_none(lambda: self._remains(ended))
         own = os.getpid()
         process.kill_until_none(lambda: [found.pid for found in process.every_process() if found.parent == own])
 
-    def _kill_remains(self, workers: Collection[int]) -> None:
-        """Kill processes that dead workers left: in their sessions, and orphans in sessions of their own.
+    def _remains(self, workers: Collection[int]) -> list[int]:
+        """Return processes that dead workers left: in their sessions, and orphans in sessions of their own.
 
         Each worker adopts the orphans of its descendants, so the zygote has only orphans of dead workers. Processes
         that an import of the zygote started are in the zygote's session.
         """
         own, session = os.getpid(), os.getsid(0)
-        process.kill_until_none(
-            lambda: [
-                found.pid
-                for found in process.every_process()
-                if found.session in workers
-                or (found.parent == own and found.session != session and found.pid not in self._children)
-            ]
-        )
+        return [
+            found.pid
+            for found in process.every_process()
+            if found.session in workers
+            or (found.parent == own and found.session != session and found.pid not in self._children)
+        ]
 
 
 def main() -> None:

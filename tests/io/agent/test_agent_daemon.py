@@ -290,32 +290,6 @@ def test_a_killed_zygote_takes_its_workers_and_is_replaced(begin: Begin, master:
     master.reaches("w-0#1", WorkerState.RUNNING)
 
 
-def may_nice_at_once() -> bool:
-    capabilities = Path("/proc/self/status").read_text().partition("CapEff:")[2].split()[0]
-    is_admin = bool(int(capabilities, 16) >> 21 & 1)  # CAP_SYS_ADMIN
-    return is_admin and Path("/proc/self/autogroup").exists()
-
-
-@pytest.mark.skipif(
-    not may_nice_at_once(),
-    reason="the kernel has no autogroups, or takes one value in 0.1 s from all users together",
-)
-def test_a_zygote_imports_at_leisure_until_a_worker_is_wanted_of_it(start: Start, master: PlayedMaster) -> None:
-    agent = start()
-    master.welcome()
-    niced: list[Path] = []
-
-    def look() -> bool:
-        sessions = [Path(f"/proc/{pid}/autogroup") for pid in agent.descendants()]
-        niced.extend(session for session in sessions if session.read_text().endswith("nice 10\n"))
-        return bool(niced)
-
-    eventually(look)
-    master.desire(a_worker(), jobs=[a_job("finish")])
-    master.reaches("w-0#0", WorkerState.FINISHED)
-    assert all(session.read_text().endswith("nice 0\n") for session in niced)
-
-
 def test_a_zygote_that_hangs_is_replaced_and_its_workers_live_on(
     begin: Begin, master: PlayedMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

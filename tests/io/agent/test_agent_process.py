@@ -83,3 +83,28 @@ def test_kills_what_was_hidden_by_a_parent_that_died_during_the_look() -> None:
     process.kill_until_none(lambda: next(looks, [parent.pid, child.pid]))
     assert child.wait(100) == -signal.SIGKILL
     assert parent.wait(100) == 0
+
+
+def test_a_killed_group_leaves_no_shared_memory_of_multiprocessing() -> None:
+    """The first process of the group is dead already, as an engine that the kernel has killed."""
+    script = (
+        "import os, subprocess, sys; from multiprocessing import resource_tracker, shared_memory; "
+        "code = 'import time; from multiprocessing import shared_memory; '"
+        "'m = shared_memory.SharedMemory(sys.argv[1]); print(m.name, flush=True); time.sleep(60)'; "
+        "m = shared_memory.SharedMemory(create=True, size=4096); "
+        "os.kill(resource_tracker._resource_tracker._pid, 9); "
+        "subprocess.Popen([sys.executable, '-c', 'import sys; ' + code, m.name]); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0) as first:
+        assert first.stdout is not None
+        memory = Path("/dev/shm", first.stdout.readline().decode().strip())
+        assert memory.exists()
+        first.kill()
+        first.wait()
+        process.signal_group(first.pid, signal.SIGKILL)
+        try:
+            assert not memory.exists()
+            assert first.stdout.read() == b""
+        finally:
+            memory.unlink(missing_ok=True)

@@ -1,5 +1,6 @@
 """A real zygote: it forks, reports, cleans up, and leaves nobody behind."""
 
+import mmap
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ from tests.support.deadlines import met
 from unified import process
 from unified.protocol.agent_zygote import ChildExited, Fork, Forked, ZygoteToAgent, ZygoteUp, zygote_to_agent
 from unified.protocol.framing import PROTOCOL_VERSION, StreamBuffer, encode_stream
-from unified.testing import eventually
+from unified.testing import SHARED_MEMORY, eventually
 from unified.worker.zygote import QUIET_S, SPARE_S
 
 pytestmark = pytest.mark.processes
@@ -38,6 +39,16 @@ def detached(*command):
         os._exit(0)
     os.waitpid(child, 0)
     return int(os.read(read, 64))
+
+SHARE = r'''
+from multiprocessing import get_context, resource_tracker, shared_memory
+import os, signal, time
+lock, memory = get_context("spawn").Lock(), shared_memory.SharedMemory(create=True, size=4096)
+cache = shared_memory.SharedMemory(f"torch_cache-{os.getpid()}", create=True, size=4096)
+os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)
+os.write(1, f"sem.{lock._semlock.name[1:]} {memory.name} {cache.name}\\n".encode())
+time.sleep(60)
+'''
 
 def main(control):
     order = control.recv(4096).decode()
@@ -70,6 +81,10 @@ def main(control):
         print(*pids, flush=True)
     elif order == "leave a child":
         print(detached(), flush=True)
+        time.sleep(60)
+    elif order == "share memory":
+        for is_apart in (False, True):
+            subprocess.Popen([sys.executable, "-c", SHARE], start_new_session=is_apart)
         time.sleep(60)
     elif order == "wait":
         print("ready", flush=True)
@@ -225,6 +240,26 @@ def test_what_a_worker_leaves_behind_is_killed(zygote: ZygoteProcess, fresh: boo
     os.kill(sibling.pid, signal.SIGKILL)
     zygote.exited(sibling)
     assert gone(kept)
+
+
+def test_shared_memory_of_killed_processes_is_removed_unless_another_process_uses_it(zygote: ZygoteProcess) -> None:
+    """Nothing else removes it: the resource tracker of `multiprocessing` is killed with the others."""
+    child = zygote.fork("share memory")
+    with os.fdopen(os.dup(child.out)) as lines:
+        paths = [SHARED_MEMORY / name for _ in range(2) for name in lines.readline().split()]
+    assert len(paths) == 6
+    assert all(path.exists() for path in paths)
+    used, kept = paths[1], {paths[1], paths[2], paths[5]}  # a name that a user has given stays
+    try:
+        with used.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
+            os.kill(child.pid, signal.SIGKILL)
+            assert zygote.exited(child) == -signal.SIGKILL
+            eventually(lambda: {path for path in paths if path.exists()} == kept, DEADLINE_S)
+            zygote.exited(zygote.fork("exit 0"))  # the zygote has done all that it had to do before
+            assert {path for path in paths if path.exists()} == kept
+    finally:
+        for path in paths:
+            path.unlink(missing_ok=True)
 
 
 def test_a_worker_that_may_start_no_thread_ends_alone(zygote: ZygoteProcess) -> None:

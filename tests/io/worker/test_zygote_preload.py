@@ -101,16 +101,6 @@ def test_threads_that_have_ended_prevent_no_fork(preload: Preload, tmp_path: Pat
     assert told(zygote, "'mine' in sys.modules") == ("True", [])
 
 
-def test_an_import_that_used_cuda_is_reported_and_its_children_are_new_interpreters(preload: Preload) -> None:
-    """The module in the place of torch says what torch says in a fork of a process that has initialised CUDA."""
-    text = "import sys, types\nsys.modules['torch.cuda'] = types.SimpleNamespace(_is_in_bad_fork=lambda: True)\n"
-    zygote = preload("mine", mine=text)
-    child = zygote.fork("exit 5")
-    assert child.read(child.out) == "fresh\n"
-    assert child.read(child.err) == f"unified: preload used CUDA, which fails in a fork afterwards. {SO}\n"
-    assert zygote.exited(child) == 5
-
-
 SEEN = "import os\nseen = [os.environ.get(n) for n in ('OMP_NUM_THREADS', 'PYTORCH_NVML_BASED_CUDA_CHECK')]\n"
 
 

@@ -71,7 +71,6 @@ def test_a_worker_has_its_memory_and_what_it_leaves_is_killed(own: Path, monkeyp
 def test_nothing_is_done_where_the_group_is_not_the_agents(own: Path, caplog: pytest.LogCaptureFixture) -> None:
     groups = WorkerGroups(None)
     groups.add(W0, 4242, 512.0)
-    groups.kill(W0)
     groups.end(W0)
     assert not caplog.records
     assert sorted(file.name for file in own.iterdir()) == ["cgroup.controllers", "cgroup.procs"]
