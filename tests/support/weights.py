@@ -9,8 +9,9 @@ import torch
 from tests.support.bus import DEADLINE_S, World, entry
 from unified.bus.endpoint import BusEndpoint
 from unified.protocol.records import DirectoryEntry, Inbox, Reachability
+from unified.weights.handshake import SyncOptions
 from unified.weights.receiver import WeightsReceiver
-from unified.weights.sender import SyncOptions, WeightsSender
+from unified.weights.sender import WeightsSender
 from unified.weights.versions import SyncReport
 
 ORDER = SyncOptions(

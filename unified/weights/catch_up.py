@@ -11,15 +11,15 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
+from functools import partial
 
 from unified.bus.calls.registry import rpc
 from unified.bus.endpoint import BusEndpoint
 from unified.errors import RpcError, WeightsError, listed
 from unified.protocol.records import WorkerIncarnation
 from unified.threads import SerialWorker
-from unified.weights.handshake import ANSWER_S, call_incarnations, left_s, method
-from unified.weights.sender import SyncOptions, WeightsSender
+from unified.weights.handshake import ANSWER_S, SyncOptions, call_incarnations, left_s, method
+from unified.weights.sender import WeightsSender
 from unified.weights.state_dict import VersionedStateDict
 from unified.weights.transfer_plan import BUCKET_BYTES
 
@@ -28,12 +28,6 @@ MAX_ASKED = 64
 """Members that a new receiver asks. More would cost the start of a large role a connection of each with each."""
 WITHIN_S = 300.0
 """Seconds that a transfer may take, the default of `sync_weights`."""
-
-
-class _Pull(NamedTuple):
-    target: str
-    node: str
-    ended: Future[None]
 
 
 class CatchUp:
@@ -63,10 +57,8 @@ class CatchUp:
         self._await_coming = await_coming
         self._why = ""
         """Reason why the last transfer failed."""
-        self._puller: SerialWorker[tuple[int, list[WorkerIncarnation]]] = SerialWorker(
-            "weights-catch-up", lambda news: self._pull(*news)
-        )
-        self._passer: SerialWorker[_Pull] = SerialWorker("weights-pass-on", self._pass_on)
+        self._puller: SerialWorker[Callable[[], None]] = SerialWorker("weights-catch-up", lambda work: work())
+        self._passer: SerialWorker[Callable[[], None]] = SerialWorker("weights-pass-on", lambda work: work())
         self.handlers: dict[str, Callable[..., object]] = {"news": self._take_news, "pull": self._answer_pull}
 
     def run(self) -> None:
@@ -118,28 +110,35 @@ class CatchUp:
         return 0 if latest is None else latest.version
 
     @rpc(inline=True)
-    def _take_news(self, version: int, holders: list[WorkerIncarnation]) -> None:
-        self._puller.put((version, holders))
-        self._puller.start()
+    def _take_news(self, version: int, holders: list[WorkerIncarnation]) -> Future[None]:
+        """Return a future of the end of the catch-up, for the sync that left this worker out."""
+        return _put(self._puller, partial(self._pull, version, holders))
 
     @rpc(inline=True)
     def _answer_pull(self, target: str, node: str) -> Future[None]:
         """Return a future of the end of a transfer to a member."""
-        pull = _Pull(target, node, Future())
-        self._passer.put(pull)
-        self._passer.start()
-        return pull.ended
+        return _put(self._passer, partial(self._pass_on, target, node))
 
-    def _pass_on(self, pull: _Pull) -> None:
+    def _pass_on(self, target: str, node: str) -> None:
+        latest = self._latest()
+        if latest is None:
+            raise WeightsError(f"worker {self._bus.worker} has no version of weights {self._name!r} any more.")
+        options = SyncOptions(latest.version, None, BUCKET_BYTES, WITHIN_S, wait=True, require=0, is_catch_up=True)
+        WeightsSender(self._bus, self._node, "its own role", self._name).send(latest, {target: node}, options)
+
+
+def _put(worker: SerialWorker[Callable[[], None]], work: Callable[[], None]) -> Future[None]:
+    """Let a worker do some work; return a future of its end."""
+    ended: Future[None] = Future()
+
+    def run() -> None:
         try:
-            latest = self._latest()
-            if latest is None:
-                raise WeightsError(f"worker {self._bus.worker} has no version of weights {self._name!r} any more.")
-            options = SyncOptions(latest.version, None, BUCKET_BYTES, WITHIN_S, wait=True, require=0, is_catch_up=True)
-            WeightsSender(self._bus, self._node, "its own role", self._name).send(
-                latest, {pull.target: pull.node}, options
-            )
+            work()
         except Exception as error:
-            pull.ended.set_exception(error)
+            ended.set_exception(error)
         else:
-            pull.ended.set_result(None)
+            ended.set_result(None)
+
+    worker.put(run)
+    worker.start()
+    return ended

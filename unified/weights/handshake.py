@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from random import SystemRandom
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unified.bus.calls.future import RpcFuture
 from unified.bus.endpoint import BusEndpoint
@@ -18,6 +18,11 @@ from unified.protocol.records import WorkerIncarnation
 from unified.weights.state_dict import OutgoingStateDict
 from unified.weights.transfer_plan import Bucket, TransferPlan, tree
 from unified.weights.versions import ENDED, GONE, LATE, LOST, TransferFailure, failure_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from unified.rounds.rank_group import Ranks
 
 AGAIN = Backoff(first_s=0.005, limit_s=0.25, num_free=0)
 ANSWER_S = 5.0
@@ -60,6 +65,32 @@ class Attempt(NamedTuple):
     """Workers that do not get the version, because they have no receiver now, and why."""
 
 
+class SyncOptions(NamedTuple):
+    """Options of `RoleGroup.sync_weights`, which describes them."""
+
+    version: int | None
+    dtype: torch.dtype | None
+    bucket_bytes: int
+    timeout: float
+    wait: bool
+    force: bool = False
+    collective: bool | None = None
+    require: int = 1
+    is_catch_up: bool = False
+    """A member of the role sends the version that it has."""
+
+
+class SendTask(NamedTuple):
+    """One version that the ranks of a model send together, or one process alone."""
+
+    source: OutgoingStateDict
+    buckets: tuple[Bucket, ...]
+    senders: tuple[WorkerIncarnation, ...]
+    ranks: Ranks
+    options: SyncOptions
+    deadline: float
+
+
 class Handshake(NamedTuple):
     """The handshake with the receivers called `name`."""
 
@@ -70,18 +101,7 @@ class Handshake(NamedTuple):
     node: str
 
     def begin(
-        self,
-        targets: Mapping[str, str],
-        source: OutgoingStateDict,
-        buckets: tuple[Bucket, ...],
-        senders: tuple[WorkerIncarnation, ...],
-        *,
-        version: int | None,
-        last: int,
-        force: bool,
-        require: int,
-        is_catch_up: bool,
-        deadline: float,
+        self, task: SendTask, targets: Mapping[str, str], version: int | None, last: int, require: int
     ) -> Attempt:
         """Find the receivers, choose the version, and announce it to them.
 
@@ -90,11 +110,11 @@ class Handshake(NamedTuple):
             version: None: one above the newest version of any receiver, and above `last`.
             require: wait for so many receivers, and leave out the workers that have none then; 0 or less: do not wait.
         """
-        versions, receivers, left_out = self._find(list(targets), require, deadline)
+        versions, receivers, left_out = self._find(list(targets), require, task.deadline)
         newest = max(versions.values(), default=0)
         if version is None:
             version = max(newest, last) + 1
-        elif version < newest and not force:
+        elif version < newest and not task.options.force:
             there = next(worker for worker, each in versions.items() if each == newest)
             raise WeightsVersionError(
                 f"version {version} of {self.what} was not sent: worker {there} has version {newest}, and versions "
@@ -104,21 +124,21 @@ class Handshake(NamedTuple):
         plan = TransferPlan(
             session=secrets.token_hex(8),
             version=version,
-            buckets=buckets,
-            keys=source.keys,
-            aliases=source.aliases,
-            others=source.others,
-            metadata=source.metadata,
-            senders=senders,
+            buckets=task.buckets,
+            keys=task.source.keys,
+            aliases=task.source.aliases,
+            others=task.source.others,
+            metadata=task.source.metadata,
+            senders=task.senders,
             children=children,
-            stays_shared=_can_stay_shared(buckets, is_passed_on=bool(children)),
-            timeout_s=left_s(deadline),
-            force=force,
-            is_catch_up=is_catch_up,
+            stays_shared=_can_stay_shared(task.buckets, is_passed_on=bool(children)),
+            timeout_s=left_s(task.deadline),
+            force=task.options.force,
+            is_catch_up=task.options.is_catch_up,
         )
         attempt = Attempt(plan, tuple(roots), tuple(receivers), {}, left_out)
         refusals: dict[str, str] = {}
-        for worker, answer in self._ask(receivers, "begin", [plan], deadline).items():
+        for worker, answer in self._ask(receivers, "begin", [plan], task.deadline).items():
             if isinstance(answer, TransferFailure):
                 attempt.failures[worker] = answer
             elif answer:
@@ -153,12 +173,16 @@ class Handshake(NamedTuple):
         with contextlib.suppress(RpcError):
             call_incarnations(self.bus, receivers, method(self.name, "abort"), args, timeout=ANSWER_S)
 
-    def tell(self, workers: Iterable[str], version: int, holders: Sequence[WorkerIncarnation]) -> None:
-        """Tell workers that were left out who has the version, without a wait; also those that are back very soon."""
+    def tell(self, workers: Iterable[str], version: int, holders: Sequence[WorkerIncarnation], deadline: float) -> None:
+        """Tell workers that were left out who has the version; wait until those that have a receiver by now have it.
+
+        Without the wait a worker that came during the sync would answer with older weights after the sync.
+        """
+        there = [worker for worker in workers if self.bus.directory.reachable(worker) is not None]
         args = [version, holders[:MAX_HOLDERS]]
         with contextlib.suppress(RpcError):
-            for call in self.bus.call_many(list(workers), method(self.name, "news"), args, {}, timeout=ANSWER_S):
-                call.add_done_callback(lambda done: done.exception())  # one without a receiver asks when it makes one
+            for call in self.bus.call_many(there, method(self.name, "news"), args, {}, timeout=left_s(deadline)):
+                call.exception()  # one without a receiver asks the members when it makes one
 
     def error(self, version: int | None, failures: Mapping[str, TransferFailure]) -> WeightsError:
         """Return an error that names the workers without the version, and the reasons."""

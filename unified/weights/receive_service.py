@@ -30,10 +30,10 @@ from unified.weights.versions import (
     SessionEnd,
     SessionOutcome,
     TransferFailure,
-    TransferOffer,
     VersionTable,
     failure_of,
 )
+from unified.worker.progress import WEIGHTS
 
 GRACE_S = 5.0
 """Seconds for which a receiver keeps a session alive longer than its sender."""
@@ -80,7 +80,6 @@ class ReceiveService:
         node: the node of this worker; empty: not known.
         members: full names of all workers of the role, which receive the same versions.
         load: called with a complete version before its sender learns that it is here, one at a time.
-        on_published: called, without a lock, on the thread that completed a version.
     """
 
     def __init__(
@@ -92,7 +91,6 @@ class ReceiveService:
         node: str,
         members: Sequence[str],
         load: Callable[[VersionedStateDict], object] | None = None,
-        on_published: Callable[[int], object],
     ) -> None:
         self.name = name
         self._bus = bus
@@ -101,7 +99,6 @@ class ReceiveService:
         self._load = load
         self._loaded: VersionedStateDict | None = None
         self._loading = threading.Lock()
-        self._on_published = on_published
         self._versions = VersionTable()
         self._coming: dict[str, IncomingVersion] = {}
         self._latest: VersionedStateDict | None = None
@@ -166,6 +163,7 @@ class ReceiveService:
                 return
             self._stop_listening()
             self._is_closed = True
+            WEIGHTS.pop(self.name, None)
             self._catch_up.close()
             ended = [
                 each
@@ -185,20 +183,11 @@ class ReceiveService:
     def _begin(self, plan: TransferPlan) -> str:
         now = time.monotonic()
         expires_at = now + plan.timeout_s + GRACE_S
-        offer = TransferOffer(
-            session=plan.session,
-            version=plan.version,
-            num_buckets=len(plan.buckets),
-            senders=plan.senders,
-            expires_at=expires_at,
-            force=plan.force,
-            is_catch_up=plan.is_catch_up,
-        )
         copy = not plan.stays_shared if self._copy is None else self._copy
         with self._changed:
             if self._is_closed:
                 return "the receiver was closed"
-            begun = self._versions.begin(now, offer)
+            begun = self._versions.begin(now, plan, expires_at)
             self._spare = None
         self._settle(begun.ended)  # before the memory for the next one is taken
         if begun.refusal:
@@ -309,7 +298,7 @@ class ReceiveService:
             for future in awaited:
                 future.set_result(self._as_failure(each))
             if each.how is SessionOutcome.PUBLISHED:
-                self._on_published(each.version)
+                WEIGHTS[self.name] = each.version
 
     def _as_failure(self, ended: SessionEnd) -> TransferFailure | None:
         """Return the failure of an ended session, for its sender; None: published, or superseded, which is as good."""

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import threading
 from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from unified.errors import UsageError
 from unified.lazy import needed_by
-from unified.threads import SerialWorker
 from unified.values import ClosedOnExit
 from unified.worker.context import current_worker
-from unified.worker.progress import WEIGHTS
 
 if TYPE_CHECKING:
     import torch
 
     from unified.bus.endpoint import BusEndpoint
     from unified.weights.state_dict import VersionedStateDict
-
-logger = logging.getLogger(__name__)
 
 
 class WeightsReceiver(ClosedOnExit):
@@ -62,20 +56,12 @@ class WeightsReceiver(ClosedOnExit):
         if not isinstance(name, str) or not name:
             raise UsageError(f"WeightsReceiver({name!r}): the name must be a non-empty string.")
         self.name = name
-        self._callbacks: list[Callable[[int], object]] = []
-        self._published = (0, 0)
-        """The number of publications (a version may be published again), and the newest version."""
-        self._lock = threading.Lock()
-        self._is_closed = False
-        self._notifier = SerialWorker("weights-news", self._notify)
         if bus is None:
             worker = current_worker()
             bus, node, members = worker.bus, worker.actor_info.node, worker.actor_info.role_spec.workers
         else:
             node, members = "", [each.worker for each in bus.directory.entries]
-        self._service = ReceiveService(
-            bus, name, copy=copy, node=node, members=members, load=load, on_published=self._on_published
-        )
+        self._service = ReceiveService(bus, name, copy=copy, node=node, members=members, load=load)
 
     @property
     def version(self) -> int:
@@ -142,43 +128,10 @@ class WeightsReceiver(ClosedOnExit):
             load(latest, model, strict=strict, what=f"version {latest.version} of weights {self.name!r}")
         return latest.version
 
-    def on_version(self, callback: Callable[[int], object]) -> None:
-        """Call `callback(version)` after a version has come, in a thread for callbacks.
-
-        Of the versions that come while a callback runs, only the newest is reported. An error of a callback is logged.
-        """
-        with self._lock:
-            if self._is_closed:
-                return
-            self._callbacks.append(callback)
-            if len(self._callbacks) == 1 and self._published[0]:
-                self._notifier.put(self._published)
-        self._notifier.start()
-
     def close(self) -> None:
         """Stop receiving and drop all versions. Waiting calls raise WeightsError; senders are told that there is no
         receiver. Can be called twice."""
         self._service.close()
-        WEIGHTS.pop(self.name, None)
-        with self._lock:
-            self._is_closed = True
-        self._notifier.close(threading.TIMEOUT_MAX)
 
     def _wait(self, min_version: int | None, timeout: float | None) -> VersionedStateDict:
         return self._service.wait(1 if min_version is None else min_version, timeout)
-
-    def _on_published(self, version: int) -> None:
-        WEIGHTS[self.name] = version
-        with self._lock:
-            self._published = self._published[0] + 1, version
-            if self._callbacks:
-                self._notifier.put(self._published)
-
-    def _notify(self, published: tuple[int, int]) -> None:
-        for callback in list(self._callbacks):
-            if self._is_closed or published != self._published:
-                return  # the newer one is next
-            try:
-                callback(published[1])
-            except Exception:
-                logger.exception("weights=%s event=callback-failed version=%d", self.name, published[1])

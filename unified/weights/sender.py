@@ -7,8 +7,9 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from random import SystemRandom
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -27,7 +28,16 @@ from unified.rounds.rank_group import Alone, MeshGroup, Ranks, WholeGroup, lead
 from unified.tensors.host_buffers import BufferPool, HostCopy, stage
 from unified.tensors.walk import is_lazy
 from unified.threads import start_thread
-from unified.weights.handshake import AGAIN, Attempt, Handshake, call_incarnations, left_s, method
+from unified.weights.handshake import (
+    AGAIN,
+    Attempt,
+    Handshake,
+    SendTask,
+    SyncOptions,
+    call_incarnations,
+    left_s,
+    method,
+)
 from unified.weights.state_dict import OutgoingStateDict, is_replicated
 from unified.weights.transfer_plan import Bucket
 from unified.weights.versions import (
@@ -54,21 +64,6 @@ _senders: dict[tuple[str, ...], WeightsSender] = {}
 _lock = threading.Lock()
 
 
-class SyncOptions(NamedTuple):
-    """Options of `RoleGroup.sync_weights`, which describes them."""
-
-    version: int | None
-    dtype: torch.dtype | None
-    bucket_bytes: int
-    timeout: float
-    wait: bool
-    force: bool = False
-    collective: bool | None = None
-    require: int = 1
-    is_catch_up: bool = False
-    """A member of the role sends the version that it has."""
-
-
 def sync_weights(
     group: str,
     actors: Sequence[ActorInfo],
@@ -93,15 +88,6 @@ def sync_weights(
         if sender is None:
             sender = _senders[key] = WeightsSender(worker.bus, worker.actor_info.node, group, name)
     return sender.send(weights, targets, options)
-
-
-class _SendTask(NamedTuple):
-    source: OutgoingStateDict
-    buckets: tuple[Bucket, ...]
-    senders: tuple[WorkerIncarnation, ...]
-    ranks: Ranks
-    options: SyncOptions
-    deadline: float
 
 
 class WeightsSender:
@@ -136,7 +122,7 @@ class WeightsSender:
             ranks = ranks_for(source, together=together)
             buckets = source.cut(options.bucket_bytes, ranks.size)
             senders = self._agree(ranks, source.digest(buckets), buckets, deadline)
-            return self._send(_SendTask(source, buckets, senders, ranks, options, deadline), targets)
+            return self._send(SendTask(source, buckets, senders, ranks, options, deadline), targets)
         finally:
             self._lock.release()
 
@@ -157,7 +143,7 @@ class WeightsSender:
         wanted = {0} | {bucket.rank for bucket in buckets}
         return tuple(sender for rank, (sender, _, _) in enumerate(said) if rank in wanted)
 
-    def _send(self, task: _SendTask, targets: Mapping[str, str]) -> SyncReport:
+    def _send(self, task: SendTask, targets: Mapping[str, str]) -> SyncReport:
         """Make attempts until all targets that have a receiver have the version, and `require` at least.
 
         Later attempts are for targets that failed.
@@ -166,7 +152,8 @@ class WeightsSender:
         num_tries = 0
         have: list[WorkerIncarnation] = []
         while True:
-            attempt = self._begin(task, targets, version, task.options.require - len(have))
+            begin = partial(self._handshake.begin, task, targets, version, self._last, task.options.require - len(have))
+            attempt = lead(task.ranks, begin, RANK_ERRORS)
             version = attempt.plan.version
             self._last = max(self._last, version)
             pipeline = BucketPipeline(self._bus, self._name, attempt, task.deadline)
@@ -177,7 +164,7 @@ class WeightsSender:
             have += [each for each in attempt.receivers if each.worker not in failures]
             is_over = not failures or not _are_lost(failures)
             if is_over and task.ranks.rank == 0:
-                self._handshake.tell(attempt.left_out, version, have)
+                self._handshake.tell(attempt.left_out, version, have, task.deadline)
             if not failures:
                 return SyncReport(version, tuple(each.worker for each in have), attempt.left_out)
             if is_over:
@@ -187,24 +174,7 @@ class WeightsSender:
             time.sleep(AGAIN.delay_s(num_tries, SystemRandom()))
             num_tries += 1
 
-    def _begin(self, task: _SendTask, targets: Mapping[str, str], version: int | None, require: int) -> Attempt:
-        def begin() -> Attempt:
-            return self._handshake.begin(
-                targets,
-                task.source,
-                task.buckets,
-                task.senders,
-                version=version,
-                last=self._last,
-                force=task.options.force,
-                require=require,
-                is_catch_up=task.options.is_catch_up,
-                deadline=task.deadline,
-            )
-
-        return lead(task.ranks, begin, RANK_ERRORS)
-
-    def _send_now(self, task: _SendTask, attempt: Attempt, pipeline: BucketPipeline) -> dict[str, TransferFailure]:
+    def _send_now(self, task: SendTask, attempt: Attempt, pipeline: BucketPipeline) -> dict[str, TransferFailure]:
         """Return the failures by worker."""
         try:
             _convey(pipeline, self._stage(task, keep=False))
@@ -217,7 +187,7 @@ class WeightsSender:
         self._pool.trim(IN_FLIGHT + 2)
         return failures
 
-    def _send_later(self, task: _SendTask, attempt: Attempt, pipeline: BucketPipeline) -> None:
+    def _send_later(self, task: SendTask, attempt: Attempt, pipeline: BucketPipeline) -> None:
         """Copy this rank's buckets now, and send them in a thread."""
         try:
             kept = list(self._stage(task, keep=True))
@@ -237,7 +207,7 @@ class WeightsSender:
                     self._handshake.abort(attempt, failures, f"worker {self._bus.worker} could not deliver its part")
                 have = [each for each in attempt.receivers if each.worker not in failures]
                 if task.ranks.rank == 0:
-                    self._handshake.tell([*attempt.left_out, *failures], attempt.plan.version, have)
+                    self._handshake.tell([*attempt.left_out, *failures], attempt.plan.version, have, task.deadline)
                 if failures and not (_are_lost(failures) and len(have) >= task.options.require):
                     self._late_error = str(self._handshake.error(attempt.plan.version, failures))
             except Exception as error:
@@ -256,7 +226,7 @@ class WeightsSender:
         error, self._late_error = self._late_error, ""
         return error
 
-    def _stage(self, task: _SendTask, *, keep: bool) -> Iterator[tuple[int, HostCopy]]:
+    def _stage(self, task: SendTask, *, keep: bool) -> Iterator[tuple[int, HostCopy]]:
         """Yield copies of this rank's buckets; help to gather the buckets of other ranks, which is a collective."""
         for index, bucket in enumerate(task.buckets):
             if bucket.rank != task.ranks.rank:

@@ -56,14 +56,17 @@ class TransferPlan(NamedTuple):
     metadata: Any
     """Metadata that torch keeps beside a state dict (the versions of its modules)."""
     senders: tuple[WorkerIncarnation, ...]
+    """Workers that will send buckets; the first is in charge of the session. It ends when one of them dies."""
     children: Mapping[str, tuple[WorkerIncarnation, ...]]
     """Workers on a root's node that it passes buckets on to, by root."""
     stays_shared: bool
     """The sender can spare the shared memory of this version until the next one."""
     timeout_s: float
     force: bool
+    """The version is accepted even if a newer one is there."""
     is_catch_up: bool = False
-    """A member of the role sends the version that it has to a member that a sync has left out."""
+    """A member of the role sends the version that it has to a member that a sync has left out. Such a session gives way
+    to any other with that version."""
 
     @property
     def nbytes(self) -> int:

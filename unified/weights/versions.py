@@ -21,7 +21,7 @@ from unified.errors import (
     WorkerDiedError,
 )
 from unified.protocol.records import WorkerIncarnation
-from unified.values import Value
+from unified.weights.transfer_plan import TransferPlan
 
 MAX_OPEN = 2
 """Number of sessions at a time, besides that of a member: each takes the memory of one model."""
@@ -67,22 +67,6 @@ class SyncReport(NamedTuple):
     role as soon as it has a receiver."""
 
 
-class TransferOffer(Value, frozen=True, kw_only=True):
-    """A sender's message before the first bucket."""
-
-    session: str
-    version: int
-    num_buckets: int
-    senders: tuple[WorkerIncarnation, ...]
-    """Workers that will send buckets; the first is in charge of the session. It ends when one of them dies."""
-    expires_at: float
-    """Time after which no worker sends any more."""
-    force: bool = False
-    """The version is accepted even if a newer one is there."""
-    is_catch_up: bool = False
-    """A member of the role sends the version that it has. Such a session gives way to any other with that version."""
-
-
 class SessionOutcome(StrEnum):
     PUBLISHED = "published"
     """The version is complete, and now the newest."""
@@ -104,7 +88,7 @@ class SessionEnd(NamedTuple):
 
 
 class OfferReply(NamedTuple):
-    """The answer to a `TransferOffer`."""
+    """The answer to an offer."""
 
     refusal: str = ""
     """The reason of a refusal; empty: the offer is accepted."""
@@ -119,15 +103,16 @@ class BucketVerdict(StrEnum):
 
 
 class _Session:
-    def __init__(self, offer: TransferOffer) -> None:
-        self.offer = offer
+    def __init__(self, plan: TransferPlan, expires_at: float) -> None:
+        self.plan = plan
+        self.expires_at = expires_at
         self.taken: set[int] = set()
         self.stored: set[int] = set()
         self.is_committed = False
 
     @property
     def is_complete(self) -> bool:
-        return self.is_committed and len(self.stored) == self.offer.num_buckets
+        return self.is_committed and len(self.stored) == len(self.plan.buckets)
 
 
 class VersionTable:
@@ -144,25 +129,25 @@ class VersionTable:
         self._over: dict[str, int] = {}
         """Newest dead incarnation, by worker."""
 
-    def begin(self, now: float, offer: TransferOffer) -> OfferReply:
-        """Answer a sender that wants to deliver a version. A repeated offer changes nothing."""
-        if offer.session in self._open:
+    def begin(self, now: float, plan: TransferPlan, expires_at: float) -> OfferReply:
+        """Answer a sender that offers a version, until a time. A repeated offer changes nothing."""
+        if plan.session in self._open:
             return OfferReply()
         ended = self.expire(now)
-        refusal = self._refusal(offer)
+        refusal = self._refusal(plan)
         if refusal:
             return OfferReply(refusal, ended)
-        first = offer.senders[0].worker
-        instead = f"{first} began version {offer.version} instead"
-        replaced = [each for each in self._open.values() if _is_replaced(each.offer, offer)]
+        first = plan.senders[0].worker
+        instead = f"{first} began version {plan.version} instead"
+        replaced = [each for each in self._open.values() if _is_replaced(each.plan, plan)]
         ended += [self._end(each, SessionOutcome.DROPPED, instead) for each in replaced]
-        self._open[offer.session] = _Session(offer)
+        self._open[plan.session] = _Session(plan, expires_at)
         return OfferReply("", ended)
 
     def take(self, session: str, index: int) -> BucketVerdict:
         """Decide about a bucket that came. After STORE, call `stored` when its tensors are safe."""
         incoming = self._open.get(session)
-        if incoming is None or not 0 <= index < incoming.offer.num_buckets:
+        if incoming is None or not 0 <= index < len(incoming.plan.buckets):
             return BucketVerdict.UNWANTED
         if index in incoming.taken:
             return BucketVerdict.DUPLICATE
@@ -202,11 +187,11 @@ class VersionTable:
         return [
             self._end(incoming, SessionOutcome.DROPPED, f"{dead.worker}, which was sending it, died: {reason}")
             for incoming in list(self._open.values())
-            if self._first_dead(incoming.offer.senders) is not None
+            if self._first_dead(incoming.plan.senders) is not None
         ]
 
     def expire(self, now: float) -> list[SessionEnd]:
-        late = [incoming for incoming in self._open.values() if now >= incoming.offer.expires_at]
+        late = [incoming for incoming in self._open.values() if now >= incoming.expires_at]
         return [self._end(incoming, SessionOutcome.DROPPED, "its time was up") for incoming in late]
 
     def outcome(self, session: str) -> SessionEnd | None:
@@ -218,15 +203,15 @@ class VersionTable:
     def progress(self) -> str:
         """Return the versions on their way, in words; empty: none."""
         return ", ".join(
-            f"version {offer.version} from {offer.senders[0].worker} "
-            f"({len(incoming.stored)} of {offer.num_buckets} buckets)"
+            f"version {plan.version} from {plan.senders[0].worker} "
+            f"({len(incoming.stored)} of {len(plan.buckets)} buckets)"
             for incoming in self._open.values()
-            for offer in [incoming.offer]
+            for plan in [incoming.plan]
         )
 
     def is_coming(self, version: int) -> bool:
         """Return whether a version of at least this number is on its way."""
-        return any(each.offer.version >= version for each in self._open.values())
+        return any(each.plan.version >= version for each in self._open.values())
 
     @property
     def open_sessions(self) -> list[str]:
@@ -236,37 +221,37 @@ class VersionTable:
     def check(self) -> list[str]:
         """Return the invariants that do not hold; none, unless this file has a defect."""
         broken = []
-        if sum(not each.offer.is_catch_up for each in self._open.values()) > MAX_OPEN:
+        if sum(not each.plan.is_catch_up for each in self._open.values()) > MAX_OPEN:
             broken.append(f"{len(self._open)} sessions are open")
         if self._open.keys() & self._past.keys():
             broken.append("a session is both open and over")
         for session, incoming in self._open.items():
-            offer = incoming.offer
+            plan = incoming.plan
             if incoming.is_complete:
                 broken.append(f"session {session} is complete and still open")
-            if not incoming.stored <= incoming.taken <= set(range(offer.num_buckets)):
+            if not incoming.stored <= incoming.taken <= set(range(len(plan.buckets))):
                 broken.append(f"session {session} has stored what it never took")
-            if offer.version < self.version and not offer.force:
+            if plan.version < self.version and not plan.force:
                 broken.append(f"session {session} goes on though version {self.version} superseded it")
-            if self._first_dead(offer.senders) is not None:
+            if self._first_dead(plan.senders) is not None:
                 broken.append(f"session {session} goes on though its sender is dead")
         return broken
 
-    def _refusal(self, offer: TransferOffer) -> str:
-        dead = self._first_dead(offer.senders)
+    def _refusal(self, plan: TransferPlan) -> str:
+        dead = self._first_dead(plan.senders)
         if dead is not None:
             return f"{dead.worker} should send it, but its incarnation {dead.number} is dead"
-        if offer.session in self._past:
-            return f"this attempt is over: {self._past[offer.session].reason or 'it was complete'}"
-        if offer.version < 1:
+        if plan.session in self._past:
+            return f"this attempt is over: {self._past[plan.session].reason or 'it was complete'}"
+        if plan.version < 1:
             return "versions are numbered from 1"
-        if offer.version < self.version and not offer.force:
+        if plan.version < self.version and not plan.force:
             return f"version {self.version} is there already, and versions must increase"
-        rest = [each.offer for each in self._open.values() if not _is_replaced(each.offer, offer)]
+        rest = [each.plan for each in self._open.values() if not _is_replaced(each.plan, plan)]
         for other in rest:
-            if other.version == offer.version:
+            if other.version == plan.version:
                 return f"the same version is on its way from {other.senders[0].worker}"
-        if not offer.is_catch_up and sum(not other.is_catch_up for other in rest) >= MAX_OPEN:
+        if not plan.is_catch_up and sum(not other.is_catch_up for other in rest) >= MAX_OPEN:
             return f"no more than {MAX_OPEN} are received at a time, and there are: {self.progress()}"
         return ""
 
@@ -274,23 +259,23 @@ class VersionTable:
         return next((sender for sender in senders if sender.number <= self._over.get(sender.worker, -1)), None)
 
     def _publish(self, incoming: _Session) -> list[SessionEnd]:
-        version = self.version = incoming.offer.version
+        version = self.version = incoming.plan.version
         ended = [self._end(incoming, SessionOutcome.PUBLISHED, "")]
-        slower = [each for each in self._open.values() if each.offer.version < version and not each.offer.force]
+        slower = [each for each in self._open.values() if each.plan.version < version and not each.plan.force]
         return ended + [
             self._end(each, SessionOutcome.SUPERSEDED, f"version {version} was complete first") for each in slower
         ]
 
     def _end(self, incoming: _Session, how: SessionOutcome, reason: str) -> SessionEnd:
-        offer = incoming.offer
-        del self._open[offer.session]
-        ended = self._past[offer.session] = SessionEnd(offer.session, how, offer.version, reason)
+        plan = incoming.plan
+        del self._open[plan.session]
+        ended = self._past[plan.session] = SessionEnd(plan.session, how, plan.version, reason)
         while len(self._past) > MAX_REMEMBERED:
             self._past.popitem(last=False)
         return ended
 
 
-def _is_replaced(old: TransferOffer, new: TransferOffer) -> bool:
-    """Return whether an open session ends because of a new offer, by its sender or of the version that it brings."""
+def _is_replaced(old: TransferPlan, new: TransferPlan) -> bool:
+    """Return whether an open session ends because of a new plan, by its sender or of the version that it brings."""
     is_same_sender = old.senders[0].worker == new.senders[0].worker
     return is_same_sender or (old.is_catch_up and not new.is_catch_up and old.version == new.version)

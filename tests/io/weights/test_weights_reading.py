@@ -11,7 +11,6 @@ from tests.support.bus import DEADLINE_S
 from tests.support.deadlines import missed
 from tests.support.weights import SMALL, Cast, fill, model_of, one_route, values_of
 from unified.errors import UsageError, WeightsError, WeightsMismatchError, WeightsTimeoutError
-from unified.testing import eventually
 
 
 def test_what_was_read_stays_as_it_was(cast: Cast) -> None:
@@ -103,28 +102,6 @@ def test_waiting_for_a_version(cast: Cast, pool: ThreadPoolExecutor) -> None:
     assert not waiting.done()
     cast.send(sender, model_of(2))
     assert waiting.result(DEADLINE_S) == 2
-
-
-@one_route
-def test_news_of_versions(cast: Cast) -> None:
-    receiver = cast.receiver("r0")
-    told: list[int] = []
-    busy, release = threading.Event(), threading.Event()
-
-    def callback(version: int) -> None:
-        told.append(version)
-        busy.set()
-        release.wait(DEADLINE_S)
-        raise KeyError("logged, and no harm")
-
-    receiver.on_version(callback)
-    sender = cast.sender()
-    cast.send(sender, model_of(1))
-    assert busy.wait(DEADLINE_S)
-    for number in (2, 3):
-        cast.send(sender, model_of(number))
-    release.set()
-    assert eventually(lambda: told == [1, 3])
 
 
 @one_route

@@ -206,6 +206,27 @@ def test_a_sync_that_fails_tells_those_it_left_out_who_has_the_version(cast: Cas
 
 
 @one_route
+def test_a_sync_returns_when_a_receiver_that_came_meanwhile_has_the_version(
+    cast: Cast, pool: ThreadPoolExecutor
+) -> None:
+    """Else it would answer with older weights than the others have, after the sync."""
+    cast.receiver("r0")
+    sender = cast.sender()
+    committing, pulled = Holdup(cast, "r0", "commit"), Holdup(cast, "r0", "pull")
+    sent = pool.submit(cast.send, sender, model_of(1), "r0", "r1")
+    assert committing.reached.wait(DEADLINE_S)
+    late = cast.receiver("r1")
+    assert late.version == 0
+    committing.release.set()
+    assert pulled.reached.wait(DEADLINE_S)
+    with pytest.raises(TimeoutError):
+        sent.result(missed(0.3))
+    pulled.release.set()
+    assert sent.result(DEADLINE_S) == 1
+    assert late.version == 1
+
+
+@one_route
 def test_versions_go_up_unless_forced(cast: Cast) -> None:
     receiver = cast.receiver("r0")
     sender = cast.sender()

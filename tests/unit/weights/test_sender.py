@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from unified.errors import NotInWorkerError, UsageError
-from unified.weights.sender import SyncOptions, ranks_for, sync_weights
+from unified.weights.handshake import SyncOptions
+from unified.weights.sender import ranks_for, sync_weights
 from unified.weights.state_dict import OutgoingStateDict
 from unified.worker.context import ActorInfo
 

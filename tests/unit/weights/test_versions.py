@@ -6,13 +6,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from unified.protocol.records import WorkerIncarnation
+from unified.weights.transfer_plan import Bucket, TransferPlan
 from unified.weights.versions import (
     MAX_OPEN,
     MAX_REMEMBERED,
     BucketVerdict,
+    OfferReply,
     SessionEnd,
     SessionOutcome,
-    TransferOffer,
     VersionTable,
 )
 
@@ -20,16 +21,29 @@ A, B, C = (WorkerIncarnation(name, 0) for name in "abc")
 
 
 def opening(
-    session: str, version: int, num_buckets: int = 2, sender: WorkerIncarnation = A, **fields: Any
-) -> TransferOffer:
-    fields.setdefault("senders", (sender,))
-    fields.setdefault("expires_at", 100.0)
-    return TransferOffer(session=session, version=version, num_buckets=num_buckets, **fields)
+    session: str,
+    version: int,
+    num_buckets: int = 2,
+    sender: WorkerIncarnation = A,
+    senders: tuple[WorkerIncarnation, ...] = (),
+    expires_at: float = 100.0,
+    **fields: Any,
+) -> TransferPlan:
+    """A plan that lasts until `expires_at`, which is its `timeout_s`, as it is offered at time 0."""
+    rest: dict[str, Any] = {"keys": (), "aliases": {}, "others": {}, "metadata": None, "children": {}}
+    rest |= {"stays_shared": True, "timeout_s": expires_at, "force": False, **fields}
+    return TransferPlan(
+        session=session, version=version, buckets=(Bucket((), 0),) * num_buckets, senders=senders or (sender,), **rest
+    )
 
 
-def begun(assembly: VersionTable, *openings: TransferOffer) -> VersionTable:
+def begin(assembly: VersionTable, now: float, plan: TransferPlan) -> OfferReply:
+    return assembly.begin(now, plan, expires_at=plan.timeout_s)
+
+
+def begun(assembly: VersionTable, *openings: TransferPlan) -> VersionTable:
     for each in openings:
-        assert assembly.begin(0.0, each).refusal == ""
+        assert begin(assembly, 0.0, each).refusal == ""
     return assembly
 
 
@@ -81,8 +95,8 @@ def test_an_opening_said_twice_changes_nothing() -> None:
 def test_versions_go_up_unless_forced() -> None:
     assembly = begun(VersionTable(), opening("s7", 7, 0))
     assembly.commit("s7")
-    assert assembly.begin(0, opening("s6", 6)).refusal == "version 7 is there already, and versions must increase"
-    assert assembly.begin(0, opening("s0", 0)).refusal == "versions are numbered from 1"
+    assert begin(assembly, 0, opening("s6", 6)).refusal == "version 7 is there already, and versions must increase"
+    assert begin(assembly, 0, opening("s0", 0)).refusal == "versions are numbered from 1"
     begun(assembly, opening("again", 7, 0))
     assert assembly.commit("again") == [published("again", 7)]
     begun(assembly, opening("back", 3, 0, force=True))
@@ -108,12 +122,12 @@ def test_two_senders_in_order_are_both_published() -> None:
 
 def test_the_same_version_from_two_senders_is_refused() -> None:
     assembly = begun(VersionTable(), opening("s1", 1, sender=A))
-    assert assembly.begin(0, opening("s2", 1, sender=B)).refusal == "the same version is on its way from a"
+    assert begin(assembly, 0, opening("s2", 1, sender=B)).refusal == "the same version is on its way from a"
 
 
 def test_a_sender_that_begins_anew_drops_what_it_had_begun() -> None:
     assembly = begun(VersionTable(), opening("s1", 1))
-    answer = assembly.begin(0, opening("s2", 1, sender=WorkerIncarnation("a", 1)))
+    answer = begin(assembly, 0, opening("s2", 1, sender=WorkerIncarnation("a", 1)))
     assert answer.refusal == ""
     assert answer.ended == [SessionEnd("s1", SessionOutcome.DROPPED, 1, "a began version 1 instead")]
 
@@ -121,10 +135,10 @@ def test_a_sender_that_begins_anew_drops_what_it_had_begun() -> None:
 def test_a_members_transfer_gives_way_to_a_sync_of_the_same_version() -> None:
     table = begun(VersionTable(), opening("m", 1, sender=A, is_catch_up=True), opening("s1", 1, sender=B))
     assert table.outcome("m") == SessionEnd("m", SessionOutcome.DROPPED, 1, "b began version 1 instead")
-    refusal = table.begin(0, opening("m", 1, sender=A, is_catch_up=True))
+    refusal = begin(table, 0, opening("m", 1, sender=A, is_catch_up=True))
     assert refusal.refusal == "this attempt is over: b began version 1 instead"
     assert (
-        table.begin(0, opening("n", 1, sender=A, is_catch_up=True)).refusal == "the same version is on its way from b"
+        begin(table, 0, opening("n", 1, sender=A, is_catch_up=True)).refusal == "the same version is on its way from b"
     )
 
 
@@ -138,8 +152,8 @@ def test_a_members_transfer_takes_no_place_of_a_sync() -> None:
 
 def test_so_many_at_a_time() -> None:
     assembly = begun(VersionTable(), opening("s1", 1, sender=A), opening("s2", 2, sender=B))
-    assert f"no more than {MAX_OPEN} are received at a time" in assembly.begin(0, opening("s3", 3, sender=C)).refusal
-    assert assembly.begin(200.0, opening("s3", 3, sender=C, expires_at=300)).refusal == ""  # theirs had expired
+    assert f"no more than {MAX_OPEN} are received at a time" in begin(assembly, 0, opening("s3", 3, sender=C)).refusal
+    assert begin(assembly, 200.0, opening("s3", 3, sender=C, expires_at=300)).refusal == ""  # theirs had expired
     assert assembly.open_sessions == ["s3"]
 
 
@@ -150,7 +164,8 @@ def test_death_of_any_sender_drops_what_it_was_to_send() -> None:
     assert ended == SessionEnd("s", SessionOutcome.DROPPED, 1, "b, which was sending it, died: killed")
     assert assembly.incarnation_died(B, "killed") == []
     assert (
-        assembly.begin(0, opening("late", 1, senders=(B,))).refusal == "b should send it, but its incarnation 0 is dead"
+        begin(assembly, 0, opening("late", 1, senders=(B,))).refusal
+        == "b should send it, but its incarnation 0 is dead"
     )
     begun(assembly, opening("next", 1, sender=WorkerIncarnation("b", 1)))
 
@@ -175,7 +190,7 @@ def test_abort_ends_what_is_open_and_nothing_else() -> None:
     begun(assembly, opening("t", 2))
     assert assembly.abort("t", "so it was said") == [SessionEnd("t", SessionOutcome.DROPPED, 2, "so it was said")]
     assert assembly.abort("t", "again") == []
-    assert assembly.begin(0, opening("t", 2)).refusal == "this attempt is over: so it was said"
+    assert begin(assembly, 0, opening("t", 2)).refusal == "this attempt is over: so it was said"
 
 
 def test_progress_in_words() -> None:
@@ -203,7 +218,7 @@ class Senders(RuleBasedStateMachine):
         super().__init__()
         self.assembly = VersionTable()
         self.now = 0.0
-        self.openings: dict[str, TransferOffer] = {}
+        self.openings: dict[str, TransferPlan] = {}
         self.taken: set[tuple[str, int]] = set()
         self.stored: set[tuple[str, int]] = set()
         self.committed: set[str] = set()
@@ -222,7 +237,7 @@ class Senders(RuleBasedStateMachine):
             if each.how is SessionOutcome.PUBLISHED:
                 assert each.session in self.committed
                 assert {index for session, index in self.stored if session == each.session} == set(
-                    range(opening.num_buckets)
+                    range(len(opening.buckets))
                 )
                 assert each.version >= before or opening.force
                 assert all(
@@ -258,7 +273,7 @@ class Senders(RuleBasedStateMachine):
             expires_at=self.now + lasts,
         )
         self.openings[new.session] = new
-        answer = self.assembly.begin(self.now, new)
+        answer = begin(self.assembly, self.now, new)
         self.took(answer.ended)
         assert (new.session in self.assembly.open_sessions) == (answer.refusal == "")
         if version < 1 or (version < self.version and not force):
@@ -273,7 +288,7 @@ class Senders(RuleBasedStateMachine):
         session = data.draw(st.sampled_from(sorted(self.openings)))
         take = self.assembly.take(session, index)
         is_open = session in self.assembly.open_sessions
-        if not is_open or not 0 <= index < self.openings[session].num_buckets:
+        if not is_open or not 0 <= index < len(self.openings[session].buckets):
             assert take is BucketVerdict.UNWANTED
         else:
             assert take is (BucketVerdict.DUPLICATE if (session, index) in self.taken else BucketVerdict.STORE)
@@ -312,7 +327,7 @@ class Senders(RuleBasedStateMachine):
     def wait(self, seconds: int) -> None:
         self.now += seconds
         self.took(self.assembly.expire(self.now))
-        assert all(self.openings[session].expires_at > self.now for session in self.assembly.open_sessions)
+        assert all(self.openings[session].timeout_s > self.now for session in self.assembly.open_sessions)
 
     @invariant()
     def nothing_is_broken(self) -> None:
@@ -334,7 +349,7 @@ class Senders(RuleBasedStateMachine):
     def no_complete_version_is_left_unpublished(self) -> None:
         for session in self.assembly.open_sessions:
             stored = {index for each, index in self.stored if each == session}
-            assert session not in self.committed or len(stored) < self.openings[session].num_buckets
+            assert session not in self.committed or len(stored) < len(self.openings[session].buckets)
 
 
 TestSenders = Senders.TestCase

@@ -341,7 +341,8 @@ class RoleGroup(Sequence[RoleActor]):
             UsageError: (a ValueError) ``No actors in the role group.``, or `weights` cannot be sent.
         """
         with needed_by("RoleGroup.sync_weights()"):
-            from unified.weights.sender import SyncOptions, sync_weights  # imports torch
+            from unified.weights.handshake import SyncOptions
+            from unified.weights.sender import sync_weights  # imports torch
 
         order = SyncOptions(version, dtype, bucket_bytes, timeout, wait, force, collective, require)
         self.synced = sync_weights(self.name, [actor.info for actor in self.actors], weights, name, order)
