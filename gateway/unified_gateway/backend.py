@@ -76,13 +76,6 @@ class RunRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Submitted:
-    """Receipt of a submission."""
-
-    job_id: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunEvent:
     """One decision about a run."""
 
@@ -105,8 +98,8 @@ class TrainingBackend(Protocol):
     """Value of ``--backend``: ``master`` or ``kubeflow``."""
     default_namespace: str
 
-    async def submit(self, plan: RunPlan, *, follows: str) -> Submitted:
-        """Start an attempt.
+    async def submit(self, plan: RunPlan, *, follows: str) -> str:
+        """Start an attempt; return its job id.
 
         Args:
             follows: job id of the ended job of this name that this attempt replaces; empty if there is none.

@@ -23,7 +23,6 @@ from unified_gateway.backend import (
     RunEvent,
     RunPlan,
     RunRecord,
-    Submitted,
 )
 from unified_gateway.kubernetes import manifest
 from unified_gateway.kubernetes.api_server import KubernetesApi, configured
@@ -76,7 +75,7 @@ class KubeflowBackend:
         self._reasons: dict[str, RunRecord] = {}
         """Records of failed runs, by job id, so that their pods are read only once."""
 
-    async def submit(self, plan: RunPlan, *, follows: str) -> Submitted:
+    async def submit(self, plan: RunPlan, *, follows: str) -> str:
         namespace = self._namespace(plan)
         earlier = await self._object(plan.name)
         if earlier is not None:
@@ -96,7 +95,7 @@ class KubeflowBackend:
             if (rival.submitted_at or 0.0, rival.job_id) < (created.submitted_at or 0.0, created.job_id):
                 await self._api.delete_job(namespace, created.name, created.job_id)
                 raise NameTakenError(f"run {plan.request.run_id} goes on as {rival.name}.")
-        return Submitted(job_id=created.job_id)
+        return created.job_id
 
     async def get(self, name: str) -> RunRecord | None:
         found = await self._object(name)

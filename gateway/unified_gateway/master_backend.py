@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -60,13 +60,13 @@ class MasterBackend:
         self._threads = ThreadPoolExecutor(NUM_LOG_THREADS, thread_name_prefix="unified-gateway-logs")
         self._metric_threads = ThreadPoolExecutor(NUM_METRIC_THREADS, thread_name_prefix="unified-gateway-metrics")
 
-    async def submit(self, plan: backend.RunPlan, *, follows: str) -> backend.Submitted:
+    async def submit(self, plan: backend.RunPlan, *, follows: str) -> str:
         spec = job_spec(plan, shares_host=self._shares_host)
         request = client_master.SubmitJob(
             spec=spec, follows=follows, kept_env=list(plan.kept_env), unique_labels=[backend.RUN_ID_LABEL]
         )
         try:
-            return backend.Submitted(job_id=(await self._master.ask(request, client_master.Accepted)).job_id)
+            return (await self._master.ask(request, client_master.Accepted)).job_id
         except RefusedError as error:
             if error.code == "name-taken":
                 raise backend.NameTakenError(error.reason) from None
@@ -75,16 +75,11 @@ class MasterBackend:
     async def get(self, name: str) -> backend.RunRecord | None:
         found = await self._job(name)
         if found is not None and found.name != name:  # `name` is the id of a job with another name
-            lines = [line for line in await self._lines({}) if line.name == name]
-            newest = max(lines, key=lambda line: line.submitted_at, default=None)
-            found = None if newest is None else await self._job(newest.job_id)
+            return await self._newest(line for line in await self._lines({}) if line.name == name)
         return None if found is None else _record(found)
 
     async def find_run(self, run_id: str) -> backend.RunRecord | None:
-        lines = await self._lines({backend.KIND_LABEL: backend.KIND, backend.RUN_ID_LABEL: run_id})
-        newest = max(lines, key=lambda line: line.submitted_at, default=None)
-        found = None if newest is None else await self._job(newest.job_id)
-        return None if found is None else _record(found)
+        return await self._newest(await self._lines({backend.KIND_LABEL: backend.KIND, backend.RUN_ID_LABEL: run_id}))
 
     async def runs(self) -> list[backend.RunRecord]:
         lines = await self._lines({backend.KIND_LABEL: backend.KIND})
@@ -194,6 +189,11 @@ class MasterBackend:
             if error.code == "not-found":
                 return None
             raise
+
+    async def _newest(self, lines: Iterable[client_master.JobLine]) -> backend.RunRecord | None:
+        newest = max(lines, key=lambda line: line.submitted_at, default=None)
+        found = None if newest is None else await self._job(newest.job_id)
+        return None if found is None else _record(found)
 
     async def _lines(self, labels: Mapping[str, str]) -> list[client_master.JobLine]:
         return (await self._master.ask(client_master.ListJobs(labels=dict(labels)), client_master.JobList)).jobs

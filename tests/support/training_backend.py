@@ -8,7 +8,7 @@ from typing import Any
 from unified.client.reports import KeptReports
 from unified.errors import MasterUnreachableError
 from unified.protocol.records import WorkerReport
-from unified_gateway.backend import NameTakenError, RunEvent, RunPlan, RunRecord, Submitted
+from unified_gateway.backend import NameTakenError, RunEvent, RunPlan, RunRecord
 
 
 class MemoryBackend:
@@ -33,7 +33,7 @@ class MemoryBackend:
         status: Any = "failed" if exit_code else "succeeded"
         self.attempts[at] = replace(run, status=status, exit_code=exit_code, detail=detail if exit_code else "")
 
-    async def submit(self, plan: RunPlan, *, follows: str) -> Submitted:
+    async def submit(self, plan: RunPlan, *, follows: str) -> str:
         await self._call("submit")
         newest = self._newest(name=plan.name)
         if (newest.job_id if newest else "") != follows or (newest and not newest.is_ended):
@@ -55,7 +55,7 @@ class MemoryBackend:
         )
         self.attempts.append(run)
         self.plans.append(plan)
-        return Submitted(job_id=run.job_id)
+        return run.job_id
 
     async def get(self, name: str) -> RunRecord | None:
         await self._call("get")

@@ -15,7 +15,7 @@ from msgspec.json import decode as decode_json
 
 from unified.cli.options import add_job, add_master, at_least, moment
 from unified.client.connection import connect_master
-from unified.client.folding import is_wanted
+from unified.client.folding import LineFolder, is_wanted
 from unified.client.handle import JobHandle
 from unified.client.left_logs import left_by
 from unified.client.logs import LineFilter, LogFilter, LogLine, LogReader, Stream
@@ -103,9 +103,9 @@ def logs(
         )
         reader.update(status)
         if json:
-            reader.as_data()
+            reader.view.is_data = True
         if times:
-            reader.show_times()
+            reader.view.has_times = True
         folds = sys.stdout.isatty() and not (no_fold or times or json) and is_wanted()
 
         def is_found(line: _Facts) -> bool:
@@ -153,7 +153,7 @@ def _print(lines: Iterable[str], *, flush: bool = False) -> bool:
 
 def _new_lines(reader: LogReader, handle: JobHandle, follow: bool, folds: bool) -> Iterator[str]:
     if folds:
-        reader.fold()
+        reader.view.folder = LineFolder()
     yield from reader.follow(handle.status) if follow else reader.rest()
 
 

@@ -415,6 +415,9 @@ class LogReader:
         max_workers: the output of more workers is not read; `left_out` is their number.
         tail_bytes: begin that far before the end of each stream; None means at the beginning.
         files: by role, the output that goes to files of its own and is left out here.
+
+    Attributes:
+        view: makes the lines.
     """
 
     def __init__(
@@ -437,7 +440,7 @@ class LogReader:
         self._files = files or {}
         self._incarnations: dict[str, int] = {}
         self._cursors: list[StreamCursor] = []
-        self._view = LineView()
+        self.view = LineView()
         self._queue = LineQueue()
         self._is_over = False
         self.left_out = 0
@@ -471,16 +474,16 @@ class LogReader:
             due = [cursor for cursor in due if cursor.newest_at <= oldest]
         for outputs in self._pull(due, is_timed=self._is_timed):
             self._enqueue(outputs)
-        yield from self._view.show(self._queue.take(self._read_until()))
-        yield from self._view.due()
+        yield from self.view.show(self._queue.take(self._read_until()))
+        yield from self.view.due()
 
     @property
     def _is_timed(self) -> bool:
-        return self._view.has_times or self._view.is_data or len(self._cursors) > 1
+        return self.view.has_times or self.view.is_data or len(self._cursors) > 1
 
     def _enqueue(self, outputs: Iterable[Output]) -> None:
         for output in outputs:
-            for line in self._view.lines(output):
+            for line in self.view.lines(output):
                 self._queue.add(line)
 
     def _read_until(self) -> float:
@@ -518,18 +521,6 @@ class LogReader:
                     found[cursor] = answer.data
         return found
 
-    def fold(self) -> None:
-        """Fold equal lines of several workers into one, from now on."""
-        self._view.folder = LineFolder()
-
-    def as_data(self) -> None:
-        """Make each line a `LogLine` as JSON, from now on."""
-        self._view.is_data = True
-
-    def show_times(self) -> None:
-        """Begin each line with its time, such as ``2026-01-31T12:00:00.5``, from now on."""
-        self._view.has_times = True
-
     def renew(self) -> None:
         """Ask agents to keep logs while the reader pauses, because nobody takes the output that was read."""
         if self._mode == "keep":
@@ -554,7 +545,7 @@ class LogReader:
             if has_news or any(cursor.has_moved for cursor in cursors):  # the consumer may have been slow
                 deadline = time.monotonic() + timeout_s
             elif self._cursors:
-                if self._view.folder is not None:
+                if self.view.folder is not None:
                     yield []  # so that lines that wait are shown
                 time.sleep(LIVE_PAUSE_S)
 
@@ -581,8 +572,8 @@ class LogReader:
         if self._is_over:
             for outputs in self.drain(is_timed=self._is_timed):
                 self._enqueue(outputs)
-                yield from self._view.show(self._queue.take(math.inf))
-        yield from self._view.flush()
+                yield from self.view.show(self._queue.take(math.inf))
+        yield from self.view.flush()
 
     def _meet(self, worker: WorkerStatus) -> None:
         first = self._incarnations.get(worker.name, worker.incarnation - 1 if self._offset else -1) + 1

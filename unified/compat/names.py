@@ -111,10 +111,6 @@ COUNTERPARTS: Mapping[str, Counterpart] = {
         rest=f"{_HERE}.config_util",
         instead=dict.fromkeys(("MODULE_FUNC_PATTERN", "COMMAND_PATTERN"), "unified.job.get_entrypoint_type(text)"),
     ),
-    f"{_UTIL}.decorators": Counterpart(rest=f"{_HERE}.decorators"),
-    f"{_UTIL}.async_helper": Counterpart(
-        rest=f"{_HERE}.async_helper", instead={"unsafe_run_blocking": "asyncio.run(coroutine), outside an event loop"}
-    ),
     "dlrover.python.common.log": Counterpart(rest=f"{_HERE}.log", is_kept=True),
 }
 """Modules of upstream that are not just another name of one of our modules."""
@@ -126,6 +122,8 @@ INSTEAD = {
     f"{UPSTREAM}.backend": _ACTORS,
     f"{_UTIL}.actor_helper": "unified.api.runtime.RoleGroup calls workers, create_rpc_proxy makes stubs of them",
     f"{_UTIL}.actor_proxy": "unified.api.runtime.create_rpc_proxy",
+    f"{_UTIL}.async_helper": "asyncio.run(coroutine), outside an event loop",
+    f"{_UTIL}.decorators": "it only served upstream's own code; `logging` and `contextlib.suppress` do the same",
     f"{_UTIL}.extension_util": "unified has no extensions of its master",
     f"{_UTIL}.node_helper": "current_worker().actor_info.node, and `unified nodes`",
     f"{_UTIL}.test_hooks": "unified.testing has a cluster for tests",

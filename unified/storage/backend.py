@@ -51,10 +51,6 @@ class StorageBackend(ABC, ClosedOnExit):
         """
 
     @abstractmethod
-    def read_range(self, key: str, start: int, length: int) -> bytes:
-        """Read at most `length` bytes from `start`; fewer, or none, if the object ends before."""
-
-    @abstractmethod
     def read_into(self, key: str, buffer: bytearray | memoryview, start: int = 0) -> int:
         """Fill `buffer` with the bytes of one version from `start` on, up to its end; return their number."""
 
@@ -123,10 +119,9 @@ def replaced_meanwhile(key: str) -> AlreadyExistsError:
     return AlreadyExistsError(f"cannot replace {key!r}: another write has changed it meanwhile")
 
 
-def check_range(start: int, length: int) -> None:
-    """Raise UsageError for a range with a negative start or length."""
-    if start < 0 or length < 0:
-        raise UsageError(f"invalid range (start {start}, length {length}): neither number may be negative")
+def check_start(start: int) -> None:
+    if start < 0:
+        raise UsageError(f"invalid start {start}: it may not be negative")
 
 
 class _ObjectFile(io.RawIOBase):

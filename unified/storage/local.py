@@ -20,7 +20,7 @@ from unified.errors import (
     StorageFullError,
     StorageUnavailableError,
 )
-from unified.storage.backend import Source, Stat, StorageBackend, check_key, check_range, replaced_meanwhile
+from unified.storage.backend import Source, Stat, StorageBackend, check_key, check_start, replaced_meanwhile
 from unified.storage.blocks import pieces_of, write_pieces
 
 PREFIX = ".unified-"
@@ -104,17 +104,9 @@ class LocalBackend(StorageBackend):
         with self._open(key) as file:
             return file.read()
 
-    def read_range(self, key: str, start: int, length: int) -> bytes:
-        check_range(start, length)
-        with self._open(key) as file:
-            # A `length` of terabytes may mean "to the end", and `read` would reserve that much memory.
-            length = min(length, max(0, os.fstat(file.fileno()).st_size - start))
-            file.seek(start)
-            return file.read(length)
-
     def read_into(self, key: str, buffer: bytearray | memoryview, start: int = 0) -> int:
         view = memoryview(buffer).cast("B")
-        check_range(start, len(view))
+        check_start(start)
         with self._open(key) as file:
             file.seek(start)
             num_read = 0

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from unified.errors import StorageError, UsageError
-from unified.storage.backend import Source, Stat, StorageBackend, check_key, check_range
+from unified.storage.backend import Source, Stat, StorageBackend, check_key, check_start
 from unified.storage.s3_client import S3Settings, check_endpoint, check_installed, make_client, s3_errors
 from unified.storage.s3_transfer import MIN_PART_NBYTES, Download, Upload
 from unified.threads import after_fork
@@ -119,16 +119,9 @@ class S3Backend(StorageBackend):
                 return bytes(buffer)
         raise self._restless(key)
 
-    def read_range(self, key: str, start: int, length: int) -> bytes:
-        check_range(start, length)
-        if length > self._part_nbytes:  # terabytes may mean "to the end", and would be reserved
-            length = max(0, min(length, self.stat(key).nbytes - start))
-        buffer = bytearray(length)
-        return bytes(memoryview(buffer)[: self.read_into(key, buffer, start)])
-
     def read_into(self, key: str, buffer: bytearray | memoryview, start: int = 0) -> int:
         view = memoryview(buffer).cast("B")
-        check_range(start, len(view))
+        check_start(start)
         if 0 < len(view) <= self._part_nbytes:  # one request
             for _ in range(NUM_VERSIONS):
                 num_read = Download(self._connect()[0], self.bucket, self._name(key)).fill(view, start)

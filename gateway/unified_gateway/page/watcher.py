@@ -63,10 +63,6 @@ class ClusterWatcher:
         self._used_at = 0.0
         """Time (of the monotonic clock) at which somebody looked last."""
 
-    @property
-    def num_viewers(self) -> int:
-        return len(self._viewers)
-
     async def current(self, timeout_s: float = WAIT_S + ANSWER_WITHIN_S) -> ClusterMirror:
         """Return the mirror once it is up to date.
 

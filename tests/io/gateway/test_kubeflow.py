@@ -87,7 +87,7 @@ def test_a_run_from_its_creation_to_its_end(cluster: Cluster) -> None:
         server = cluster.server
         submitted = await backend.submit(plan(), follows="")
         job = server.jobs["default", "train-r1"]
-        assert job["metadata"]["uid"] == submitted.job_id
+        assert job["metadata"]["uid"] == submitted
         assert environment_of(job).items() >= {**plan().environment, **plan().options.as_environment()}.items()
         run = await known(backend)
         assert (run.status, run.run_id, run.framework, run.namespace) == ("submitted", "r1", "meta", "default")
@@ -190,24 +190,24 @@ def test_a_resume_takes_the_place_of_the_object_and_keeps_variables_that_were_no
         first = await backend.submit(plan(), follows="")
         again = plan(attempt="a2", kept={"SECRET": "digest"}, env={"OTHER": "x"})
         with pytest.raises(NameTakenError):
-            await backend.submit(again, follows=first.job_id)  # it lives
+            await backend.submit(again, follows=first)  # it lives
         server.add_pods("train-r1")
         server.play("train-r1", "Failed")
         with pytest.raises(NameTakenError):
             await backend.submit(again, follows="another")
         server.keeps_deleted = True
-        submitting = asyncio.create_task(backend.submit(again, follows=first.job_id))
+        submitting = asyncio.create_task(backend.submit(again, follows=first))
         await asyncio.sleep(0.5)
         assert not submitting.done()
-        assert server.jobs["default", "train-r1"]["metadata"]["uid"] == first.job_id
+        assert server.jobs["default", "train-r1"]["metadata"]["uid"] == first
         server.sweep()
         second = await submitting
-        assert second.job_id != first.job_id
+        assert second != first
         variables = environment_of(server.jobs["default", "train-r1"])
         assert (variables["SECRET"], variables["OTHER"], variables["ATTEMPT_ID"]) == ("pa$$word$(X)", "x", "a2")
         server.play("train-r1", "Failed")
         with pytest.raises(UsageError, match="values of GONE are not known"):
-            await backend.submit(plan(kept={"GONE": "digest"}), follows=second.job_id)
+            await backend.submit(plan(kept={"GONE": "digest"}), follows=second)
         assert ("default", "train-r1") in server.jobs
 
     cluster.run(test)

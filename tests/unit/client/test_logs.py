@@ -215,7 +215,7 @@ class TimedLogs:
 
 def read_all(connection: Any, *, tail_bytes: int | None = None, **wanted: Any) -> list[str]:
     reader = LogReader(connection, "gpt-1", LogFilter(**wanted), tail_bytes=tail_bytes)
-    reader.show_times()
+    reader.view.has_times = True
     workers = [worker_status(rank, name=f"trainer-{rank}") for rank in range(3)]
     reader.update(msgspec.structs.replace(ended(), workers=workers))
     return list(reader.rest())
@@ -263,7 +263,7 @@ def test_what_comes_after_the_end_of_the_job_is_in_the_order_of_time() -> None:
     connection = TimedLogs({(0, "out"): [(1000.0, b"one\n")], (1, "out"): [(1001.0, b"two\n")]}, 100)
     connection.is_over = False
     reader = LogReader(connection, "gpt-1", mode="live")  # type: ignore[arg-type]
-    reader.show_times()
+    reader.view.has_times = True
     workers = [worker_status(rank, name=f"trainer-{rank}") for rank in range(2)]
     running = msgspec.structs.replace(ended(), workers=workers, stage=Stage.RUNNING)
     reader.update(running)

@@ -1,8 +1,6 @@
 """Upstream's public names, module by module: each is one of ours under the aliases, or says what to use instead."""
 
-import asyncio
 import importlib
-import logging
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -50,9 +48,6 @@ NAMES = {
     f"{UNIFIED}.driver.main": "main submit",
     f"{UNIFIED}.util.config_util": """
         args_2_omega_conf omega_conf_2_args convert_str_values read_dict_from_envs get_entrypoint_type""",
-    f"{UNIFIED}.util.decorators": "catch_exception log_execution",
-    f"{UNIFIED}.util.async_helper": """
-        init_main_loop get_main_loop is_in_event_loop as_future wait completed_future""",
 }
 INSTEAD = {
     f"{UNIFIED}.api.builder.base": {"parse_run_cmd_argument": "by_dlrover_run_cmd"},
@@ -78,7 +73,6 @@ INSTEAD = {
         "MODULE_FUNC_PATTERN": "unified.job.get_entrypoint_type",
         "COMMAND_PATTERN": "unified.job.get_entrypoint_type",
     },
-    f"{UNIFIED}.util.async_helper": {"unsafe_run_blocking": "asyncio.run"},
 }
 MODULES = {
     f"{UNIFIED}.controller.manager": "PrimeMasterApi",
@@ -89,6 +83,8 @@ MODULES = {
     f"{UNIFIED}.backend.common.base_worker": "current_worker()",
     f"{UNIFIED}.util.actor_helper": "RoleGroup",
     f"{UNIFIED}.util.actor_proxy": "create_rpc_proxy",
+    f"{UNIFIED}.util.async_helper": "asyncio.run",
+    f"{UNIFIED}.util.decorators": "`logging`",
     f"{UNIFIED}.util.extension_util": "no extensions",
     f"{UNIFIED}.util.node_helper": "unified nodes",
     f"{UNIFIED}.util.test_hooks": "unified.testing",
@@ -186,54 +182,6 @@ def test_configs_and_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert texts == {"a": "None", "b": "1"}
     monkeypatch.setenv("DLROVER_UNIFIED_JOB_NAME", "mine")
     assert util.read_dict_from_envs("DLROVER_UNIFIED_")["job_name"] == "mine"
-
-
-async def test_decorated_functions_log(caplog: pytest.LogCaptureFixture) -> None:
-    decorators = importlib.import_module(f"{UNIFIED}.util.decorators")
-
-    @decorators.catch_exception("it broke")  # type: ignore[untyped-decorator]
-    def broken() -> None:
-        raise ValueError("why")
-
-    @decorators.catch_exception("it broke too")  # type: ignore[untyped-decorator]
-    async def broken_later() -> None:
-        raise ValueError("why")
-
-    @decorators.log_execution("work")  # type: ignore[untyped-decorator]
-    def work(number: int) -> int:
-        return 10 // number
-
-    with caplog.at_level(logging.INFO, logger="dlrover"):
-        assert broken() is None
-        assert await broken_later() is None
-        assert work(5) == 2
-        with pytest.raises(ZeroDivisionError):
-            work(0)
-        with decorators.log_execution("block"):
-            pass
-    said = [record.getMessage().split(" after ")[0] for record in caplog.records]
-    assert said == [
-        *("it broke", "it broke too", "work begins", "work ended"),
-        *("work begins", "work failed", "block begins", "block ended"),
-    ]
-    assert caplog.records[0].exc_info is not None
-
-
-async def test_coroutines_of_code_without_a_loop() -> None:
-    helper = importlib.import_module(f"{UNIFIED}.util.async_helper")
-
-    async def double(number: int) -> int:
-        await asyncio.sleep(0)
-        return number * 2
-
-    assert helper.completed_future(3).result() == 3
-    assert helper.is_in_event_loop()
-    with pytest.raises(RuntimeError, match="await the coroutine here"):
-        helper.wait(double(1))
-    assert await asyncio.to_thread(helper.wait, double(4)) == 8
-    helper.init_main_loop()
-    assert helper.get_main_loop() is asyncio.get_running_loop()
-    assert await asyncio.to_thread(helper.wait, double(5)) == 10
 
 
 def test_nothing_is_loaded_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
