@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -35,7 +37,6 @@ from unified.worker.context import current_worker
 if TYPE_CHECKING:
     from unified.weights.state_dict import VersionedStateDict
 
-NONE: Mapping[str, str] = {}
 LOOPBACK = "127.0.0.1"
 MAX_OPEN = 256
 """Calls that one worker passes on at a time; later ones wait."""
@@ -60,6 +61,8 @@ class EngineWorker:
         self._options = role.engine
         self._command = sys.argv[1:]
         self._kind = engine_kind(self._command)
+        hosts = re.findall(r"\0--host[\0=]([^\0]*)", "\0".join(["", *self._command]))
+        self._is_open = bool(hosts) and hosts[-1] not in (LOOPBACK, "localhost", "::1")
         self.port = worker.ports(1)[0]
         self._pool = ThreadPoolExecutor(MAX_OPEN, thread_name_prefix="engine-call")
         self._is_stopping = self._is_loading = self._is_ready = False
@@ -68,19 +71,25 @@ class EngineWorker:
         if _answers(self.port):
             raise EngineError(f"port {self.port} is taken: another program of {worker.actor_info.node} listens on it.")
         self._error: EngineError | None = None
-        command, environ = self._with_host(), dict(os.environ)
-        if self._kind == "vllm":
-            from unified.engine.weights import VllmWeights, prepare_vllm  # imports torch
+        environ, self._takes_none = dict(os.environ), ""
+        if self._kind and not hosts:  # it would listen everywhere
+            self._command += ["--host", LOOPBACK]
+        takes_weights = self._kind and importlib.util.find_spec("torch") is not None
+        if takes_weights:
+            from unified.engine import weights  # imports torch
 
-            command, self._takes_none = prepare_vllm(command, environ, is_open=self._is_open())
-            self._weights = VllmWeights(lambda path, body, within_s: self._checked("POST", path, body, NONE, within_s))
+            self._load_engine = weights.load_vllm if self._kind == "vllm" else weights.load_sglang
+            if self._kind == "vllm":
+                self._takes_none = weights.prepare_vllm(self._command, environ, is_open=self._is_open)
+            elif any("api-key" in word for word in self._command):
+                self._takes_none = "its routes for weights need its API key"
         self._began_at = time.monotonic()
         self._child = subprocess.Popen(
-            command, env=environ, process_group=0, preexec_fn=partial(process.die_with_parent, signal.SIGKILL)
+            self._command, env=environ, process_group=0, preexec_fn=partial(process.die_with_parent, signal.SIGKILL)
         )  # by the main thread, which lives as long as this process
         worker.on_stop(self._stop)
         self._await_ready()
-        if self._kind == "vllm":
+        if takes_weights:
             WeightsReceiver(load=self._load)  # has the engine load the newest version that the role has
         if self._error is not None:
             raise self._error
@@ -110,7 +119,7 @@ class EngineWorker:
         Raises:
             EngineError: the status was 300 or above; the message has it and the answer.
         """
-        ask = partial(self._checked, method, path, body, headers or {}, timeout)
+        ask = partial(self._checked, method, path, body, timeout, headers)
         try:
             return await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(self._pool, ask), timeout)
         except (OSError, HTTPException) as error:
@@ -120,10 +129,8 @@ class EngineWorker:
             why = str(error) or f"no answer within {timeout:g} s"
             raise EngineError(f"the engine of {self._me} did not answer {method} {path}: {why}") from None
 
-    def _checked(
-        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] = NONE, timeout_s: float = 600.0
-    ) -> Any:
-        status, kind, answer = self._ask(method, path, body, headers, timeout_s)
+    def _checked(self, method: str, path: str, body: Any, timeout_s: float, headers: Any = None) -> Any:
+        status, kind, answer = self._ask(method, path, timeout_s, body, headers)
         if status >= 300:
             text = answer[:2000].decode(errors="replace")
             raise EngineError(f"{method} {path} of {self._me} was answered with {status}: {text}")
@@ -136,7 +143,7 @@ class EngineWorker:
             raise EngineError(f"the engine of {self._me} takes no weights: {self._takes_none}.")
         self._is_loading = True
         try:
-            self._weights.load(state)
+            self._load_engine(partial(self._checked, "POST"), state)
         except (EngineError, OSError, HTTPException) as error:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(LOOK_S)
@@ -154,19 +161,13 @@ class EngineWorker:
     @rpc(inline=True)
     def _urls(self) -> tuple[str, str]:
         """Return the engine's address for programs of this host, and for others, or an empty text."""
-        remote = f"http://{self._worker.address}:{self.port}" if self._is_open() else ""
+        remote = f"http://{self._worker.address}:{self.port}" if self._is_open else ""
         return f"http://{LOOPBACK}:{self.port}", remote
 
-    def _is_open(self) -> bool:
-        """Return whether the command has a ``--host`` that other hosts reach."""
-        hosts = [after for word, after in zip(self._command, [*self._command[1:], ""], strict=True) if word == "--host"]
-        hosts += [word.partition("=")[2] for word in self._command if word.startswith("--host=")]
-        return bool(hosts) and hosts[-1] not in (LOOPBACK, "localhost", "::1")
-
     def _ask(
-        self, method: str, path: str, body: Any, headers: Mapping[str, str], timeout_s: float
+        self, method: str, path: str, timeout_s: float = LOOK_WITHIN_S, body: Any = None, headers: Any = None
     ) -> tuple[int, str, bytes]:
-        sent = dict(headers)
+        sent = dict(headers or {})
         if body is not None and not isinstance(body, bytes | bytearray | memoryview):
             body = json.dumps(body).encode()
             sent.setdefault("Content-Type", "application/json")
@@ -178,27 +179,23 @@ class EngineWorker:
         finally:
             connection.close()
 
-    def _with_host(self) -> list[str]:
-        """Return the command, with ``--host 127.0.0.1`` for an engine that is known and would listen everywhere."""
-        has_host = any(word.partition("=")[0] == "--host" for word in self._command)
-        return self._command if has_host or not self._kind else [*self._command, "--host", LOOPBACK]
-
     def _await_ready(self) -> None:
         watch = self._health = EngineWatch(self._began_at, self._options)
         while True:
             look = self._look()
             if self._child.poll() is not None:
-                self._fail_start()
+                if self._is_stopping:
+                    sys.exit(0)
+                is_refused = self._child.returncode == 2 and "--weight-transfer-config" in self._command
+                hint = " vLLM before 0.28 lacks --weight-transfer-config: set VLLM_SERVER_DEV_MODE=0 for the role."
+                raise EngineError(
+                    f"{self._describe_end()}, before GET {self._options.ready} was answered.{hint * is_refused}"
+                )
             if reason := watch.step(time.monotonic(), look):
                 raise EngineError(f"{reason}: the engine is not ready. See its output in this worker's log.")
             if watch.is_ready:
                 return
             time.sleep(START_LOOK_S)
-
-    def _fail_start(self) -> None:
-        if self._is_stopping:
-            sys.exit(0)
-        raise EngineError(f"{self._describe_end()}, before GET {self._options.ready} was answered.")
 
     def _describe_end(self) -> str:
         """Return how the engine ended, and after which time, and what the kernel says about it."""
@@ -228,7 +225,7 @@ class EngineWorker:
             look, now = self._look(), time.monotonic()
             is_cut = now > last + CUT_S + 2 * LOOK_WITHIN_S
             if self._is_loading or is_cut:
-                self._health.pause(now, is_well=is_cut)
+                self._health.pause(now, is_well=is_cut or self._kind == "sglang")  # its ready route waits for the load
             last = now
             if (reason := self._health.step(now, look)) and self._child.poll() is None and not self._is_stopping:
                 self._fail(EngineError(f"the engine is ended: {reason}."))
@@ -237,13 +234,13 @@ class EngineWorker:
 
     def _look(self) -> EngineLook:
         try:
-            status, _, _ = self._ask("GET", self._options.ready, None, {}, LOOK_WITHIN_S)
+            status, _, _ = self._ask("GET", self._options.ready)
         except (OSError, HTTPException) as error:
             return EngineLook(None, str(error) or type(error).__name__)
         metrics = ""
         if self._kind and status == 200:
             with contextlib.suppress(OSError, HTTPException):  # its health is judged by the ready route
-                metrics = self._ask("GET", "/metrics", None, {}, LOOK_WITHIN_S)[2].decode(errors="replace")
+                metrics = self._ask("GET", "/metrics")[2].decode(errors="replace")
         return EngineLook(status, "", counted(metrics, OPEN), counted(metrics, TOKENS))
 
     def _report(self, now: float, look: EngineLook) -> None:

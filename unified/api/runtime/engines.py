@@ -54,8 +54,7 @@ def _look(actors: Sequence[RoleActor]) -> dict[str, tuple[str, str]]:
             _ready[name] = alive[name], call.result()
         except RpcError:  # its engine is not ready yet, or has just ended
             _ready.pop(name, None)
-    known = {name: _ready.get(name) for name in alive}
-    return {name: each[1] for name, each in known.items() if each is not None and each[0] == alive[name]}
+    return {name: each[1] for name in alive if (each := _ready.get(name)) is not None and each[0] == alive[name]}
 
 
 def urls_from_here(actors: Sequence[RoleActor], require: int, timeout_s: float) -> list[str]:
