@@ -6,7 +6,7 @@ import os
 import sys
 import time
 
-from unified import current_worker
+from unified import RoleGroup, current_worker
 
 MARKUP = "<img src=x onerror=\"document.title='harmed'\">"
 LINK = "\x1b]8;;javascript:document.title='harmed'\x07a link\x1b]8;;\x07"
@@ -50,3 +50,10 @@ def tell_time() -> None:
     for _ in range(20):
         print(f"it is {time.time():.6f}", flush=True)
         time.sleep(0.25)
+
+
+def send_weights() -> None:
+    import torch
+
+    RoleGroup("rollout").sync_weights({"weight": torch.ones(3)}, version=7)
+    time.sleep(600)
