@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import re
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -143,11 +145,14 @@ def close_all_but(keep: Iterable[int]) -> None:
 
 
 def signal_group(leader: int, sig: int) -> None:
-    """Signal a whole process group, if a process is left in it; SIGKILL as `kill_until_none` does."""
-    if sig == signal.SIGKILL:
-        kill_until_none(lambda: [each.pid for each in every_process() if each.group == leader])
+    """Signal a whole process group, if a process is left in it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, sig)
+
+
+def kill_group(leader: int) -> None:
+    """End a whole process group as `kill_until_none` does."""
+    kill_until_none(lambda: [each.pid for each in every_process() if each.group == leader])
 
 
 def is_handled(pid: int, number: int) -> bool:
@@ -172,25 +177,21 @@ def _is_in_mask(pid: int, mask: str, number: int) -> bool:
 def used_files(paths: Iterable[str], pids: Iterable[int]) -> set[str]:
     """Return those of this user's files in /dev/shm that one of the processes has mapped or open. Files are compared by
     inode, not by name: glibc makes a semaphore under another name first."""
-    files, used = dict[str, str](), set[str]()
+    files = dict[int, str]()
     for path in paths:
         with contextlib.suppress(OSError):  # gone already
             if (found := os.stat(path, follow_symlinks=False)).st_uid == os.getuid():
-                files[_as_in_maps(found)] = path
+                files[found.st_ino] = path
+    used = set[int]()
     for folder in [f"/proc/{pid}" for pid in pids] if files else ():
-        text = ""
+        with contextlib.suppress(OSError), open(f"{folder}/maps", errors="replace") as maps:
+            used |= {int(line.split(maxsplit=5)[4]) for line in maps if SHARED_MEMORY in line}
         with contextlib.suppress(OSError):  # the process has ended, or is another user's
-            text = Path(folder, "maps").read_text(errors="replace")
             for each in os.scandir(f"{folder}/fd"):
                 with contextlib.suppress(OSError):
                     if os.readlink(each.path).startswith(SHARED_MEMORY):
-                        text += _as_in_maps(os.stat(each.path))
-        used |= {path for file, path in files.items() if file in text}
-    return used
-
-
-def _as_in_maps(file: os.stat_result) -> str:
-    return f" {os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x} {file.st_ino} "
+                        used.add(os.stat(each.path).st_ino)
+    return {files[inode] for inode in files.keys() & used}
 
 
 def tracked_files(find: Callable[[], Iterable[int]]) -> set[str]:
@@ -203,18 +204,20 @@ def kill_until_none(find: Callable[[], Iterable[int]], files: Iterable[str] = ()
     """SIGKILL every process that `find` names, until all have ended: children of a dead parent may appear late.
     Then remove their `tracked_files`, and those in `files`, unless another process uses them.
 
-    A parent takes time to die: all its threads end first, and its memory is freed. After 2 s this gives up, because
-    some processes cannot be killed, such as one that waits for a disk.
+    A parent takes time to die: all its threads end first, and its memory is freed. 2 s after the first signal this
+    gives up, because some processes cannot be killed, such as one that waits for a disk.
     """
-    deadline = time.monotonic() + _KILL_WITHIN_S
-    ended, left = set[int](), {*files}
+    deadline = math.inf
+    ended, seen, left = set[int](), set[int](), {*files}
     # `find` may miss the children of a parent that dies meanwhile, so call it once more after every end.
     while not (named := set(find())) <= ended and time.monotonic() <= deadline:
         alive = {pid for pid in named if is_alive(pid)}
-        left |= tracked_files(alive.copy)
+        left |= tracked_files(partial(alive.difference, seen))
+        seen |= alive
         for pid in alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # PermissionError: it became another user
                 os.kill(pid, signal.SIGKILL)
+        deadline = min(deadline, time.monotonic() + _KILL_WITHIN_S)
         ended = named - alive
         time.sleep(_KILL_PAUSE_S if alive else 0)
     for path in left - used_files(left, (each.pid for each in every_process())):

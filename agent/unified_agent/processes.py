@@ -212,7 +212,7 @@ class Processes:
 
     def signal(self, incarnation: JobWorkerIncarnation, how: Literal["terminate", "interrupt", "kill"] | int) -> None:
         """Send a worker's process a signal: one given by number only if it is handled. A killed worker's zygote kills
-        the rest of its session."""
+        the rest of its session; if the zygote hangs, whoever ends the zygote does."""
         child = self._by_incarnation.get(incarnation)
         if child is None:
             return

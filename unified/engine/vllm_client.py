@@ -12,7 +12,7 @@ class VLLMWeightSyncClient:
     """The `client` of vLLM's `WeightTransferTrainerFactory.trainer_init`, for all engines of a role.
 
     Each method sends its request to all engines at once, and returns when all have answered, or raises the first error,
-    an `EngineError` that names the engine.
+    such as an `EngineError` or a `WorkerDiedError`, which names the engine.
 
     Args:
         group: ``RoleGroup("rollout")``, whose engines have a ``--weight-transfer-config`` of their own.
@@ -46,6 +46,8 @@ class VLLMWeightSyncClient:
 
     def _ask(self, method: str, path: str, *bodies: Any) -> Any:
         """Send each engine its body, or all the one there is; return their answers by rank."""
-        bodies = bodies if len(bodies) > 1 else (bodies or (None,)) * len(self.group)
-        same = [[each] * len(bodies) for each in (method, path, self.timeout)]
-        return self.group.call("request", *same[:2], bodies, timeout=same[2], _scatter=True).result()
+        num = len(self.group)
+        each = bodies if len(bodies) == num else (bodies or (None,)) * num
+        return self.group.call(
+            "request", [method] * num, [path] * num, each, timeout=self.timeout, _scatter=True
+        ).result()

@@ -126,7 +126,7 @@ class EngineWorker:
             await asyncio.sleep(LOOK_S)
             if self._child.returncode is not None:  # the engine has ended, so this worker ends: its callers learn why
                 await asyncio.Future[None]()
-            why = str(error) or f"no answer within {timeout:g} s"
+            why = f"no answer within {timeout:g} s" if isinstance(error, TimeoutError) else str(error)
             raise EngineError(f"the engine of {self._me} did not answer {method} {path}: {why}") from None
 
     def _checked(self, method: str, path: str, body: Any, timeout_s: float, headers: Any = None) -> Any:
@@ -216,7 +216,7 @@ class EngineWorker:
         """End this worker, and its engine at once, as this process would wait for the calls that it has passed on."""
         self._error = error
         self._worker.fail(error)
-        process.signal_group(self._child.pid, signal.SIGKILL)
+        process.kill_group(self._child.pid)
 
     def _watch(self) -> None:
         last = time.monotonic()
@@ -259,7 +259,7 @@ class EngineWorker:
             try:
                 self._child.wait(0.9 * self._worker.grace_left())  # the rest is for the end of this process
             except subprocess.TimeoutExpired:
-                process.signal_group(self._child.pid, signal.SIGKILL)
+                process.kill_group(self._child.pid)
 
 
 def _answers(port: int) -> bool:

@@ -282,8 +282,9 @@ class Zygote:
                         code = os.waitstatus_to_exitcode(status)
                         ended[pid] = ChildExited(child=order.child, pid=pid, code=code, peak_kb=usage.ru_maxrss)
         if ended:
-            files = process.tracked_files(lambda: self._remains(ended))  # now: the agent may kill after the report
-            for report in ended.values():
+            files = process.tracked_files(lambda: self._remains(ended))  # the agent may kill after the report, too
+            for pid, report in ended.items():
+                process.signal_group(pid, signal.SIGKILL)
                 self._send(report)
             process.kill_until_none(lambda: self._remains(ended), files)
 

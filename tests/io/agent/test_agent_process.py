@@ -102,7 +102,7 @@ def test_a_killed_group_leaves_no_shared_memory_of_multiprocessing() -> None:
         assert memory.exists()
         first.kill()
         first.wait()
-        process.signal_group(first.pid, signal.SIGKILL)
+        process.kill_group(first.pid)
         try:
             assert not memory.exists()
             assert first.stdout.read() == b""
