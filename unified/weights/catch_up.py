@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import TypeVar
 
 from unified.bus.calls.registry import rpc
 from unified.bus.endpoint import BusEndpoint
@@ -24,6 +25,7 @@ from unified.weights.state_dict import VersionedStateDict
 from unified.weights.transfer_plan import BUCKET_BYTES
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 MAX_ASKED = 64
 """Members that a new receiver asks. More would cost the start of a large role a connection of each with each."""
 WITHIN_S = 300.0
@@ -110,9 +112,14 @@ class CatchUp:
         return 0 if latest is None else latest.version
 
     @rpc(inline=True)
-    def _take_news(self, version: int, holders: list[WorkerIncarnation]) -> Future[None]:
-        """Return a future of the end of the catch-up, for the sync that left this worker out."""
-        return _put(self._puller, partial(self._pull, version, holders))
+    def _take_news(self, version: int, holders: list[WorkerIncarnation]) -> Future[int]:
+        """Return a future of the version that is here after a catch-up, for the sync that left this worker out."""
+
+        def pull() -> int:
+            self._pull(version, random.SystemRandom().sample(holders, len(holders)))
+            return self._version()
+
+        return _put(self._puller, pull)
 
     @rpc(inline=True)
     def _answer_pull(self, target: str, node: str) -> Future[None]:
@@ -127,17 +134,15 @@ class CatchUp:
         WeightsSender(self._bus, self._node, "its own role", self._name).send(latest, {target: node}, options)
 
 
-def _put(worker: SerialWorker[Callable[[], None]], work: Callable[[], None]) -> Future[None]:
-    """Let a worker do some work; return a future of its end."""
-    ended: Future[None] = Future()
+def _put(worker: SerialWorker[Callable[[], None]], work: Callable[[], T]) -> Future[T]:
+    """Let a worker do some work; return a future of the result."""
+    ended: Future[T] = Future()
 
     def run() -> None:
         try:
-            work()
+            ended.set_result(work())
         except Exception as error:
             ended.set_exception(error)
-        else:
-            ended.set_result(None)
 
     worker.put(run)
     worker.start()

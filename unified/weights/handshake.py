@@ -173,16 +173,27 @@ class Handshake(NamedTuple):
         with contextlib.suppress(RpcError):
             call_incarnations(self.bus, receivers, method(self.name, "abort"), args, timeout=ANSWER_S)
 
-    def tell(self, workers: Iterable[str], version: int, holders: Sequence[WorkerIncarnation], deadline: float) -> None:
-        """Tell workers that were left out who has the version; wait until those that have a receiver by now have it.
+    def tell(
+        self, workers: Iterable[str], version: int, holders: Sequence[WorkerIncarnation], deadline: float | None
+    ) -> list[str]:
+        """Tell workers that were left out who has the version; return those that have it now.
 
-        Without the wait a worker that came during the sync would answer with older weights after the sync.
+        A worker that made its receiver during the sync would answer with older weights after the sync, so this waits
+        for such workers until the deadline; None: without a wait.
         """
         there = [worker for worker in workers if self.bus.directory.reachable(worker) is not None]
-        args = [version, holders[:MAX_HOLDERS]]
-        with contextlib.suppress(RpcError):
-            for call in self.bus.call_many(there, method(self.name, "news"), args, {}, timeout=left_s(deadline)):
-                call.exception()  # one without a receiver asks the members when it makes one
+        args, timeout_s = [version, holders[:MAX_HOLDERS]], ANSWER_S if deadline is None else left_s(deadline)
+        try:
+            calls = self.bus.call_many(there, method(self.name, "news"), args, {}, timeout=timeout_s)
+        except RpcError:  # too many bytes are in flight
+            return []
+        if deadline is None:
+            for call in calls:
+                call.add_done_callback(lambda done: done.exception())
+            return []
+        # One without a receiver asks the members when it makes one.
+        done = [(worker, call) for worker, call in zip(there, calls, strict=True) if call.exception() is None]
+        return [worker for worker, call in done if call.result() >= version]
 
     def error(self, version: int | None, failures: Mapping[str, TransferFailure]) -> WeightsError:
         """Return an error that names the workers without the version, and the reasons."""

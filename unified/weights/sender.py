@@ -163,10 +163,14 @@ class WeightsSender:
             failures = self._send_now(task, attempt, pipeline) if attempt.receivers else {}
             have += [each for each in attempt.receivers if each.worker not in failures]
             is_over = not failures or not _are_lost(failures)
-            if is_over and task.ranks.rank == 0:
-                self._handshake.tell(attempt.left_out, version, have, task.deadline)
+            if is_over and have and attempt.left_out and not task.options.is_catch_up:
+                tell = partial(self._handshake.tell, attempt.left_out, version, have, task.deadline)
+                late = lead(task.ranks, tell, RANK_ERRORS)
+                left_out = {worker: why for worker, why in attempt.left_out.items() if worker not in late}
+            else:
+                late, left_out = [], attempt.left_out
             if not failures:
-                return SyncReport(version, tuple(each.worker for each in have), attempt.left_out)
+                return SyncReport(version, (*(each.worker for each in have), *late), left_out)
             if is_over:
                 raise self._handshake.error(version, failures)
             with_it = {each.worker for each in have}
@@ -207,7 +211,7 @@ class WeightsSender:
                     self._handshake.abort(attempt, failures, f"worker {self._bus.worker} could not deliver its part")
                 have = [each for each in attempt.receivers if each.worker not in failures]
                 if task.ranks.rank == 0:
-                    self._handshake.tell([*attempt.left_out, *failures], attempt.plan.version, have, task.deadline)
+                    self._handshake.tell([*attempt.left_out, *failures], attempt.plan.version, have, None)
                 if failures and not (_are_lost(failures) and len(have) >= task.options.require):
                     self._late_error = str(self._handshake.error(attempt.plan.version, failures))
             except Exception as error:

@@ -124,8 +124,7 @@ def test_a_receiver_made_during_a_sync_that_left_it_out_gets_its_version(cast: C
     assert fresh.version == 1
     holdup.release.set()
     assert sent.result(DEADLINE_S) == 2
-    assert cast.synced.receivers == ("r0",)
-    assert fresh.wait(2, timeout=DEADLINE_S) == 2
+    assert (cast.synced.receivers, cast.synced.left_out) == (("r0", "r1"), {})
     assert values_of(fresh.state_dict()) == {2}
 
 
@@ -224,6 +223,27 @@ def test_a_sync_returns_when_a_receiver_that_came_meanwhile_has_the_version(
     pulled.release.set()
     assert sent.result(DEADLINE_S) == 1
     assert late.version == 1
+    assert (set(cast.synced.receivers), cast.synced.left_out) == ({"r0", "r1"}, {})
+
+
+@one_route
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_receiver_that_came_meanwhile_and_freezes_is_left_out(
+    cast: Cast, pool: ThreadPoolExecutor, wait: bool
+) -> None:
+    cast.receiver("r0")
+    sender = cast.sender()
+    committing, pulled = Holdup(cast, "r0", "commit"), Holdup(cast, "r0", "pull")
+    sent = pool.submit(cast.send, sender, model_of(1), "r0", "r1", wait=wait, timeout=missed(3))
+    assert committing.reached.wait(DEADLINE_S)
+    late = cast.receiver("r1")
+    committing.release.set()
+    assert pulled.reached.wait(DEADLINE_S)
+    assert sent.result(DEADLINE_S) == 1
+    assert list(cast.synced.left_out) == ["r1"]
+    assert late.version == 0
+    assert cast.send(sender, model_of(2), "r0", wait=wait) == 2  # without a wait, none is left over from before
+    pulled.release.set()
 
 
 @one_route
