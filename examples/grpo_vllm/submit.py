@@ -99,17 +99,17 @@ def show(out: Path, args: argparse.Namespace, killer: kills.Killer | None, secon
     print(f"\nreward of each step   |{bars}|   {first:.2f} -> {last:.2f} (mean of the first and last {WINDOW} steps)")
     if killer is not None:
         kills.show(out, killer.kills)
-    print(
-        f"\n{len(used)} prompts used, {len(used) - len(set(used))} of them twice; answers of older weights: {num_old}"
-    )
+    num_twice, num_updates = len(used) - len(set(used)), results["updates"]
+    print(f"\n{len(used)} prompts in {num_updates} updates of the model, {num_twice} of them twice")
+    print(f"{num_old} answers of older weights")
     for prompt, before in results["before"].items():
         print(f"{prompt}\n  before: {before!r}\n  after:  {results['after'][prompt]!r}")
     print(f"{seconds:.0f} s in all, with the start of vLLM; the model is in {out / 'model'}")
     problems = []
     if last <= first:
         problems.append("the reward has not risen")
-    if used != prompts.in_order(args.seed)[: 2 * args.steps]:
-        problems.append("a prompt was used twice, or left out")
+    if used != prompts.in_order(args.seed)[: 2 * args.steps] or num_updates != args.steps:
+        problems.append("a prompt was used twice, or left out: the model has had another number of updates than steps")
     if num_old:
         problems.append("answers of older weights were used")
     if killer is not None and not (len(killer.kills) == 2 and all(kill.back_at for kill in killer.kills)):

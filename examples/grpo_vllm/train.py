@@ -6,6 +6,7 @@ this process is killed, it starts again alone, restores the newest snapshot, and
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from unified import RoleGroup, current_worker
-from unified.errors import WorkerDiedError
+from unified.errors import EngineError, WorkerDiedError
+
+MAX_TRIES = 20
+PAUSE_S = 1.0
 
 
 class Answer(NamedTuple):
@@ -26,7 +30,7 @@ class Answer(NamedTuple):
     prompt: list[int]
     tokens: list[int]
     reward: float
-    versions: set[int]
+    versions: set[str]
     """Versions of the weights that have written it."""
 
 
@@ -66,7 +70,7 @@ class Trainer:
             self.learn(groups)
             answers = [answer for group in groups for answer in group]
             mean = sum(answer.reward for answer in answers) / len(answers)
-            num_old = sum(answer.versions != {self.version} for answer in answers)
+            num_old = sum(answer.versions != {str(self.version)} for answer in answers)
             steps.append({"prompts": mine, "reward": mean, "num_old": num_old, "began": began, "ended": time.time()})
             self.worker.snapshot(self.state, len(steps))
             self.sync()
@@ -81,22 +85,26 @@ class Trainer:
         tokens = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
         how = {"n": 1, "temperature": 0.0} if likeliest else {"n": self.config.group, "temperature": 1.0}
         body = {"model": "policy", "token_ids": tokens, "sampling_params": {**how, "max_tokens": prompts.MAX_TOKENS}}
-        while True:
+        for tries in itertools.count(1):
             try:
                 engine = self.engines.next(timeout=600)
                 answer = engine.call("request", "POST", "/inference/v1/generate", body).result()
-            except WorkerDiedError as error:
+            except (WorkerDiedError, EngineError) as error:  # it died, or is about to
+                if tries == MAX_TRIES:
+                    raise
                 print(f"sent again: {prompt!r}, for {error}", flush=True)
+                time.sleep(PAUSE_S)
                 continue
             return [
                 Answer(
                     tokens,
                     choice["token_ids"],
                     prompts.reward(len(choice["token_ids"]), has_ended=choice["finish_reason"] == "stop"),
-                    {int(span["version"]) for span in choice["weight_versions"]},
+                    {span["version"] for span in choice["weight_versions"]},
                 )
                 for choice in answer["choices"]
             ]
+        raise AssertionError("unreachable")
 
     def learn(self, groups: list[list[Answer]]) -> None:
         """Make answers likelier that are better than the mean of their group, in one step of the optimizer."""
@@ -133,7 +141,13 @@ class Trainer:
 
     def save(self) -> None:
         """Write the results, and the model where the next job, or vLLM, can load it."""
-        results = {"steps": self.state["steps"], "before": self.state["before"], "after": self.likeliest()}
+        num_updates = int(next(iter(self.optimizer.state.values()))["step"])  # AdamW counts by itself
+        results = {
+            "steps": self.state["steps"],
+            "updates": num_updates,
+            "before": self.state["before"],
+            "after": self.likeliest(),
+        }
         Path(self.config.out, "results.json").write_text(json.dumps(results, indent=1))
         self.model.to(torch.bfloat16).save_pretrained(Path(self.config.out, "model"))
         self.tokenizer.save_pretrained(Path(self.config.out, "model"))
