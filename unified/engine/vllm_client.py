@@ -48,6 +48,5 @@ class VLLMWeightSyncClient:
         """Send each engine its body, or all the one there is; return their answers by rank."""
         num = len(self.group)
         each = bodies if len(bodies) == num else (bodies or (None,)) * num
-        return self.group.call(
-            "request", [method] * num, [path] * num, each, timeout=self.timeout, _scatter=True
-        ).result()
+        same = [method] * num, [path] * num
+        return self.group.call("request", *same, each, timeout=[self.timeout] * num, _scatter=True).result()
