@@ -150,9 +150,14 @@ def signal_group(leader: int, sig: int) -> None:
         os.killpg(leader, sig)
 
 
-def kill_group(leader: int) -> None:
+def group_members(leader: int) -> list[int]:
+    """Return the pids of a process group."""
+    return [each.pid for each in every_process() if each.group == leader]
+
+
+def kill_group(leader: int, files: Iterable[str] = ()) -> None:
     """End a whole process group as `kill_until_none` does."""
-    kill_until_none(lambda: [each.pid for each in every_process() if each.group == leader])
+    kill_until_none(lambda: group_members(leader), files)
 
 
 def is_handled(pid: int, number: int) -> bool:

@@ -459,3 +459,26 @@ def test_nothing_of_an_engine_is_left(
     if way == "its agent is killed":  # its lease keeper, which tells of that, ends then
         eventually(lambda: any(node.state is NodeState.LOST for node in cluster.nodes), timeout=WITHIN_S)
     bench.end()
+
+
+@pytest.mark.parametrize("way", ["it is killed", "it is stopped"])
+def test_shared_memory_of_an_engine_whose_processes_end_with_it_is_removed(
+    way: str,
+    local_cluster: Cluster,
+    programs: None,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    cluster = local_cluster(nodes=1)
+    bench = Bench(tmp_path, cluster)
+    handle = begin(bench, f"{SERVER} --note {tmp_path} --share {tmp_path / 'share'}", total=1, unhealthy_timeout=1.0)
+    serving(bench, handle, 0)
+    first, _ = noted(tmp_path)[0]
+    memory = Path("/dev/shm", (tmp_path / "share").read_text())
+    assert memory.exists()
+    try:
+        WAYS[way](cluster, engines(handle)[0].pid, first)
+        serving(bench, handle, 1)
+        assert not memory.exists()
+        bench.end()
+    finally:
+        memory.unlink(missing_ok=True)

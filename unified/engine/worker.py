@@ -71,6 +71,7 @@ class EngineWorker:
         if _answers(self.port):
             raise EngineError(f"port {self.port} is taken: another program of {worker.actor_info.node} listens on it.")
         self._error: EngineError | None = None
+        self._files = set[str]()
         environ, self._takes_none = dict(os.environ), ""
         if self._kind and not hosts:  # it would listen everywhere
             self._command += ["--host", LOOPBACK]
@@ -89,6 +90,7 @@ class EngineWorker:
         )  # by the main thread, which lives as long as this process
         worker.on_stop(self._stop)
         self._await_ready()
+        self._files = process.tracked_files(lambda: process.group_members(self._child.pid))
         if takes_weights:
             WeightsReceiver(load=self._load)  # has the engine load the newest version that the role has
         if self._error is not None:
@@ -213,10 +215,15 @@ class EngineWorker:
             self._fail(EngineError(f"{self._describe_end()}."))
 
     def _fail(self, error: EngineError) -> None:
-        """End this worker, and its engine at once, as this process would wait for the calls that it has passed on."""
-        self._error = error
-        self._worker.fail(error)
-        process.kill_group(self._child.pid)
+        """End the engine, then this worker: the worker waits for the calls that it has passed on."""
+        if self._error is None:  # else it ends for that reason
+            self._error = error
+            self._kill()
+            self._worker.fail(error)
+
+    def _kill(self) -> None:
+        """Kill the engine, and remove its shared memory: its processes may have ended with their server."""
+        process.kill_group(self._child.pid, self._files)
 
     def _watch(self) -> None:
         last = time.monotonic()
@@ -259,7 +266,7 @@ class EngineWorker:
             try:
                 self._child.wait(0.9 * self._worker.grace_left())  # the rest is for the end of this process
             except subprocess.TimeoutExpired:
-                process.kill_group(self._child.pid)
+                self._kill()
 
 
 def _answers(port: int) -> bool:

@@ -4,7 +4,8 @@
 ``silent`` never gets ready, ``memory`` takes memory until it is killed, ``memory-of-child`` exits with code 3 after
 this has happened to a child, ``stubborn`` does not end at SIGTERM (it writes ``refused-PID``), ``bad-flag`` exits with
 code 2. With ``--note FOLDER`` it appends its pid, and that of a child in a session of its own, to
-``FOLDER/pids``, and writes ``FOLDER/orderly-PID`` when SIGTERM ends it.
+``FOLDER/pids``, and writes ``FOLDER/orderly-PID`` when SIGTERM ends it. With ``--share FILE`` the first one has a
+child that ends with it and has shared memory, whose name is in the file.
 """
 
 import argparse
@@ -16,8 +17,11 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 from typing import Any, cast
+
+from unified import process
 
 MEMORY_BYTES = 2**31
 
@@ -109,15 +113,30 @@ def note(folder: Path) -> None:
     signal.signal(signal.SIGTERM, leave)
 
 
+def share(file: Path) -> None:
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        process.die_with_parent(signal.SIGKILL)
+        memory = shared_memory.SharedMemory(create=True, size=4096)
+        tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
+        os.kill(tracker, signal.SIGKILL)  # else it removes the memory
+        os.write(writer, memory.name.encode())
+        time.sleep(600)
+    file.write_bytes(os.read(reader, 100))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int)
     parser.add_argument("--as", dest="how", default="")
     parser.add_argument("--first", default="")
     parser.add_argument("--note", type=Path)
+    parser.add_argument("--share", type=Path)
     given, _ = parser.parse_known_args()
     if given.note is not None:
         note(given.note)
+    if given.share is not None and not given.share.exists():
+        share(given.share)
     match given.how if not given.first or is_first(given.first) else "":
         case "silent":
             time.sleep(600)
