@@ -237,9 +237,9 @@ def test_a_port_that_does_not_answer_is_done_without(link: Link, caplog: pytest.
 def test_a_recorded_connection_cannot_be_played_again(
     link: Link, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bulk_receiver, "HANDSHAKE_S", 0.1)
     proxy = link.join()
     link.send()
+    monkeypatch.setattr(bulk_receiver, "HANDSHAKE_S", 0.1)  # of the next connection
     with caplog.at_level(logging.WARNING), socket.create_connection(("127.0.0.1", link.port)) as replayed:
         with contextlib.suppress(OSError):
             replayed.sendall(proxy.passed)
@@ -251,9 +251,9 @@ def test_a_recorded_connection_cannot_be_played_again(
 def test_a_stranger_is_refused(
     link: Link, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, says: bytes
 ) -> None:
-    monkeypatch.setattr(bulk_receiver, "HANDSHAKE_S", 0.1)
     link.join()
     link.send()
+    monkeypatch.setattr(bulk_receiver, "HANDSHAKE_S", 0.1)  # of the next connection
     with caplog.at_level(logging.WARNING), socket.create_connection(("127.0.0.1", link.port)) as stranger:
         stranger.sendall(says)
         eventually(lambda: link.num_refused == 1, DEADLINE_S, message="it was not counted")
