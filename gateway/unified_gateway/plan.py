@@ -134,7 +134,7 @@ def plan_run(
     options = TrainingOptions(
         layout=RunLayout(request.checkpoint_base_uri, request.run_id, request.framework),
         model_id=request.model_id,
-        dataset_uri=request.dataset_uri,
+        dataset_uri=request.dataset_uri if isinstance(request.dataset_uri, str) else json.dumps(request.dataset_uri),
         config_path=request.config_path or "",
         resume=request.resume_from_checkpoint,
         extra_args=request.extra_args,

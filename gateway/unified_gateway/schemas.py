@@ -15,9 +15,11 @@ from unified.job.description import Envs
 from unified.job.driver import is_credential
 from unified.training.arguments import Arguments, parse_arguments
 from unified.training.layout import check_run_id, check_uri
+from unified.training.rows import parse_parts
 
 MAX_NAME = 52
 """Most characters of a job's name: Kubeflow appends ``-worker-9999``, and allows 63."""
+MAX_URI_CHARS, MAX_PARTS = 1024, 100
 MAX_EXTRA_ARGS_BYTES = 64 * 1024
 MAX_ENV_CHARS = 256 * 1024
 MAX_VALUE_BYTES = 100_000
@@ -66,6 +68,16 @@ def _uri(text: str) -> str:
         return check_uri(text, "it")
     except UsageError as error:
         raise ValueError(without_value(str(error))) from None
+
+
+def _dataset(given: str | list[str | dict[str, Any]]) -> str | list[dict[str, Any]]:
+    try:
+        parts = [part._replace(uri=_uri(_plain(part.uri))) for part in parse_parts(given)]
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+    if any(not part.uri or len(part.uri) > MAX_URI_CHARS for part in parts) or len(parts) > MAX_PARTS:
+        raise ValueError(f"it has at most {MAX_PARTS} parts, each of 1 to {MAX_URI_CHARS} characters")
+    return parts[0].uri if parts == [(parts[0].uri, 1.0)] else [part._asdict() for part in parts]
 
 
 def without_value(text: str) -> str:
@@ -133,7 +145,7 @@ def _labels(labels: dict[str, str]) -> dict[str, str]:
     return labels
 
 
-Text = Annotated[str, StringConstraints(min_length=1, max_length=1024), AfterValidator(_plain)]
+Text = Annotated[str, StringConstraints(min_length=1, max_length=MAX_URI_CHARS), AfterValidator(_plain)]
 DnsLabel = Annotated[str, StringConstraints(min_length=1, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")]
 ExtraArgs = Annotated[dict[str, JsonValue], AfterValidator(_extra_args)]
 RunEnv = Annotated[Envs, AfterValidator(_env)]
@@ -175,7 +187,9 @@ class TrainingRequest(BaseModel):
     checkpoint_base_uri: Annotated[Text, AfterValidator(_base_uri)] = Field(
         description="Prefix of all runs: s3://bucket/prefix, or a folder that all nodes share."
     )
-    dataset_uri: Annotated[Text, AfterValidator(_uri)] = Field(description="JSONL file, folder or glob.")
+    dataset_uri: Annotated[str | list[str | dict[str, JsonValue]], AfterValidator(_dataset)] = Field(
+        description="File, folder or glob with rows; or a list of them, some as {uri, weight}."
+    )
     image: Text | None = Field(default=None, description="Container of the run; used by the Kubeflow backend alone.")
     num_nodes: int = Field(default=1, ge=1, le=10_000)
     gpus_per_node: int = Field(default=1, ge=1, le=256, description="Devices of the cluster's kind, one a rank.")
@@ -202,7 +216,8 @@ class TrainingRequest(BaseModel):
     @model_validator(mode="after")
     def _arguments_are_known(self) -> Self:
         try:
-            self.arguments  # noqa: B018
+            if self.arguments.eval_dataset_uri:
+                _dataset(self.arguments.eval_dataset_uri)
         except UsageError as error:
             raise ValueError(without_value(str(error))) from None
         return self

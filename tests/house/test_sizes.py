@@ -48,6 +48,7 @@ MODULES = 20
 LARGE_FOLDERS = {
     "unified/cli": "a module for each command",
     "unified/client": "what a program outside of a cluster does with it, or with a cluster of its own",
+    "unified/training": "the program of a run: its frameworks, and what they share",
 }
 PARAMETERS = 8
 LONG_CONSTRUCTORS = {

@@ -86,9 +86,9 @@ def test_a_short_last_step_has_the_gradient_of_a_whole_one(nemo: TrainingRuns, t
 
 def test_the_order_of_hfs_rows_takes_little_memory() -> None:
     needs("hf")
-    from unified.training.hf import TokenCountingTrainer
+    from unified.training.methods import RunTrainer
 
-    trainer = object.__new__(TokenCountingTrainer)
+    trainer = object.__new__(RunTrainer)
     trainer.train_dataset = range(1_000_000)
     trainer.args = SimpleNamespace(train_sampling_strategy="random", seed=1, data_seed=None)
     tracemalloc.start()

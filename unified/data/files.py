@@ -24,7 +24,7 @@ SUFFIXES = {
     "parquet": (".parquet", ".pq"),
     "csv": (".csv",),
     "tfrecord": (".tfrecord", ".tfrecords"),
-    "jsonl": (".jsonl", ".ndjson"),
+    "jsonl": (".jsonl", ".ndjson", ".json"),
     "arrow": (".arrow", ".feather", ".ipc"),
     "orc": (".orc",),
 }
@@ -202,18 +202,21 @@ def check_format(format: str) -> None:  # noqa: A002
         )
 
 
-def format_of(path: str) -> str:
+def format_of(path: str, default: str = "") -> str:
     for name in SUFFIXES:
         if _has_suffix(path.rpartition("/")[2], name):
             return name
+    if default:
+        return default
     raise DatasetError(f"the name of {path} does not tell its format: give format=, one of {', '.join(SUFFIXES)}.")
 
 
-def formats_of(path: str, files: DataFiles) -> dict[str, str]:
+def formats_of(path: str, files: DataFiles, default: str = "") -> dict[str, str]:
     """Return the format of each file at `path`, in natural order.
 
     Args:
         path: anything that `DataFiles.find` takes.
+        default: format of a file whose name shows none; empty: this is an error.
 
     Raises:
         DataFileNotFoundError: there is no file, or none whose name shows a format.
@@ -228,7 +231,7 @@ def formats_of(path: str, files: DataFiles) -> dict[str, str]:
             error = raised
             continue
         if any(not _has_suffix(each.rpartition("/")[2], name) for each in paths):  # a file, or a glob
-            return {each: format_of(each) for each in paths}
+            return {each: format_of(each, default) for each in paths}
         found[name] = paths
     if len(found) > 1:
         raise DatasetError(f"{path} holds files of several formats ({', '.join(found)}): say which to read.")

@@ -22,6 +22,15 @@ NotNegative = Annotated[float, Meta(ge=0)]
 ShareOfSteps = Annotated[float, Meta(gt=0, lt=1)]
 Share = Annotated[float, Meta(ge=0, le=0.5)]
 
+METHODS: dict[str, tuple[str, ...]] = {
+    "pretrain": ("text",),
+    "sft": ("text", "completion", "messages"),
+    "dpo": ("preference",),
+    "kto": ("label", "preference"),
+    "reward": ("preference",),
+}
+"""Methods of the hf framework, with the forms of rows that each takes."""
+
 ALIASES = {
     "learning_rate": "lr",
     "per_device_train_batch_size": "batch_size",
@@ -44,6 +53,8 @@ class CommonArguments(
 
     dataset_text_field: str = "text"
     """Field of each row that holds its text."""
+    eval_dataset_uri: str | list[str | dict[str, Any]] = ""
+    """Dataset to evaluate on, given as `dataset_uri`; empty: `eval_fraction` of the rows."""
     eval_fraction: Share = 0.05
     """Share of the rows that is held out: none of less than 20 rows; by default, at most 1 000."""
     seed: Annotated[int, Meta(ge=0, lt=2**32)] = 42
@@ -95,8 +106,17 @@ class HfArguments(CommonArguments, frozen=True, kw_only=True, tag="hf"):
     """Steps between checkpoints, or their share of all; 0: only at the end."""
     eval_steps: CountOrZero | ShareOfSteps = 0  # type: ignore[assignment]
     """Steps between evaluations, or their share of all; 0: as `save_steps`."""
+    method: Literal["", "pretrain", "sft", "dpo", "kto", "reward"] = ""
+    """Method: ``pretrain``, ``sft``, ``dpo``, ``kto`` or ``reward``; default: ``pretrain`` if rows are texts,
+    else ``sft``."""
+    loss_on: Literal["", "assistant", "completion", "all"] = ""
+    """Tokens with a loss, of ``sft``; default: those of the assistant, or of the completion."""
+    chat_template: str = ""
+    """Chat template that replaces the tokenizer's: a text of Jinja, or a file with one."""
+    packing: bool = False
+    """Put several rows of ``sft`` into one sequence of `max_seq_len` tokens."""
     rest: dict[str, Any] = {}
-    """Other fields of `transformers.TrainingArguments`, not checked yet."""
+    """Other fields of the method's configuration class, not checked yet."""
 
 
 class NemoArguments(CommonArguments, frozen=True, kw_only=True, tag="nemo"):
@@ -145,6 +165,8 @@ def parse_arguments(framework: str, extra_args: Mapping[str, Any]) -> Arguments:
                 f"extra_args: {framework} has no argument {name!r}.{nearest(name, [*fields, *ALIASES])} It has "
                 f"{', '.join(sorted(fields))}."
             )
+    if values.get("eval_dataset_uri") and "eval_fraction" in values:
+        raise OptionError("extra_args has both eval_dataset_uri and eval_fraction: give one of them.")
     values["given"] = frozenset(values)
     if table is HfArguments:
         values["rest"] = rest

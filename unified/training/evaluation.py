@@ -1,4 +1,4 @@
-"""Evaluation of all frameworks: the sum of the losses of all held-out tokens, divided by their number."""
+"""Evaluation of all frameworks: the sum of the losses of all held-out tokens or rows, divided by their number."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.functional import cross_entropy
 
-from unified.training.dataset import IGNORED, PaddingCollator, TokenRows
+from unified.training.dataset import IGNORED
 
 if TYPE_CHECKING:
     from unified.training.run import TrainingRun
@@ -23,8 +23,9 @@ class HeldOutRows:
     """Held-out rows; each rank scores its share."""
 
     run: TrainingRun
-    rows: TokenRows
-    collate: PaddingCollator
+    rows: Any
+    """A sequence of rows, which `collate` takes."""
+    collate: Callable[[list[Any]], Batch]
     batch_size: int
     """Rows of one rank in one forward pass."""
 
@@ -32,13 +33,13 @@ class HeldOutRows:
         return len(self.rows)
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module, loss_sum: Callable[[Batch], torch.Tensor]) -> float:
-        """Return the mean loss of all held-out tokens, each row scored once. A collective.
+    def evaluate(self, model: nn.Module, score: Callable[[Batch], tuple[torch.Tensor, torch.Tensor]]) -> float:
+        """Return the mean loss, each row scored once. A collective.
 
         All ranks make the same number of passes, since ranks of a sharded model wait for each other.
 
         Args:
-            loss_sum: returns the sum of the losses of a batch on this rank's device.
+            score: returns the sum of the losses of a batch on this rank's device, and the number of losses.
         """
         rank, world_size, device = self.run.rank, self.run.world_size, self.run.device
         totals = torch.zeros(2, dtype=torch.float64, device=device)
@@ -47,15 +48,23 @@ class HeldOutRows:
         for begin in range(0, len(self), at_once):
             indices = range(begin + rank, min(begin + at_once, len(self)), world_size)
             batch = self.collate([self.rows[place] for place in indices or [0]])
-            if not indices:
-                batch["labels"].fill_(IGNORED)
-            batch = {name: values.to(device, non_blocking=True) for name, values in batch.items()}
-            totals += torch.stack((loss_sum(batch).double(), count_targets(batch).double()))
+            batch = {
+                name: values.to(device, non_blocking=True) if isinstance(values, torch.Tensor) else values
+                for name, values in batch.items()
+            }
+            sums = torch.stack([each.double() for each in score(batch)])
+            if indices:
+                totals += sums
         model.train()
         if world_size > 1:
             distributed.all_reduce(totals)
-        loss, num_tokens = totals.tolist()
-        return float(loss / max(1.0, num_tokens))
+        loss, num_losses = totals.tolist()
+        return float(loss / max(1.0, num_losses))
+
+
+def score_tokens(model: Callable[..., Any], batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum of the losses of all tokens of a batch, and their number."""
+    return sum_losses(model, batch), count_targets(batch)
 
 
 def sum_losses(model: Callable[..., Any], batch: Batch) -> torch.Tensor:

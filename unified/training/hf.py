@@ -13,18 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import accelerate  # noqa: F401 - without it Trainer raises an error that names no extra of ours
-import torch
+import datasets
 import transformers
-from transformers.trainer_utils import EvalLoopOutput
 
 from unified.errors import OptionError, UsageError
-from unified.training.dataset import PaddingCollator, TokenRows, load_rows
-from unified.training.evaluation import HeldOutRows, sum_losses
+from unified.training.arguments import METHODS, HfArguments
+from unified.training.dataset import load_rows
 from unified.training.hf_arguments import training_arguments
+from unified.training.methods import RunTrainer, make_trainer
 from unified.training.models import load_model, sequence_length
-from unified.training.sampling import ResumableSampler, check_rows
+from unified.training.sampling import check_rows
 from unified.training.stopping import TrainingStopped
-from unified.training.tokenizer import PretrainedTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,31 +40,25 @@ def run(run: TrainingRun) -> None:
         OptionError: an argument that `TrainingArguments` does not take.
         TrainingStopped: a stop was asked for, and the checkpoint is saved.
     """
-    output = run.scratch / "trainer"
-    arguments = training_arguments(run, output)
-    if arguments.disable_tqdm:
+    arguments = cast(HfArguments, run.arguments)
+    rows = load_rows(run, METHODS[arguments.method] if arguments.method else (*METHODS["pretrain"], *METHODS["sft"]))
+    method = arguments.method or ("pretrain" if rows.form == "text" else "sft")
+    given = training_arguments(run, method, run.scratch / "trainer")
+    if given.disable_tqdm:
         transformers.utils.logging.disable_progress_bar()
-    texts, held_out = load_rows(run)
-    model, tokenizer = load_model(run)
+        datasets.disable_progress_bars()
+    model, tokenizer = load_model(run, has_score=method == "reward")
     length = sequence_length(run, model)
-    if not held_out:
-        arguments.eval_strategy = transformers.IntervalStrategy.NO
-    rows_per_step = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * run.world_size
-    callback = RunCallback(run, RunSizes(len(texts), rows_per_step, arguments.max_steps), evaluates=bool(held_out))
+    if not rows.held_out:
+        given.eval_strategy = transformers.IntervalStrategy.NO
+    rows_per_step = given.per_device_train_batch_size * given.gradient_accumulation_steps * run.world_size
+    sizes = RunSizes(len(rows.train), rows_per_step, given.max_steps)
+    callback = RunCallback(run, sizes, evaluates=bool(rows.held_out))
     try:
-        trainer = TokenCountingTrainer(
-            model=model,
-            args=arguments,
-            data_collator=PaddingCollator(tokenizer.pad_id),
-            train_dataset=TokenRows(texts, tokenizer, length),
-            eval_dataset=TokenRows(held_out, tokenizer, length) if held_out else None,
-            processing_class=tokenizer.tokenizer if isinstance(tokenizer, PretrainedTokenizer) else None,
-            callbacks=[callback],
-        )
+        trainer = make_trainer(run, method, rows, model, tokenizer, length, given, callback)
     except (ValueError, ImportError) as error:  # arguments that do not go together
         raise OptionError(f"extra_args: {' '.join(str(error).split())}") from error
     callback.trainer = trainer
-    trainer.held_out = HeldOutRows(run, trainer.eval_dataset, trainer.data_collator, arguments.eval_batch_size)
     try:
         trainer.train(resume_from_checkpoint=callback.resumed_from)
     except _NothingLeftError:
@@ -109,7 +102,7 @@ class RunCallback(transformers.TrainerCallback):
         is_stopped: all ranks agreed to stop before the last step.
     """
 
-    trainer: TokenCountingTrainer
+    trainer: RunTrainer
 
     def __init__(self, run: TrainingRun, sizes: RunSizes, evaluates: bool) -> None:
         self._run = run
@@ -203,40 +196,6 @@ class RunCallback(transformers.TrainerCallback):
             "samples_per_s": rows * args.world_size / past_s,
             "tokens_per_s": float(self.trainer.num_tokens) * args.world_size / past_s,
         }
-
-
-class TokenCountingTrainer(transformers.Trainer):
-    """A Trainer that counts the tokens of this rank on its device, so that nothing waits for the device.
-
-    Attributes:
-        num_tokens: tokens since the last reset to 0.
-        order: sampler of an epoch's rows, which accelerate divides among all ranks; None: a sampler of transformers.
-        held_out: rows to evaluate.
-    """
-
-    held_out: HeldOutRows
-
-    num_tokens: torch.Tensor | int = 0
-    order: ResumableSampler | None = None
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """Return our sampler: torch's would make a list of Python numbers for each epoch."""
-        rows = self.train_dataset if train_dataset is None else train_dataset
-        if self.args.train_sampling_strategy != "random":
-            return super()._get_train_sampler(rows)
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        self.order = ResumableSampler(len(rows), rank=0, world_size=1, seed=seed)
-        return self.order
-
-    def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *more: Any, **others: Any) -> torch.Tensor:
-        self.num_tokens = self.num_tokens + inputs["attention_mask"].sum()
-        return cast(torch.Tensor, super().training_step(model, inputs, *more, **others))
-
-    def evaluation_loop(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> EvalLoopOutput:
-        """Return the mean loss of all tokens: transformers' own is a mean of batches, or of ranks."""
-        with self.compute_loss_context_manager():
-            loss = self.held_out.evaluate(self.model, lambda batch: sum_losses(self.model, batch))
-        return EvalLoopOutput(None, None, {f"{metric_key_prefix}_loss": loss}, len(self.held_out))
 
 
 def save(run: TrainingRun, step: int, folder: Path, metrics: dict[str, float], state: dict[str, Any]) -> None:

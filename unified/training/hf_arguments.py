@@ -16,6 +16,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from unified.errors import OptionError, nearest
 from unified.training.arguments import ALIASES, HfArguments
+from unified.training.methods import config_class
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,22 +34,29 @@ REFUSED = {
     "local_rank": "the ranks are those of the job",
     "ddp_backend": "the ranks are connected already",
     "logging_nan_inf_filter": "the loss is reported as it is; allow_non_finite_loss trains on where it is not finite",
+    **dict.fromkeys(("model_init_kwargs", "dataset_kwargs"), "the run loads the model and the rows"),
+    **dict.fromkeys(("assistant_only_loss", "completion_only_loss"), "loss_on says it"),
+    "chat_template_path": "chat_template says it",
     "hub_token": "config/run.json would hold it: give HF_TOKEN in env",
 }
 """Names that are refused, with the reason."""
+TRL_NAMES = {"learning_rate": "lr", "num_train_epochs": "num_epochs", "max_length": "max_seq_len"}
+"""Arguments for which TRL's classes have other defaults, with our names of them."""
 
 
-def training_arguments(run: TrainingRun, output_dir: Path) -> transformers.TrainingArguments:
-    """Return the arguments of `Trainer`: common ones under its names, then all others that were given.
+def training_arguments(run: TrainingRun, method: str, output_dir: Path) -> transformers.TrainingArguments:
+    """Return the arguments of a method's Trainer: common ones under its names, then all others that were given.
+
+    Where TRL has a default of its own (`TRL_NAMES`), it is in force unless the argument was given.
 
     Args:
         output_dir: folder of this rank alone.
 
     Raises:
-        OptionError: a name, a type or a combination of values that `TrainingArguments` does not accept.
+        OptionError: a name, a type or a combination of values that the method's class does not accept.
     """
-    arguments = cast(HfArguments, run.arguments)
-    rest = check_rest(arguments.rest)
+    arguments, made_by = cast(HfArguments, run.arguments), config_class(method)
+    rest = check_rest(arguments.rest, made_by)
     eval_steps = arguments.eval_steps or arguments.save_steps
     precision = "fp32" if {"bf16", "fp16"} & rest.keys() and arguments.precision == "auto" else run.precision
     values: dict[str, Any] = {
@@ -76,18 +84,25 @@ def training_arguments(run: TrainingRun, output_dir: Path) -> transformers.Train
         "disable_tqdm": not sys.stderr.isatty(),
         "report_to": "none",
     }
+    if method != "pretrain":
+        for name, own in TRL_NAMES.items():
+            values.pop(name, None)
+            if own in arguments.given:
+                values[name] = getattr(arguments, own)
+        if method == "sft":
+            values["packing"] = arguments.packing
     try:
-        made = transformers.TrainingArguments(**values | rest)
+        made = made_by(**values | rest)
     except (ValueError, TypeError, ImportError) as error:
         raise OptionError(f"extra_args: {' '.join(str(error).split())}") from error
     made._n_gpu = min(made.n_gpu, 1)  # else Trainer would use DataParallel for several visible GPUs
     return made
 
 
-def check_rest(rest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same values; raise OptionError for the first one that `TrainingArguments` would refuse."""
-    hints = get_type_hints(transformers.TrainingArguments)
-    known = {field.name: hints[field.name] for field in fields(transformers.TrainingArguments) if field.init}
+def check_rest(rest: Mapping[str, Any], made_by: Any = transformers.TrainingArguments) -> dict[str, Any]:
+    """Return the same values; raise OptionError for the first one that the class `made_by` would refuse."""
+    hints = get_type_hints(made_by)
+    known = {field.name: hints[field.name] for field in fields(made_by) if field.init}
     ours = {field.name for field in msgspec.structs.fields(HfArguments)} - {"given", "rest"}
     for name, value in rest.items():
         if name in REFUSED:
@@ -96,7 +111,7 @@ def check_rest(rest: Mapping[str, Any]) -> dict[str, Any]:
             hint = nearest(name, {*known, *ours, *ALIASES} - REFUSED.keys())
             raise OptionError(
                 f"extra_args: hf has no argument {name!r}.{hint} It has {', '.join(sorted(ours))} and those of "
-                f"transformers.TrainingArguments ({transformers.__version__})."
+                f"{made_by.__module__.partition('.')[0]}.{made_by.__name__}."
             )
         adapter: TypeAdapter[Any] = TypeAdapter(
             known[name], config=ConfigDict(strict=True, arbitrary_types_allowed=True)

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from unified.errors import CheckpointCorruptError, UsageError
 from unified.training.arguments import MetaArguments
-from unified.training.dataset import PaddingCollator, TextSplit, TokenRows, load_rows
+from unified.training.dataset import PaddingCollator, RunRows, TokenRows, load_rows
 from unified.training.evaluation import Batch, HeldOutRows, count_targets, sum_losses
 from unified.training.layout import step_key
 from unified.training.models import load_model, sequence_length
@@ -41,30 +41,30 @@ def run(run: TrainingRun) -> None:
     """Train to the end; see `FrameworkModule`."""
     if run.precision == "fp16":
         raise UsageError("the meta framework trains in bf16 or fp32: give precision 'auto', 'bf16' or 'fp32'.")
-    train, held_out = load_rows(run)
+    rows = load_rows(run)
     model, tokenizer = load_model(run)
-    MetaTrainer(run, model, tokenizer, train, held_out).train()
+    MetaTrainer(run, model, tokenizer, rows).train()
 
 
 class MetaTrainer:
     """One rank's model, optimizer and position."""
 
-    def __init__(
-        self, run: TrainingRun, model: nn.Module, tokenizer: Tokenizer, train: TextSplit, held_out: TextSplit
-    ) -> None:
+    def __init__(self, run: TrainingRun, model: nn.Module, tokenizer: Tokenizer, rows: RunRows) -> None:
         assert isinstance(run.arguments, MetaArguments)
         self._run = run
         self._arguments = arguments = run.arguments
         self._collate = PaddingCollator(tokenizer.pad_id)
         length = sequence_length(run, model)
-        self._train_rows = TokenRows(train, tokenizer, length)
-        self._held_out = HeldOutRows(run, TokenRows(held_out, tokenizer, length), self._collate, arguments.batch_size)
+        self._train_rows = TokenRows(rows.train, tokenizer, length)
+        self._held_out = HeldOutRows(
+            run, TokenRows(rows.held_out, tokenizer, length), self._collate, arguments.batch_size
+        )
         self._model = self._shard(model)
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=arguments.lr, weight_decay=arguments.weight_decay
         )
         self._plan = TrainingPlan(
-            num_rows=len(train),
+            num_rows=len(rows.train),
             world_size=run.world_size,
             batch_size=arguments.batch_size,
             accumulation=arguments.gradient_accumulation,
@@ -124,7 +124,9 @@ class MetaTrainer:
             self._run.report(step=self._step, total=self._total)
         every = self._arguments.eval_steps or self._arguments.save_steps
         if len(self._held_out) and not is_stopping and (is_last or _is_due(self._step, every)):
-            self._metrics["eval_loss"] = self._held_out.evaluate(self._model, self._loss)
+            self._metrics["eval_loss"] = self._held_out.evaluate(
+                self._model, lambda batch: (self._loss(batch), count_targets(batch))
+            )
             self._run.log(f"step {self._step}/{self._total}", eval_loss=self._metrics["eval_loss"])
             self._run.report(eval_loss=self._metrics["eval_loss"])
             self._run.check_losses(self._step, self._metrics)

@@ -58,8 +58,11 @@ def find_model(run: TrainingRun) -> ModelSource:
     return ModelSource(None, _local(run, model_id, "model"))
 
 
-def load_model(run: TrainingRun) -> tuple[nn.Module, Tokenizer]:
+def load_model(run: TrainingRun, *, has_score: bool = False) -> tuple[nn.Module, Tokenizer]:
     """Return the model, in fp32 on the CPU, and its tokenizer. A collective.
+
+    Args:
+        has_score: the model returns one number for a text, in place of the next token.
 
     Raises:
         UsageError: the model or its tokenizer cannot be loaded, or they do not fit each other.
@@ -79,7 +82,7 @@ def load_model(run: TrainingRun) -> tuple[nn.Module, Tokenizer]:
         config = {"vocab_size": tokenizer.vocab_size, **config}
         model: nn.Module = Decoder(DecoderConfig.parse(config, run.options.model_id.partition(":")[0]))
     else:
-        model = run.work.on_all(lambda: load_pretrained(source, tokenizer).float())
+        model = run.work.on_all(lambda: load_pretrained(source, tokenizer, has_score=has_score).float())
     has = int(model.config.vocab_size)  # type: ignore[arg-type, union-attr]
     if has < tokenizer.vocab_size:
         raise UsageError(f"the model has {has} tokens and its tokenizer {tokenizer.vocab_size}: raise vocab_size.")
@@ -103,22 +106,29 @@ def load_tokenizer(run: TrainingRun, source: ModelSource) -> Tokenizer:
     return run.work.on_all(load)
 
 
-def load_pretrained(source: ModelSource, tokenizer: Tokenizer) -> Any:
-    """Return a causal language model of transformers, with new weights if its source is a configuration."""
+def load_pretrained(source: ModelSource, tokenizer: Tokenizer, *, has_score: bool = False) -> Any:
+    """Return a model of transformers, with new weights if its source is a configuration."""
     with from_transformers("model", source.place or "of this configuration"):
-        from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+        from transformers import (
+            CONFIG_MAPPING,
+            AutoConfig,
+            AutoModelForCausalLM,
+            AutoModelForSequenceClassification,
+        )
 
+        auto = AutoModelForSequenceClassification if has_score else AutoModelForCausalLM
+        labels = {"num_labels": 1} if has_score else {}
         if source.config is None:
             local = not _can_download(source.place)
-            return AutoModelForCausalLM.from_pretrained(source.place, local_files_only=local)
+            return auto.from_pretrained(source.place, local_files_only=local, **labels)
         defaults: dict[str, Any] = {"model_type": "llama", "vocab_size": tokenizer.vocab_size}
         if isinstance(tokenizer, ByteTokenizer):
             defaults |= {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
-        config = {**defaults, **source.config}
+        config = {**defaults, **source.config, **labels}
         kind = config.pop("model_type")
         if kind not in CONFIG_MAPPING:
             raise UsageError(f"transformers has no model_type {kind!r}.{nearest(str(kind), CONFIG_MAPPING)}")
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config))
+        return auto.from_config(AutoConfig.for_model(kind, **config))
 
 
 @contextmanager

@@ -26,16 +26,17 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Sampler
 
-from unified.data.files import absolute, is_remote
+from unified.data.files import DataFiles, absolute, is_remote
 from unified.errors import CheckpointCorruptError, OptionError, UsageError, nearest
 from unified.storage import open_storage
 from unified.training.arguments import NemoArguments
 from unified.training.checkpoints import COPY_NBYTES
-from unified.training.dataset import PaddingCollator, TokenRows, copy_dataset, load_rows
+from unified.training.dataset import PaddingCollator, TokenRows, load_rows
 from unified.training.evaluation import Batch, HeldOutRows, count_targets, sum_losses
 from unified.training.layout import step_key
 from unified.training.meta import lr_factor
 from unified.training.models import load_model, sequence_length
+from unified.training.rows import parse_parts
 from unified.training.sampling import Position, ResumableSampler, TrainingPlan, check_rows
 from unified.training.stopping import TrainingStopped
 
@@ -66,7 +67,7 @@ def run(run: TrainingRun) -> None:
     if run.options.model_id.endswith(TOOLKIT_SUFFIX):
         train_toolkit_model(run)
         return
-    texts, held_out = load_rows(run)
+    _, texts, held_out = load_rows(run)
     model, tokenizer = load_model(run)
     torch.manual_seed(arguments.seed + run.rank)  # the weights are the same everywhere; dropout is not
     length = sequence_length(run, model)
@@ -319,7 +320,9 @@ class LightningProgress(lightning.Callback):
         if not self._held_out:
             return
         step = cast(Any, trainer.strategy).validation_step
-        self._metrics["eval_loss"] = self._held_out.evaluate(module, lambda batch: step(batch, 0))
+        self._metrics["eval_loss"] = self._held_out.evaluate(
+            module, lambda batch: (step(batch, 0), count_targets(batch))
+        )
         self._tell({"eval_loss": self._metrics["eval_loss"]})
 
     def _save(self, trainer: lightning.Trainer) -> None:
@@ -366,8 +369,7 @@ def train_toolkit_model(run: TrainingRun) -> None:
             "pip install 'unified-runtime[nemo]' nemo_toolkit, or give a model that transformers can load."
         ) from error
     path = run.work.on_each_node(lambda: _local_file(name, run.scratch))
-    folder, field = run.scratch / "dataset", arguments.dataset_text_field
-    parts = run.work.on_each_node(lambda: [part.path for part in copy_dataset(run.options.dataset_uri, field, folder)])
+    parts = run.work.on_each_node(lambda: _plain_files(run.options.dataset_uri, run.scratch))
     model = classes.ModelPT.restore_from(path, map_location="cpu")
     data = {
         "manifest_filepath": ",".join(parts),
@@ -423,6 +425,23 @@ def _local_file(name: str, folder: Path) -> str:
     with backend, backend.open_read(key) as source, path.open("wb") as file:
         copyfileobj(source, file, COPY_NBYTES)
     return str(path)
+
+
+def _plain_files(uri: str, folder: Path) -> list[str]:
+    """Return local files with the rows of a dataset, which are copied if they are in a bucket, or compressed."""
+    paths = []
+    with DataFiles() as files:
+        parts = parse_parts(uri)
+        if any(part.weight != 1 for part in parts):
+            raise UsageError("dataset_uri has a weight, and the NeMo toolkit reads each row once: leave weights out.")
+        found = [path for part in parts for path in files.find(part.uri, "jsonl")]
+        for number, path in enumerate(found):
+            file = files.file(path)
+            paths.append(path if file.is_mappable else str(folder / f"rows-{number}.jsonl"))
+            if not file.is_mappable:
+                with file.open() as source, open(paths[-1], "wb") as target:
+                    copyfileobj(source, target, COPY_NBYTES)
+    return paths
 
 
 def _is_due(step: int, every: int) -> bool:

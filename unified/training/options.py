@@ -34,7 +34,9 @@ OPTIONS = {
     "checkpoint-prefix": _TrainOption(
         "CHECKPOINT_PREFIX", "where this run is kept; default: BASE/RUN_ID/framework=FRAMEWORK"
     ),
-    "dataset-uri": _TrainOption("DATASET_URI", "JSON lines: a file, a folder or a glob; s3://, file:// or a path"),
+    "dataset-uri": _TrainOption(
+        "DATASET_URI", "rows: a file, a folder or a glob, s3://, file:// or a path; or a JSON list of them"
+    ),
     "logs-uri": _TrainOption("LOGS_URI", "where logs go; default: PREFIX/logs"),
     "config-uri": _TrainOption("CONFIG_URI", "where the final configuration goes; default: PREFIX/config"),
     "model-id": _TrainOption(
@@ -61,6 +63,7 @@ class TrainingOptions:
     layout: RunLayout
     model_id: str
     dataset_uri: str
+    """A URI, or a JSON list, as `unified.training.rows.parse_parts` reads it."""
     config_path: str = ""
     resume: bool = False
     extra_args: Mapping[str, Any]

@@ -29,6 +29,7 @@ from unified.errors import (
 from unified.lazy import needed_by
 from unified.rounds import process_group
 from unified.training.options import TrainingOptions
+from unified.training.rows import parse_parts
 from unified.worker.context import Worker, worker_here
 
 if TYPE_CHECKING:
@@ -164,10 +165,10 @@ def prepare(run: TrainingRun, *, is_restart: bool = False) -> _RunStart:
         StorageError: a store refuses.
     """
     options, checkpoints = run.options, run.checkpoints
-    _check_reachable(
-        [options.dataset_uri, options.model_id, options.layout.prefix, options.layout.logs_uri, options.config_path],
-        is_restart=is_restart,
-    )
+    rows = parse_parts(options.dataset_uri)
+    rows += parse_parts(options.arguments.eval_dataset_uri) if options.arguments.eval_dataset_uri else []
+    others = [options.model_id, options.layout.prefix, options.layout.logs_uri, options.config_path]
+    _check_reachable([*(part.uri for part in rows), *others], is_restart=is_restart)
     latest = checkpoints.latest()
     before = checkpoints.read_config() or {}
     is_same_attempt = bool(options.attempt_id) and before.get("attempt_id") == options.attempt_id

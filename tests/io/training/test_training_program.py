@@ -245,7 +245,7 @@ def test_every_rank_says_the_same(data: str, base: str) -> None:
     Path(data).write_bytes(training.rows(5) + b"{}\n")
     codes, outputs = run_ranks(options(base, data, max_steps=5))
     assert codes == [2, 2]
-    line = f"unified-train: line 6 of {data} has no field 'text'; its fields: none. "
+    line = f"unified-train: row 5 of {data} has no field 'text'; its fields: none. "
     line += "extra_args.dataset_text_field names the field with the text."
     assert [output.splitlines()[-1] for output in outputs] == [line, line]
 

@@ -1,5 +1,6 @@
 """The payload of POST /train: its fields, their defaults and checks."""
 
+import json
 from typing import Any
 
 import pytest
@@ -160,3 +161,44 @@ def test_a_resume_changes_arguments_and_environment_alone() -> None:
     assert ResumeRequest.model_validate({"extra_args": {"max_steps": 9}}).env == {}
     with pytest.raises(ValidationError, match="model_id"):
         ResumeRequest.model_validate({"model_id": "x"})
+
+
+def test_a_dataset_is_a_uri_or_a_list_of_weighted_ones() -> None:
+    given = ["s3://bucket/a.jsonl/", {"uri": "/data/b", "weight": 0.5}]
+    wanted = [{"uri": "s3://bucket/a.jsonl", "weight": 1.0}, {"uri": "/data/b", "weight": 0.5}]
+    for each in (given, json.dumps(given)):
+        assert TrainingRequest.model_validate({**LEAST, "dataset_uri": each}).dataset_uri == wanted
+    extra_args = {"eval_dataset_uri": given}
+    assert TrainingRequest.model_validate({**LEAST, "extra_args": extra_args}).arguments.eval_dataset_uri == given
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "message"),
+    [
+        ({"eval_dataset_uri": ["b/c"]}, "a local path is absolute"),
+        ({"eval_dataset_uri": [{"uri": "/a", "weight": 0}]}, "weight"),
+        ({"eval_dataset_uri": "s3://user:secret@host/a"}, "looks like a credential"),
+        ({"eval_dataset_uri": "/a", "eval_fraction": 0.1}, "both eval_dataset_uri and eval_fraction"),
+    ],
+)
+def test_a_dataset_to_evaluate_on_is_checked_as_well(extra_args: dict[str, object], message: str) -> None:
+    said = refusal(extra_args=extra_args)
+    assert message in said
+    assert "secret" not in said
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "names no dataset"),
+        ([{"uri": "/a", "weight": 0}], "weight"),
+        ([{"uri": "/a", "wight": 1}], "part 0 is not"),
+        (["b/c"], "a local path is absolute"),
+        (["s3://user:secret@host/a"], "it has a password in it"),
+        (["/a"] * 101, "at most 100 parts"),
+    ],
+)
+def test_a_list_that_is_no_dataset(given: list[object], message: str) -> None:
+    said = refusal(dataset_uri=given)
+    assert said.startswith("dataset_uri: ")
+    assert message in said

@@ -51,7 +51,7 @@ class JsonLinesFormat(RowFormat):
     def _parse(self, file: DataFile, number: int, line: bytes) -> dict[str, Any]:
         try:
             row = _parse_json(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DatasetError(
                 f"row {number} of {file.path} is not JSON: {error}. Is the file cut short, or of another format?"
             ) from error
@@ -150,7 +150,7 @@ def _parse_json(line: bytes) -> Any:
     a surrogate, a byte order mark."""
     try:
         return msgspec.json.decode(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return json.loads(line)
 
 
