@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib
+import importlib.util
+import json
 import os
 import re
 import sys
@@ -42,7 +43,7 @@ from unified.protocol.records import (
     TransitionTable,
     WorkerState,
 )
-from unified.training import arguments
+from unified.training import aliases, arguments, method_fields
 from unified_master.core.membership import MEMBERSHIP_MOVES, WorkerMembership
 
 DOCS = Path(__file__).parent
@@ -83,6 +84,7 @@ _ARGUMENT_TYPES = {
     "CountOrZero": "int ≥ 0",
     "Count | ShareOfSteps": "int ≥ 1, or a share < 1",
     "CountOrZero | ShareOfSteps": "int ≥ 0, or a share < 1",
+    "LoraArguments | None": "object | None",
     "Positive": "float > 0",
     "NotNegative": "float ≥ 0",
     "Share": "float, 0 to 0.5",
@@ -106,6 +108,8 @@ def main() -> int:
         DOCS / "json.md": page(output_as_data()),
         postman.FILE: postman.collection(),
     }
+    if (fields := method_fields_here()) is not None:
+        texts[method_fields.FILE] = fields
     stale = [file.name for file, text in texts.items() if write(file, text, check)]
     if stale and check:
         print(f"out of date: {', '.join(stale)}. Run `make docs` and commit the result.", file=sys.stderr)
@@ -242,7 +246,7 @@ def options() -> Iterator[str]:
     yield from table_of(["variable", "default", "meaning"], runtime_variables())
     yield "\n## Of a training run\n"
     yield "`extra_args` of [the training API](training-api.md); keys of the file that `config_path` names."
-    yield f"Other names: {', '.join(f'`{other}` for `{name}`' for other, name in arguments.ALIASES.items())}.\n"
+    yield f"Other names: {', '.join(f'`{other}` for `{name}`' for other, name in aliases.ALIASES.items())}.\n"
     yield from table_of(["framework", "argument", "type", "default", "meaning"], training_arguments())
     for module in ("unified_master.cli", "unified_agent.cli", "unified_gateway.cli", "unified.training.options"):
         parser: argparse.ArgumentParser = importlib.import_module(module).build_parser()
@@ -307,12 +311,33 @@ def runtime_variables() -> Iterator[list[str]]:
 
 
 def training_arguments() -> Iterator[list[str]]:
-    tables: dict[str, type[Any]] = {"all": arguments.CommonArguments, **arguments.TABLES}
-    for framework, kind in tables.items():
+    tables: list[tuple[str, str, type[Any]]] = [
+        ("all", "", arguments.CommonArguments),
+        *((framework, "", kind) for framework, kind in arguments.TABLES.items()),
+        ("hf", "lora.", arguments.LoraArguments),
+    ]
+    for framework, prefix, kind in tables:
         for field in source_text.fields(source_text.class_of(kind)):
             if field.name not in ("given", "rest"):  # not of the user
                 shown = _ARGUMENT_TYPES.get(field.type, re.sub(r"^Annotated\[(\w+), .*", r"\1", field.type))
-                yield [framework, f"`{field.name}`", _code(shown), _code(field.default), _cell(field.text)]
+                yield [framework, f"`{prefix}{field.name}`", _code(shown), _code(field.default), _cell(field.text)]
+
+
+def method_fields_here() -> str | None:
+    """The fields of the methods' classes, as the libraries have them; None where one of them is missing."""
+    if not all(importlib.util.find_spec(name) for name in ("torch", "transformers", "accelerate", "trl")):
+        return None
+    from unified.training.hf_arguments import fields_of
+    from unified.training.methods import config_class
+
+    found = {method: fields_of(config_class(method)) for method in method_fields.METHODS}
+    for method in found.keys() - {"pretrain"}:
+        found[method] = {name: field for name, field in found[method].items() if found["pretrain"].get(name) != field}
+    lines = []
+    for method, fields in found.items():
+        each = ",\n".join(f"  {json.dumps(name)}: {json.dumps(field)}" for name, field in fields.items())
+        lines.append(f'"{method}": {{\n{each}\n}}')
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def flags_of(parser: argparse.ArgumentParser) -> Iterator[list[str]]:

@@ -16,7 +16,7 @@ EXTRA_OF = {
     "pyarrow": "data",
     "google_crc32c": "data",
     "botocore": "s3",
-    **dict.fromkeys(("accelerate", "datasets", "transformers", "trl"), "hf"),
+    **dict.fromkeys(("accelerate", "datasets", "peft", "transformers", "trl"), "hf"),
     "lightning": "nemo",
     "backports": "zstd",
     "xxhash": "xxhash",

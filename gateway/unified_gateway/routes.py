@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 
 from unified.errors import MasterUnreachableError, UnifiedError, UsageError
+from unified.training.arguments import values_by_method
 from unified_gateway.backend import RunRecord
 from unified_gateway.http.log_stream import ClosingStream, stream_events
 from unified_gateway.runs import SubmitOutcome, newest_first
@@ -108,7 +109,8 @@ async def submit(payload: TrainingRequest, request: Request, dry_run: bool = Fal
         plan = runs.plan(payload)
         namespace = payload.namespace or runs.backend.default_namespace
         job = runs.backend.describe(plan)
-        found = DryRun(name=plan.name, backend=runs.backend.name, namespace=namespace, job=job)
+        values = values_by_method(payload.arguments)
+        found = DryRun(name=plan.name, backend=runs.backend.name, namespace=namespace, job=job, arguments=values)
         return Response(found.model_dump_json(), media_type=JSON)
     return _submitted(await runs.submit(payload))
 

@@ -44,6 +44,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _WORD = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 _DOMAIN = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 
+_TEXT_TOKENS = ("eos_token", "pad_token")  # tokens of a text, not of an account
 Framework = Literal["nemo", "hf", "meta"]
 RunState = Literal["submitted", "running", "failed", "succeeded"]
 
@@ -93,7 +94,7 @@ def _extra_args(extra_args: dict[str, Any]) -> dict[str, Any]:
     if len(text) > MAX_EXTRA_ARGS_BYTES:
         raise ValueError(f"it has {len(text)} bytes of JSON, and at most {MAX_EXTRA_ARGS_BYTES} are taken")
     for name, value in extra_args.items():
-        if is_credential(name, str(value)):
+        if is_credential("" if name in _TEXT_TOKENS else name, str(value)):
             raise ValueError(f"{name[:100]} looks like a credential, and is shown to others: give it in env")
     return extra_args
 
@@ -211,7 +212,7 @@ class TrainingRequest(BaseModel):
     @cached_property
     def arguments(self) -> Arguments:
         """`extra_args`, checked as far as this needs no library of the framework: the arguments of the ranks."""
-        return parse_arguments(self.framework, self.extra_args)
+        return parse_arguments(self.framework, self.extra_args, has_more=bool(self.config_path))
 
     @model_validator(mode="after")
     def _arguments_are_known(self) -> Self:
@@ -319,6 +320,9 @@ class DryRun(BaseModel):
     backend: str
     namespace: str
     job: dict[str, Any] = Field(description="Description of the job, or the manifest, without values of env.")
+    arguments: dict[str, dict[str, JsonValue]] = Field(
+        description="Values of all arguments, by method. Without extra_args.method, rows choose between two of hf."
+    )
 
 
 class ErrorBody(BaseModel):

@@ -29,6 +29,7 @@ OTHER_SENSES = {
     "_M_ARENA_MAX": "a constant of malloc",
     "arena": "the same",
     "cell": "a part of a row in a table on the terminal, or of a notebook",
+    **dict.fromkeys(("early_stopping_patience", "_patience", "patience"), "transformers' word for early stopping"),
     "gate_proj": "a layer of Llama",
     "ticket": "what a browser signs in with, for which this is the usual word",
     "tickets": "the same",

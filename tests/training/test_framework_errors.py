@@ -18,7 +18,9 @@ def test_a_model_that_does_not_exist_is_one_line(runs: TrainingRuns) -> None:
 def test_a_row_without_text_is_named(runs: TrainingRuns, tmp_path: Path) -> None:
     rows = tmp_path / "bad.jsonl"
     rows.write_text('{"text": "a"}\n{"txt": "b"}\n')
-    assert f"row 1 of {rows} has no field 'text'" in runs.refused(dataset=str(rows))
+    said = runs.refused(dataset=str(rows))
+    assert f"row 1 of {rows} has no" in said
+    assert "its fields: 'txt'. Did you mean 'text'?" in said
 
 
 def test_a_finished_run_is_not_begun_again(runs: TrainingRuns) -> None:

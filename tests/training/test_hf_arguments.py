@@ -2,65 +2,40 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.training_runs import TrainingRuns
-from tests.training.conftest import needs
+from tests.training.conftest import needs_trl
 from unified.errors import OptionError
-
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"adam_betta1": 0.8}, "hf has no argument 'adam_betta1'. Did you mean 'adam_beta1'?"),
-    ({"grad_accumulation": 2}, "Did you mean 'gradient_accumulation'?"),
-    ({"adam_beta1": "0.8"}, "adam_beta1='0.8' is not allowed: it must be float"),
-    ({"logging_first_step": 1}, "logging_first_step=1 is not allowed: it must be bool"),
-    ({"dataloader_num_workers": True}, "dataloader_num_workers=True is not allowed: it must be int"),
-    ({"report_to": {"a": 1}}, "report_to={'a': 1} is not allowed"),
-    ({"lr_scheduler_kwargs": [1]}, "lr_scheduler_kwargs=[1] is not allowed"),
-    ({"output_dir": "/tmp"}, "'output_dir' cannot be given: checkpoints go below checkpoint_base_uri"),
-    (
-        {"logging_nan_inf_filter": True},
-        "'logging_nan_inf_filter' cannot be given: the loss is reported as it is; allow_non_finite_loss",
-    ),
-    ({"hub_token": "hf_secret"}, "'hub_token' cannot be given: config/run.json would hold it: give HF_TOKEN in env"),
-]
+from unified.training.method_fields import METHODS, check_rest
+from unified.training.method_fields import fields_of as fields_of_table
 
 
-@pytest.mark.parametrize(("given", "message"), BAD, ids=[next(iter(given)) for given, _ in BAD])
-def test_a_wrong_argument_is_named(given: dict[str, Any], message: str) -> None:
-    needs("hf")
-    from unified.training.hf_arguments import check_rest
+def test_the_table_of_fields_is_that_of_the_libraries() -> None:
+    """A gateway checks names and types by the table; `make docs` makes it."""
+    needs_trl()
+    from unified.training.hf_arguments import fields_of
+    from unified.training.methods import config_class
 
-    with pytest.raises(OptionError) as raised:
-        check_rest(given)
-    assert message in str(raised.value)
-    assert "\n" not in str(raised.value)
-    assert "hf_secret" not in str(raised.value)
+    for method in METHODS:
+        found = {name: (kind, default) for name, (kind, default) in fields_of(config_class(method)).items()}
+        assert {name: tuple(field) for name, field in fields_of_table(method).items()} == found
 
 
-def test_right_arguments_of_each_type_pass() -> None:
-    needs("hf")
-    from unified.training.hf_arguments import check_rest
+def test_an_argument_that_the_installed_library_lacks(hf: TrainingRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_trl()
+    from unified.training.hf_arguments import fields_of
+    from unified.training.methods import config_class
 
-    given = {
-        "adam_beta1": 0.8,
-        "adam_epsilon": 1,
-        "lr_scheduler_type": "cosine",
-        "lr_scheduler_kwargs": {"num_cycles": 2},
-        "report_to": ["none"],
-        "metric_for_best_model": None,
-        "dataloader_num_workers": 2,
-        "gradient_checkpointing": True,
-        "optim": "adamw_torch",
-    }
-    assert check_rest(given) == given
+    fields = dict(fields_of(config_class("sft")))
+    del fields["packing_strategy"]
+    with pytest.raises(OptionError, match="hf has no argument 'packing_strategy'"):
+        check_rest({"packing_strategy": "bfd"}, ["sft"], fields, [])
 
 
 def test_what_trainer_refuses_is_one_line(hf: TrainingRuns) -> None:
-    assert "extra_args: spiral is not a valid SchedulerType" in hf.refused(lr_scheduler_type="spiral", max_steps=2)
     assert "`args.metric_for_best_model` must be provided" in hf.refused(save_strategy="best", max_steps=2)
-    assert "warmup_stepps" in hf.refused(warmup_stepps=2)
     assert "cpu does not support precision=fp16" in hf.refused(precision="fp16")
 
 

@@ -1,7 +1,7 @@
 """`extra_args`, checked: tables of names with types, defaults and limits, one for each framework.
 
-Names of `transformers.TrainingArguments` that mean the same are accepted everywhere (`ALIASES`). Any other name
-is an error, which suggests the nearest name; for ``hf`` it stays in `rest`, to be checked against transformers itself.
+Names of other trainers that mean the same are accepted (`unified.training.aliases`). Any other name is an error, which
+suggests the nearest name; for ``hf`` it may be a field of the method's class.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import msgspec
 from msgspec import Meta
 
 from unified.errors import OptionError, nearest
+from unified.training.aliases import ALIASES, REFUSED, VALUES, own_names
 from unified.training.layout import check_framework
+from unified.training.method_fields import METHODS, Fields, check_rest, convert, fields_of
 
 Count = Annotated[int, Meta(ge=1)]
 CountOrZero = Annotated[int, Meta(ge=0)]
@@ -22,25 +24,17 @@ NotNegative = Annotated[float, Meta(ge=0)]
 ShareOfSteps = Annotated[float, Meta(gt=0, lt=1)]
 Share = Annotated[float, Meta(ge=0, le=0.5)]
 
-METHODS: dict[str, tuple[str, ...]] = {
-    "pretrain": ("text",),
-    "sft": ("text", "completion", "messages"),
-    "dpo": ("preference",),
-    "kto": ("label", "preference"),
-    "reward": ("preference",),
-}
-"""Methods of the hf framework, with the forms of rows that each takes."""
-
-ALIASES = {
-    "learning_rate": "lr",
-    "per_device_train_batch_size": "batch_size",
-    "num_train_epochs": "num_epochs",
-    "gradient_accumulation_steps": "gradient_accumulation",
-    "max_seq_length": "max_seq_len",
-    "max_length": "max_seq_len",
-    "dataloader_num_workers": "dataloader_workers",
-}
-"""Other names of arguments, with our own names."""
+LORA_LR = 2e-4
+"""Default of `lr` with `lora`."""
+TRL_NAMES = {"learning_rate": "lr", "num_train_epochs": "num_epochs", "max_length": "max_seq_len"}
+"""Arguments for which TRL's classes have other defaults, with our names of them."""
+RUN_DEFAULTS = {"report_to": "none", "ddp_find_unused_parameters": False}
+"""Defaults of a run that differ from those of the method's class: DDP would search after each step for what a decoder
+never has."""
+DEFAULT_METHODS = ["pretrain", "sft"]
+"""Methods of a run that is given none: of rows that are texts, and of all others."""
+DERIVED = ("bf16", "fp16", "eval_strategy", "save_strategy", "per_device_eval_batch_size", "disable_tqdm")
+"""Fields of the method's class whose defaults follow from our own arguments."""
 
 
 class CommonArguments(
@@ -95,6 +89,19 @@ class CommonArguments(
     """Names that were given; all other arguments are defaults."""
 
 
+class LoraArguments(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Low-rank adapters, which are trained in place of the model's own weights. Defaults of numbers are TRL's."""
+
+    r: Count = 16
+    """Rank of the matrices."""
+    alpha: Positive = 32
+    """An adapter's output is multiplied by `alpha` / `r`."""
+    dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.05
+    """Share of an adapter's inputs that is set to 0 in training."""
+    target_modules: str | list[str] = "all-linear"
+    """Names of the layers that get an adapter, or a regular expression of them; ``all-linear``: all but the head."""
+
+
 class HfArguments(CommonArguments, frozen=True, kw_only=True, tag="hf"):
     """Arguments of the hf framework. A number of steps below 1 is a share of all steps, as in the Trainer."""
 
@@ -115,8 +122,18 @@ class HfArguments(CommonArguments, frozen=True, kw_only=True, tag="hf"):
     """Chat template that replaces the tokenizer's: a text of Jinja, or a file with one."""
     packing: bool = False
     """Put several rows of ``sft`` into one sequence of `max_seq_len` tokens."""
+    lora: LoraArguments | None = None
+    """Train low-rank adapters; ``{}``: with its defaults. The learning rate is 2e-4 then, if `lr` is not given."""
+    quantization: Literal["", "8bit", "4bit"] = ""
+    """Bits of the weights below adapters, which it adds also without `lora`; default: as they are stored."""
+    from_run: str = ""
+    """Run whose newest checkpoint has the weights to begin with: a `run_id` below the same base."""
+    attn_implementation: str = ""
+    """Attention of the model: ``eager``, ``sdpa``, ``flash_attention_2``, …; default: transformers chooses."""
+    early_stopping_patience: CountOrZero = 0
+    """Evaluations in a row without a better `eval_loss` after which the run ends; 0: it goes on to its last step."""
     rest: dict[str, Any] = {}
-    """Other fields of the method's configuration class, not checked yet."""
+    """Other fields of the method's class."""
 
 
 class NemoArguments(CommonArguments, frozen=True, kw_only=True, tag="nemo"):
@@ -142,40 +159,76 @@ TABLES: dict[str, type[Arguments]] = {"hf": HfArguments, "nemo": NemoArguments, 
 _NOT_GIVEN = {"given", "rest"}
 
 
-def parse_arguments(framework: str, extra_args: Mapping[str, Any]) -> Arguments:
+def parse_arguments(framework: str, extra_args: Mapping[str, Any], *, has_more: bool = False) -> Arguments:
     """Check `extra_args`; return them as the framework's own class, with defaults for missing ones.
+
+    Args:
+        has_more: a file has further arguments, which may say the method.
 
     Raises:
         OptionError: an unknown name, a name that is given twice, or a value of the wrong type or out of range.
     """
     table = TABLES[check_framework(framework)]
-    fields = {each.name: each for each in msgspec.structs.fields(table) if each.name not in _NOT_GIVEN}
+    fields = argument_types(table)
     values: dict[str, Any] = {}
     rest: dict[str, Any] = {}
-    for name, value in extra_args.items():
-        own = name if name in fields else ALIASES.get(name, name)
-        if own in values:
-            raise OptionError(f"extra_args has both {own!r} and another name of the same, {name!r}: give one of them.")
+    for own, (name, value) in own_names(extra_args, fields).items():
         if own in fields:
-            values[own] = _convert(name, value, fields[own].type)
-        elif table is HfArguments:
+            values[own] = convert(name, value, fields[own])
+        elif table is HfArguments and not own.startswith("lora."):
             rest[name] = value
         else:
             raise OptionError(
                 f"extra_args: {framework} has no argument {name!r}.{nearest(name, [*fields, *ALIASES])} It has "
                 f"{', '.join(sorted(fields))}."
             )
+    if lora := {own.removeprefix("lora."): values.pop(own) for own in fields if "." in own and own in values}:
+        values["lora"] = LoraArguments(**lora)
     if values.get("eval_dataset_uri") and "eval_fraction" in values:
         raise OptionError("extra_args has both eval_dataset_uri and eval_fraction: give one of them.")
+    if values.get("quantization"):
+        values["lora"] = values.get("lora") or LoraArguments()
+    if values.get("lora") is not None:
+        values.setdefault("lr", LORA_LR)
     values["given"] = frozenset(values)
     if table is HfArguments:
-        values["rest"] = rest
+        methods = [values["method"]] if values.get("method") else [*METHODS] if has_more else DEFAULT_METHODS
+        values["rest"] = check_rest(rest, methods, fields_of(*methods), fields)
     return table(**values)
 
 
-def _convert(name: str, value: Any, wanted: Any) -> Any:
-    whole = int(value) if isinstance(value, float) and value.is_integer() else value  # YAML and jq write 50.0
-    try:
-        return msgspec.convert(whole, wanted)
-    except msgspec.ValidationError as error:
-        raise OptionError(f"extra_args: {name}={value!r} is not allowed: {str(error).replace('`', '')}.") from None
+def values_in_force(arguments: Arguments, method: str = "pretrain", fields: Fields | None = None) -> dict[str, Any]:
+    """Return the values of all arguments of a run: our own, and for ``hf`` those of the method's class.
+
+    Args:
+        fields: fields of the class that is installed; default: those of `method_fields.fields_of`.
+    """
+    ours = {each.name: getattr(arguments, each.name) for each in _fields(type(arguments))}
+    ours |= {name: msgspec.structs.asdict(value) for name, value in ours.items() if isinstance(value, msgspec.Struct)}
+    ours["eval_steps"] = arguments.eval_steps or arguments.save_steps
+    if not isinstance(arguments, HfArguments):
+        return ours
+    fields = fields or fields_of(method)
+    if method != "pretrain":
+        ours |= {own: fields[name][1] for name, own in TRL_NAMES.items() if own not in arguments.given}
+    hidden = {*ours, *ALIASES, *VALUES, *REFUSED, *DERIVED}
+    others = {name: default for name, (_, default) in fields.items() if name not in hidden}
+    return {**ours, "method": method, **others, **RUN_DEFAULTS, **arguments.rest}
+
+
+def values_by_method(arguments: Arguments) -> dict[str, dict[str, Any]]:
+    """Return the values in force of the methods that a run may have."""
+    given = arguments.method if isinstance(arguments, HfArguments) else "pretrain"
+    return {method: values_in_force(arguments, method) for method in ([given] if given else DEFAULT_METHODS)}
+
+
+def argument_types(table: type[Arguments]) -> dict[str, Any]:
+    """Return the types of a framework's arguments by name; those of `lora` have a dot."""
+    found = {each.name: each.type for each in _fields(table)}
+    if table is HfArguments:
+        found |= {f"lora.{each.name}": each.type for each in msgspec.structs.fields(LoraArguments)}
+    return found
+
+
+def _fields(table: type[Arguments]) -> list[msgspec.structs.FieldInfo]:
+    return [each for each in msgspec.structs.fields(table) if each.name not in _NOT_GIVEN]

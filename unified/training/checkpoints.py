@@ -166,8 +166,13 @@ class RunCheckpointManager(ClosedOnExit):
         metadata: Mapping[str, Any] | None = None,
         *,
         state: Mapping[str, Any] | None = None,
+        keep: int | None = None,
     ) -> CheckpointMark:
-        """Write the mark that makes uploaded files a checkpoint, and delete older ones beyond the limit."""
+        """Write the mark that makes uploaded files a checkpoint, and delete older ones beyond the limit, except `keep`.
+
+        Args:
+            keep: step that stays.
+        """
         mark = CheckpointMark(
             step=step,
             framework=self.layout.framework,
@@ -182,7 +187,8 @@ class RunCheckpointManager(ClosedOnExit):
         if self._limit:
             # Steps above this one are damaged, since the run went on from an older one: they do not count here.
             for old in [each for each in self.complete_steps() if each <= step][: -self._limit]:
-                self.delete(old)
+                if old != keep:
+                    self.delete(old)
         return mark
 
     def complete_steps(self) -> list[int]:
@@ -232,15 +238,18 @@ class RunCheckpointManager(ClosedOnExit):
                 print(f"unified-train: warning: {text}", file=sys.stderr, flush=True)
         return None
 
-    def fetch(self, step: int, folder: Path) -> dict[str, Path]:
+    def fetch(self, step: int, folder: Path, *, endings: tuple[str, ...] = ("",)) -> dict[str, Path]:
         """Copy the files of a checkpoint to a local folder, unless it has copied them before; return them by name.
+
+        Args:
+            endings: ends of the names of the files to copy; default: all.
 
         Raises:
             CheckpointNotFoundError: the step has no mark.
             CheckpointCorruptError: a file differs from the mark in size or checksum.
             NotFoundError: a file that the mark names is gone.
         """
-        files = self.read_mark(step).files
+        files = [file for file in self.read_mark(step).files if file.name.endswith(endings)]
         with ThreadPoolExecutor(NUM_PARALLEL, thread_name_prefix="unified-download") as threads:
             paths = threads.map(partial(self._download, folder=folder), files)
             return {file.name: path for file, path in zip(files, paths, strict=True)}

@@ -17,11 +17,13 @@ import datasets
 import transformers
 
 from unified.errors import OptionError, UsageError
-from unified.training.arguments import METHODS, HfArguments
+from unified.training.adapters import RESTORED, Origin, find_origin, loading_options, restore
+from unified.training.arguments import HfArguments, values_in_force
 from unified.training.dataset import load_rows
-from unified.training.hf_arguments import training_arguments
+from unified.training.hf_arguments import fields_of, training_arguments
+from unified.training.method_fields import METHODS
 from unified.training.methods import RunTrainer, make_trainer
-from unified.training.models import load_model, sequence_length
+from unified.training.models import find_model, load_tokenizer, make_model, sequence_length
 from unified.training.sampling import check_rows
 from unified.training.stopping import TrainingStopped
 
@@ -41,19 +43,30 @@ def run(run: TrainingRun) -> None:
         TrainingStopped: a stop was asked for, and the checkpoint is saved.
     """
     arguments = cast(HfArguments, run.arguments)
-    rows = load_rows(run, METHODS[arguments.method] if arguments.method else (*METHODS["pretrain"], *METHODS["sft"]))
+    rows = load_rows(run, METHODS[arguments.method or "sft"].forms)  # which has that of pretrain, too
     method = arguments.method or ("pretrain" if rows.form == "text" else "sft")
     given = training_arguments(run, method, run.scratch / "trainer")
+    values, store = values_in_force(arguments, method, fields_of(type(given))), run.checkpoints
+    run.work.on_first(lambda: store.persist_config({**(store.read_config() or {}), "arguments": values}))
     if given.disable_tqdm:
         transformers.utils.logging.disable_progress_bar()
         datasets.disable_progress_bars()
-    model, tokenizer = load_model(run, has_score=method == "reward")
-    length = sequence_length(run, model)
     if not rows.held_out:
         given.eval_strategy = transformers.IntervalStrategy.NO
+    if given.eval_strategy == "no" and (arguments.early_stopping_patience or given.load_best_model_at_end):
+        raise UsageError(
+            "early_stopping_patience and load_best_model_at_end need evaluations: give eval_steps, and rows."
+        )
+    options, origin = loading_options(run), find_origin(run)
+    source = find_model(run)
+    tokenizer = load_tokenizer(run, source)
+    if origin is not None:
+        source = restore(run, origin, source, tokenizer, method)
+    model = make_model(run, source, tokenizer, has_score=method == "reward", **options)
+    length = sequence_length(run, model)
     rows_per_step = given.per_device_train_batch_size * given.gradient_accumulation_steps * run.world_size
     sizes = RunSizes(len(rows.train), rows_per_step, given.max_steps)
-    callback = RunCallback(run, sizes, evaluates=bool(rows.held_out))
+    callback = RunCallback(run, sizes, origin, evaluates=bool(rows.held_out))
     try:
         trainer = make_trainer(run, method, rows, model, tokenizer, length, given, callback)
     except (ValueError, ImportError) as error:  # arguments that do not go together
@@ -66,6 +79,8 @@ def run(run: TrainingRun) -> None:
         return
     if callback.is_stopped:
         raise TrainingStopped(trainer.state.global_step)
+    if trainer.state.best_global_step and given.load_best_model_at_end:
+        run.log(f"step {trainer.state.best_global_step} is the best one", eval_loss=trainer.state.best_metric)
 
 
 class RunSizes(NamedTuple):
@@ -94,6 +109,7 @@ class RunCallback(transformers.TrainerCallback):
 
     Args:
         sizes: sizes of this run, which its marks store.
+        origin: checkpoint of another run that this one began with, which its marks store.
         evaluates: evaluate held-out rows at the end in any case.
 
     Attributes:
@@ -104,9 +120,11 @@ class RunCallback(transformers.TrainerCallback):
 
     trainer: RunTrainer
 
-    def __init__(self, run: TrainingRun, sizes: RunSizes, evaluates: bool) -> None:
+    def __init__(self, run: TrainingRun, sizes: RunSizes, origin: Origin | None, evaluates: bool) -> None:
         self._run = run
         self._sizes = sizes
+        self._origin = origin
+        self._patience = cast(HfArguments, run.arguments).early_stopping_patience
         self._evaluates = evaluates
         self._metrics: dict[str, float] = {}
         self._saved_step: int | None = None
@@ -118,7 +136,8 @@ class RunCallback(transformers.TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        if state.global_step >= state.max_steps:  # Trainer would do one step more
+        # Trainer would do one step more
+        if state.global_step >= state.max_steps or self._is_past_best(state):
             raise _NothingLeftError
         state.compute_steps(args, state.max_steps)  # a resumed state has the intervals of the run before
         self._start_clock(state)
@@ -133,6 +152,7 @@ class RunCallback(transformers.TrainerCallback):
         if self.resumed_from is not None:  # after a step, every rank has read it
             shutil.rmtree(self.resumed_from, ignore_errors=True)
             self.resumed_from = None
+        shutil.rmtree(self._run.scratch / RESTORED, ignore_errors=True)
         self._metrics.pop("eval_loss", None)  # a mark has only the eval_loss of its own step
         self._run.report(step=state.global_step, total=state.max_steps)
         is_last = state.global_step >= state.max_steps
@@ -142,9 +162,15 @@ class RunCallback(transformers.TrainerCallback):
             control.should_evaluate = False
         if self.is_stopped or is_last:
             control.should_save = True
-        control.should_log |= control.should_save  # so that `on_log` checks the loss before the save
         if is_last:
             control.should_evaluate = self._evaluates
+        # so that `on_log` checks the loss before a save, which an evaluation may cause
+        control.should_log |= control.should_save or (self._patience > 0 and control.should_evaluate)
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        if self._is_past_best(state):  # on all ranks, which have the same loss
+            self._run.log(f"step {state.global_step} is the last one: {self._patience} evaluations were no better")
+            control.should_training_stop = control.should_save = True
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         if self.is_stopped:
@@ -157,6 +183,10 @@ class RunCallback(transformers.TrainerCallback):
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
         place = {"epoch": state.epoch, "total": state.max_steps}
         place |= {"num_rows": self._sizes.num_rows, "rows_per_step": self._sizes.rows_per_step}
+        place |= {"from_run": self._origin} if self._origin else {}
+        if args.load_best_model_at_end:
+            place["best_step"] = state.best_global_step
+        state.best_model_checkpoint = None  # else the Trainer looks for it on this disk
         save(self._run, state.global_step, folder, self._metrics, place)
         shutil.rmtree(folder)
         self._saved_step = state.global_step
@@ -182,6 +212,11 @@ class RunCallback(transformers.TrainerCallback):
         self._run.check_losses(state.global_step, found)
         if "loss" in found and (summed := getattr(self.trainer, "_tr_loss", None)) is not None:
             summed.zero_()  # the Trainer subtracts the sum from itself, which does not clear a NaN
+
+    def _is_past_best(self, state: TrainerState) -> bool:
+        """Return True if the newest evaluations, as many as the patience, were no better than one before them."""
+        losses = [each["eval_loss"] for each in state.log_history if "eval_loss" in each]
+        return bool(losses) and 0 < self._patience < len(losses) - losses.index(min(losses))
 
     def _start_clock(self, state: TrainerState) -> None:
         self._logged_at = time.monotonic()
@@ -210,7 +245,7 @@ def save(run: TrainingRun, step: int, folder: Path, metrics: dict[str, float], s
         run.work.on_first(lambda: store.discard(step))
         uploaded = run.work.on_all(lambda: store.upload(files))
         everything = [file for files in run.work.ranks.gather(uploaded) for file in files]
-        run.work.on_first(lambda: store.commit(step, everything, metrics, state=state))
+        run.work.on_first(lambda: store.commit(step, everything, metrics, state=state, keep=state.get("best_step")))
 
 
 def fetch(run: TrainingRun, sizes: RunSizes) -> str | None:

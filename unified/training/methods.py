@@ -13,6 +13,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from unified.data.files import DataFiles, absolute
 from unified.errors import OptionError, UsageError
 from unified.lazy import needed_by
+from unified.training.adapters import lora_config
 from unified.training.arguments import HfArguments
 from unified.training.dataset import IGNORED, PaddingCollator, RunRows, TokenRows
 from unified.training.evaluation import HeldOutRows, count_targets, sum_losses
@@ -131,6 +132,19 @@ def make_trainer(
         train, held_out = rows.train, rows.held_out
         trainer_class = type("RunTrainer", (RunTrainer, getattr(trl, f"{CLASSES[method]}Trainer")), {"method": method})
         more = {}
+    if arguments.lora is not None:
+        config = lora_config(model, method, arguments.lora)
+        from peft import get_peft_model, prepare_model_for_kbit_training
+
+        if arguments.quantization:
+            model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)  # the Trainer enables it
+        if method == "pretrain":
+            transformers.set_seed(given.seed)
+            model = get_peft_model(model, config)
+            if given.gradient_checkpointing:
+                model.enable_input_require_grads()
+        else:
+            more["peft_config"] = config
     trainer = trainer_class(
         model=model,
         args=given,
@@ -140,6 +154,8 @@ def make_trainer(
         callbacks=[callback],
         **more,
     )
+    if arguments.lora is not None:  # PEFT has a folder of this node there, for a model of a bucket
+        trainer.model.peft_config["default"].base_model_name_or_path = run.options.model_id
     scored = trainer.eval_dataset if trainer.eval_dataset is not None else []
     if method != "pretrain" and len(held_out):
         scored = trainer._remove_unused_columns(scored, description="evaluation")

@@ -58,20 +58,32 @@ def find_model(run: TrainingRun) -> ModelSource:
     return ModelSource(None, _local(run, model_id, "model"))
 
 
-def load_model(run: TrainingRun, *, has_score: bool = False) -> tuple[nn.Module, Tokenizer]:
+def load_model(run: TrainingRun) -> tuple[nn.Module, Tokenizer]:
     """Return the model, in fp32 on the CPU, and its tokenizer. A collective.
-
-    Args:
-        has_score: the model returns one number for a text, in place of the next token.
 
     Raises:
         UsageError: the model or its tokenizer cannot be loaded, or they do not fit each other.
         ModuleNotFoundError: transformers is needed, and not installed; the message names the extra.
     """
-    import torch
-
     source = find_model(run)
     tokenizer = load_tokenizer(run, source)
+    return make_model(run, source, tokenizer), tokenizer
+
+
+def make_model(
+    run: TrainingRun, source: ModelSource, tokenizer: Tokenizer, *, has_score: bool = False, **options: Any
+) -> nn.Module:
+    """Return the model, in fp32 on the CPU, or quantized on this rank's device. A collective.
+
+    Args:
+        has_score: the model returns one number for a text, in place of the next token.
+        options: further arguments of `from_pretrained`.
+
+    Raises:
+        UsageError: the model cannot be loaded, or does not fit the tokenizer.
+    """
+    import torch
+
     torch.manual_seed(run.arguments.seed)  # the same weights on every rank
     config = source.config
     # transformers' Trainer needs a model of transformers.
@@ -82,11 +94,13 @@ def load_model(run: TrainingRun, *, has_score: bool = False) -> tuple[nn.Module,
         config = {"vocab_size": tokenizer.vocab_size, **config}
         model: nn.Module = Decoder(DecoderConfig.parse(config, run.options.model_id.partition(":")[0]))
     else:
-        model = run.work.on_all(lambda: load_pretrained(source, tokenizer, has_score=has_score).float())
+        model = run.work.on_all(lambda: load_pretrained(source, tokenizer, has_score=has_score, **options))
+        if "quantization_config" not in options:
+            model = model.float()
     has = int(model.config.vocab_size)  # type: ignore[arg-type, union-attr]
     if has < tokenizer.vocab_size:
         raise UsageError(f"the model has {has} tokens and its tokenizer {tokenizer.vocab_size}: raise vocab_size.")
-    return model, tokenizer
+    return model
 
 
 def load_tokenizer(run: TrainingRun, source: ModelSource) -> Tokenizer:
@@ -106,8 +120,8 @@ def load_tokenizer(run: TrainingRun, source: ModelSource) -> Tokenizer:
     return run.work.on_all(load)
 
 
-def load_pretrained(source: ModelSource, tokenizer: Tokenizer, *, has_score: bool = False) -> Any:
-    """Return a model of transformers, with new weights if its source is a configuration."""
+def load_pretrained(source: ModelSource, tokenizer: Tokenizer, *, has_score: bool = False, **options: Any) -> Any:
+    """Return a model of transformers, with new weights if its source is a configuration. See `make_model`."""
     with from_transformers("model", source.place or "of this configuration"):
         from transformers import (
             CONFIG_MAPPING,
@@ -120,7 +134,9 @@ def load_pretrained(source: ModelSource, tokenizer: Tokenizer, *, has_score: boo
         labels = {"num_labels": 1} if has_score else {}
         if source.config is None:
             local = not _can_download(source.place)
-            return auto.from_pretrained(source.place, local_files_only=local, **labels)
+            return auto.from_pretrained(source.place, local_files_only=local, **labels, **options)
+        if "quantization_config" in options:
+            raise UsageError("extra_args: quantization is of weights that are there; a model from scratch has none.")
         defaults: dict[str, Any] = {"model_type": "llama", "vocab_size": tokenizer.vocab_size}
         if isinstance(tokenizer, ByteTokenizer):
             defaults |= {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
@@ -128,7 +144,7 @@ def load_pretrained(source: ModelSource, tokenizer: Tokenizer, *, has_score: boo
         kind = config.pop("model_type")
         if kind not in CONFIG_MAPPING:
             raise UsageError(f"transformers has no model_type {kind!r}.{nearest(str(kind), CONFIG_MAPPING)}")
-        return auto.from_config(AutoConfig.for_model(kind, **config))
+        return auto.from_config(AutoConfig.for_model(kind, **config), **options)
 
 
 @contextmanager

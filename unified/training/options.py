@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 
 from unified.errors import OptionError, UsageError
-from unified.training.arguments import ALIASES, Arguments, parse_arguments
+from unified.training.aliases import own_names
+from unified.training.arguments import TABLES, Arguments, argument_types, parse_arguments, values_in_force
 from unified.training.layout import FRAMEWORKS, RunLayout
 
 
@@ -111,7 +112,7 @@ class TrainingOptions:
             own_config_uri=values["config-uri"],
         )
         is_resumed = _boolean(resume)
-        extra_args = _with_file(parse_extra_args(values["extra-args-json"]), values["config"])
+        extra_args = _with_file(layout.framework, parse_extra_args(values["extra-args-json"]), values["config"])
         return cls(
             layout=layout,
             model_id=values["model-id"],
@@ -139,7 +140,7 @@ class TrainingOptions:
             raise OptionError(f"the gateway's options: {error}; install its release of unified-runtime here.") from None
         if not options.config_path:
             return options
-        extra_args = _with_file(options.extra_args, options.config_path)
+        extra_args = _with_file(options.framework, options.extra_args, options.config_path)
         return replace(options, extra_args=extra_args, arguments=parse_arguments(options.framework, extra_args))
 
     def as_job_config(self) -> dict[str, Any]:
@@ -165,7 +166,6 @@ class TrainingOptions:
 
     def as_config(self) -> dict[str, Any]:
         """Return the final configuration, as ``config/run.json`` keeps it."""
-        arguments = msgspec.structs.asdict(self.arguments)
         return {
             "framework": self.framework,
             "run_id": self.run_id,
@@ -178,7 +178,7 @@ class TrainingOptions:
             "config_path": self.config_path,
             "resume_from_checkpoint": self.resume,
             "extra_args": dict(self.extra_args),
-            "arguments": {name: value for name, value in arguments.items() if name != "given"},
+            "arguments": values_in_force(self.arguments),
             "attempt_id": self.attempt_id,
         }
 
@@ -196,13 +196,13 @@ def parse_extra_args(text: str) -> dict[str, Any]:
     return found
 
 
-def _with_file(extra_args: Mapping[str, Any], place: str) -> Mapping[str, Any]:
-    """Return arguments, with defaults from a file, if `place` names one, for those that were not given."""
+def _with_file(framework: str, extra_args: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+    """Return arguments by our names, with values from a file, if `place` names one, for those that were not given."""
     if not place:
         return extra_args
-    own = {ALIASES.get(name, name) for name in extra_args}
-    said = read_config_file(place)
-    return {**{name: each for name, each in said.items() if ALIASES.get(name, name) not in own}, **extra_args}
+    known = argument_types(TABLES[framework])
+    said, given = (own_names(each, known) for each in (read_config_file(place), extra_args))
+    return {own: value for own, (_, value) in {**said, **given}.items()}
 
 
 def read_config_file(place: str) -> dict[str, Any]:

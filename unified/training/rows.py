@@ -16,7 +16,7 @@ from unified.data.files import DataFile, DataFiles, formats_of
 from unified.data.formats import open_format
 from unified.data.formats.row_format import named
 from unified.errors import DatasetError, OptionError, nearest
-from unified.training.arguments import METHODS
+from unified.training.method_fields import METHODS
 
 Row = Mapping[str, Any]
 EVERY_ROW = 1 << 62
@@ -176,7 +176,7 @@ def convert_row(row: Row, text_field: str, allowed: Sequence[str] = ()) -> tuple
         raise DatasetError(f"fits two forms, {fitting[0].title} and {fitting[1].title}: take the fields of one out")
     wanted = [form.title for form in forms if not allowed or form.name in allowed]
     if found:
-        methods = " or ".join(method for method, takes in METHODS.items() if found[0].name in takes)
+        methods = " or ".join(method for method, takes in METHODS.items() if found[0].name in takes.forms)
         raise DatasetError(
             f"has the form {found[0].title}, and this run takes {', '.join(wanted)} (hf takes {found[0].title} with "
             f"the method {methods})"

@@ -441,6 +441,7 @@ def test_a_dry_run_shows_the_job_and_begins_nothing(idle_gateway: GatewayUnderTe
     found = answer.json()
     assert (answer.status_code, found["backend"], found["job"]["ranks_per_node"]) == (200, "master", 4)
     assert found["job"]["notes"] == ["image is not used: workers run in the environment of their agents."]
+    assert found["arguments"]["pretrain"]["lr_scheduler_type"] == "cosine"
     assert idle_gateway.client.get("/train").json()["total"] == 0
 
 

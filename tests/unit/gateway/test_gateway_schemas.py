@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from unified.training.arguments import parse_arguments
 from unified_gateway.schemas import ResumeRequest, TrainingRequest
 
 LEAST = {
@@ -202,3 +203,21 @@ def test_a_list_that_is_no_dataset(given: list[object], message: str) -> None:
     said = refusal(dataset_uri=given)
     assert said.startswith("dataset_uri: ")
     assert message in said
+
+
+def test_tokens_of_a_text_are_no_credentials() -> None:
+    extra_args = {"method": "sft", "eos_token": "<|im_end|>", "pad_token": "<pad>"}
+    arguments = TrainingRequest.model_validate({**LEAST, "framework": "hf", "extra_args": extra_args}).arguments
+    assert arguments == parse_arguments("hf", extra_args)
+    assert "looks like a credential" in refusal(framework="hf", extra_args={"eos_token": "s3://user:secret@host"})
+
+
+def test_a_misspelt_argument_of_hf_is_refused_at_the_post() -> None:
+    said = refusal(framework="hf", extra_args={"lora_rankk": 8})
+    assert "hf has no argument 'lora_rankk'. Did you mean 'lora_rank'?" in said
+
+
+def test_a_file_may_say_the_method_of_an_argument() -> None:
+    extra_args = {"beta": 0.5}
+    assert "hf has no argument 'beta'" in refusal(framework="hf", extra_args=extra_args)
+    TrainingRequest.model_validate({**LEAST, "framework": "hf", "extra_args": extra_args, "config_path": "/a.yaml"})
